@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from spec_lab.models.draft_layers import DraftLayers, random_weights, rms_norm, small_layer
+from spec_lab.models.draft_layers import DraftLayers, random_weights, ready, rms_norm, small_layer
 from spec_lab.models.services import TargetServices
 from spec_lab.models.target import Target
 
@@ -77,7 +77,7 @@ class MarkovHead(nn.Module):
 
 
 class BlockNetwork(nn.Module):
-    """The network, without weights until ``with_weights``."""
+    """The network, without weights until ``draft_layers.ready``."""
 
     def __init__(self, settings: BlockSettings) -> None:
         super().__init__()
@@ -154,18 +154,4 @@ class BlockNetwork(nn.Module):
 def random_network(settings: BlockSettings, target: Target, seed: int = 0) -> BlockNetwork:
     """A network with random weights, for a target."""
     network = BlockNetwork(settings)
-    return with_weights(network, random_weights(network, seed), target)
-
-
-def with_weights(network: BlockNetwork, tensors: Mapping[str, Tensor], target: Target) -> BlockNetwork:
-    """The network with these weights, which must be exactly its parameters, ready to draft for a target.
-
-    Args:
-        network: without weights.
-        tensors: by the network's own names.
-        target: its device and dtype are those of the weights from now on.
-    """
-    device, dtype = target.lm.device, target.lm.dtype
-    network.load_state_dict({name: one.to(device, dtype) for name, one in tensors.items()}, strict=True, assign=True)
-    network.services = target.services
-    return network.to(device).eval().requires_grad_(False)
+    return ready(network, random_weights(network, seed), target.services, target.lm.device, target.lm.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from inspect import signature, unwrap
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import transformers
@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from spec_lab.engine.attention import SPANS, layer_kinds
 from spec_lab.models.checkpoint import one_line
+from spec_lab.models.services import TargetServices
 from spec_lab.models.support import NOT_FULL_ATTENTION, Unsupported, refuse_by_name
 
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
@@ -212,6 +213,31 @@ class _ExpandedCache:
 def rms_norm(width: int, layers: DraftLayers) -> nn.RMSNorm:
     """An RMSNorm of this width, on the meta device, with the layers' epsilon."""
     return nn.RMSNorm(width, eps=float(layers.config.rms_norm_eps), device="meta")
+
+
+N = TypeVar("N", bound=nn.Module)
+
+
+def ready(
+    network: N,
+    tensors: Mapping[str, Tensor],
+    services: TargetServices,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> N:
+    """The network of a drafter with these weights, ready to draft for a target; the network itself is changed.
+
+    Args:
+        network: without weights; ``services`` become its attribute of that name.
+        tensors: by the network's own names; they must be exactly its parameters.
+        services: embedding and LM head of the target.
+        device: of the weights from now on.
+        dtype: of the weights from now on; None leaves each as it is. (The rotary embedding stays in float32.)
+    """
+    own = {name: one.to(device, one.dtype if dtype is None else dtype) for name, one in tensors.items()}
+    network.load_state_dict(own, strict=True, assign=True)
+    cast(Any, network).services = services
+    return network.to(device).eval().requires_grad_(False)
 
 
 def random_weights(module: nn.Module, seed: int = 0) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_lab.models.draft_layers import DraftLayers, random_weights, rms_norm, small_layer
+from spec_lab.models.draft_layers import DraftLayers, random_weights, ready, rms_norm, small_layer
 from spec_lab.models.services import TargetServices
 from spec_lab.models.target import Target
 
@@ -234,20 +234,4 @@ def random_network(
 ) -> Network:
     """A network with random weights."""
     network = settings.network()
-    return with_weights(network, random_weights(network, seed), services, device, dtype)
-
-
-def with_weights(
-    network: Network, tensors: Mapping[str, Tensor], services: TargetServices, device: torch.device, dtype: torch.dtype
-) -> Network:
-    """The network with these weights, which must be exactly its parameters, ready to draft for a target.
-
-    Args:
-        network: without weights.
-        tensors: by the network's own names.
-        services: of the target.
-        device, dtype: of the weights from now on. (The rotary embedding stays in float32.)
-    """
-    network.load_state_dict({name: one.to(device, dtype) for name, one in tensors.items()}, strict=True, assign=True)
-    network.services = services
-    return network.to(device).eval().requires_grad_(False)
+    return ready(network, random_weights(network, seed), services, device, dtype)

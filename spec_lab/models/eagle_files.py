@@ -29,8 +29,9 @@ from torch import Tensor
 
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import SINGLE, open_weights, read_drafter_config, weight_files, weights_hash
+from spec_lab.models.draft_layers import ready
 from spec_lab.models.drafter_files import flag, misfits, read_weight, refuse, refuse_windows, taps, whole
-from spec_lab.models.eagle import Eagle3Settings, EagleSettings, Network, Settings, with_weights
+from spec_lab.models.eagle import Eagle3Settings, EagleSettings, Network, Settings
 from spec_lab.models.target import Target
 
 log = logging.getLogger(__name__)
@@ -78,8 +79,8 @@ def read_eagle(path: str, target: Target) -> EagleHead:
     if isinstance(settings, Eagle3Settings):
         name, tokens = "eagle3", settings.draft_vocab_size or tokens
         network.ids = draft_tokens(folder, settings, tables)
-    ready = with_weights(network, tensors, target.services, target.lm.device, target.lm.dtype)
-    return EagleHead(ready, name, weights_hash(path), tokens)
+    ready(network, tensors, target.services, target.lm.device, target.lm.dtype)
+    return EagleHead(network, name, weights_hash(path), tokens)
 
 
 def draft_tokens(folder: Path, settings: Eagle3Settings, tables: Mapping[str, Tensor]) -> Tensor:  # [W]

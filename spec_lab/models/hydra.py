@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from spec_lab.models.draft_layers import DraftLayers, random_weights, rms_norm, small_layer
+from spec_lab.models.draft_layers import DraftLayers, random_weights, ready, rms_norm, small_layer
 from spec_lab.models.services import TargetServices
 from spec_lab.models.target import Target
 
@@ -94,7 +94,7 @@ class HydraHeads(nn.Module):
     """All heads, and the prefix layer if there is one.
 
     Args:
-        settings: what they are. The weights are on the meta device until ``bind``.
+        settings: what they are. The weights are on the meta device until ``draft_layers.ready``.
 
     Raises:
         ValueError: a config that describes no prefix layer.
@@ -121,20 +121,6 @@ class HydraHeads(nn.Module):
         out: Tensor = self.heads[number](x, self._services.lm_head)
         return out
 
-    def bind(
-        self, tensors: Mapping[str, Tensor], services: TargetServices, device: torch.device, dtype: torch.dtype
-    ) -> HydraHeads:
-        """Take weights, which must be exactly the parameters, and the target's embedding and LM head.
-
-        Args:
-            tensors: by the network's own names.
-            services: of the target.
-            device, dtype: of the weights from now on. (The rotary embedding stays in float32.)
-        """
-        self.load_state_dict({name: one.to(device, dtype) for name, one in tensors.items()}, strict=True, assign=True)
-        self.services = services
-        return self.to(device).eval().requires_grad_(False)
-
     def toy(self, target: Target, heads: int) -> HydraHeads:
         """The same kind of network with random weights and so many heads, in the sizes of another target."""
         h = target.services.hidden_size
@@ -151,4 +137,4 @@ class HydraHeads(nn.Module):
 def random_heads(settings: HydraSettings, target: Target, seed: int = 0) -> HydraHeads:
     """Heads for a target with random weights."""
     network = HydraHeads(settings)
-    return network.bind(random_weights(network, seed), target.services, target.lm.device, target.lm.dtype)
+    return ready(network, random_weights(network, seed), target.services, target.lm.device, target.lm.dtype)

@@ -111,8 +111,8 @@ def read_mtp(path: str | None, target: Target) -> MtpModules:
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{folder}: '{published(name)}' holds NaN or infinite values")
-    ready = mtp_with_weights(network, tensors, target.services, target.lm.device)
-    return MtpModules(ready, target.sha256 if own else weights_hash(str(folder)))
+    mtp_with_weights(network, tensors, target.services, target.lm.device)
+    return MtpModules(network, target.sha256 if own else weights_hash(str(folder)))
 
 
 def _names(held: Mapping[str, Any], prefixes: Sequence[str], layout: Layout, surplus: bool) -> dict[str, str]:

@@ -13,7 +13,6 @@ from typing import Any, Unpack
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, Shape
 from spec_lab.core.inference import inference
@@ -27,8 +26,7 @@ from spec_lab.models.block import BlockNetwork
 from spec_lab.models.block_files import read_block
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
-from spec_lab.propose.feature_drafter import State
-from spec_lab.propose.features import Features, observe_features
+from spec_lab.propose.features import Features, FeatureState, observe_features
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
 from spec_lab.propose.trees import Choices
 
@@ -97,31 +95,27 @@ class BlockDrafter(Lifecycle):
         facts = {"hidden_states": list(own.taps), "block_size": own.block_size, "markov_rank": own.markov_rank}
         return self.plan.facts | facts
 
-    def init(self, request: Request) -> State:
+    def init(self, request: Request) -> FeatureState:
         """An empty state."""
         positions = len(request.tokens) + request.max_new_tokens + self.network.settings.block_size
-        return State(self.lm.open(positions), Features())
+        return FeatureState(self.lm.open(positions), Features())
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Keep the features of every computed position."""
-        observe_features(observed, self._features)
+        observe_features(observed, self.network.features)
 
-    @inference
-    def _features(self, hidden: Tensor) -> Tensor:
-        return self.network.features(hidden)
-
-    def fork(self, state: State) -> State:
+    def fork(self, state: FeatureState) -> FeatureState:
         """Share the cached keys and values."""
-        return State(state.kv.fork(), state.features.copy())
+        return state.fork()
 
-    def rewind(self, state: State, length: int) -> None:
+    def rewind(self, state: FeatureState, length: int) -> None:
         """Forget the positions from ``length`` on."""
         state.features.rewind(length)
         state.kv.truncate(min(len(state.kv), length))
 
-    def close(self, state: State) -> None:
+    def close(self, state: FeatureState) -> None:
         """Free the KV cache."""
-        state.kv.close()
+        state.close()
 
     @inference
     def propose(self, batch: Batch) -> Draft:

@@ -13,7 +13,6 @@ after the pending token. Below it, the network's own outputs stand in for the ta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,7 +29,7 @@ from spec_lab.engine.runner import DraftRunner, KVSequence
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
-from spec_lab.propose.features import Features, observe_features
+from spec_lab.propose.features import Features, FeatureState, observe_features
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import Choices
 
@@ -69,19 +68,6 @@ class FeatureNetwork(Protocol):
         ...
 
 
-@dataclass
-class State:
-    """The state of one sequence.
-
-    Args:
-        kv: of the network's layers.
-        features: of all computed positions.
-    """
-
-    kv: KVSequence
-    features: Features
-
-
 class FeatureDrafter(Lifecycle):
     """Drafts below every sequence with one pending token and computed positions before it; nothing elsewhere.
 
@@ -118,30 +104,26 @@ class FeatureDrafter(Lifecycle):
         """What a record should keep."""
         return self.plan.facts | {"hidden_states": list(self.network.hidden)}
 
-    def init(self, request: Request) -> State:
+    def init(self, request: Request) -> FeatureState:
         """An empty state."""
-        return State(self.lm.open(len(request.tokens) + request.max_new_tokens + self.plan.computed), Features())
+        return FeatureState(self.lm.open(len(request.tokens) + request.max_new_tokens + self.plan.computed), Features())
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Keep the features of every computed position."""
-        observe_features(observed, self._features)
+        observe_features(observed, self.network.features)
 
-    @inference
-    def _features(self, hidden: Tensor) -> Tensor:
-        return self.network.features(hidden)
-
-    def fork(self, state: State) -> State:
+    def fork(self, state: FeatureState) -> FeatureState:
         """Share the stable part, drop the tentative part."""
-        return State(state.kv.fork(), state.features.copy())
+        return state.fork()
 
-    def rewind(self, state: State, length: int) -> None:
+    def rewind(self, state: FeatureState, length: int) -> None:
         """Forget from ``length`` on, and the input before it, which read the token there."""
         state.features.rewind(length)
         state.kv.truncate(min(len(state.kv), max(length - 1, 0)))
 
-    def close(self, state: State) -> None:
+    def close(self, state: FeatureState) -> None:
         """Free the KV cache."""
-        state.kv.close()
+        state.close()
 
     @inference
     def propose(self, batch: Batch) -> Draft:

@@ -1,4 +1,4 @@
-"""Hidden states of the target that a proposer has observed, for one sequence."""
+"""What a proposer keeps of the target's hidden states, and of its own layers' KV cache, for one sequence."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from spec_lab.core.inference import inference
 from spec_lab.engine.proposer import Observation
+from spec_lab.engine.runner import KVSequence
 
 
+@inference
 def observe_features(observed: Sequence[Observation], read: Callable[[Tensor], Tensor]) -> None:
     """Add what was observed to the ``features`` of each sequence's state.
 
@@ -76,6 +79,7 @@ class Features:
 
     def since(self, position: int) -> Tensor:
         """The states ``[n, H]`` of all positions from ``position`` on, which must be known."""
+        assert self.start <= position <= self.end, (self.start, position, self.end)
         first, start = len(self.parts) - 1, self.end - len(self.parts[-1])
         while start > position:
             first -= 1
@@ -86,3 +90,24 @@ class Features:
     def copy(self) -> Features:
         """An independent copy."""
         return Features(list(self.parts), self.end)
+
+
+@dataclass
+class FeatureState:
+    """The state of one sequence for a drafter with layers that read features.
+
+    Args:
+        kv: of the drafter's layers.
+        features: of all computed positions.
+    """
+
+    kv: KVSequence
+    features: Features
+
+    def fork(self) -> FeatureState:
+        """An independent copy that shares the computed part of the KV cache."""
+        return FeatureState(self.kv.fork(), self.features.copy())
+
+    def close(self) -> None:
+        """Free the KV cache."""
+        self.kv.close()

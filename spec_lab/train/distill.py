@@ -26,6 +26,7 @@ from transformers import LlamaForCausalLM
 
 from spec_lab.core.options import whole
 from spec_lab.train.fast import soft_cross_entropy, unembedded_cross_entropy
+from spec_lab.train.fit import order_of
 from spec_lab.train.generate import Generation, Part
 from spec_lab.train.tokens import Batches
 from spec_lab.train.trainer import Plan, Trainer, schedule
@@ -152,17 +153,6 @@ def draft_loss(draft: torch.nn.Module, ids: Tensor, p: Tensor) -> Tensor:
     """Return the draft model's cross-entropy to the target's probabilities ``p [B, T, V]`` after ``ids [B, T]``."""
     logits = draft(input_ids=ids, use_cache=False).logits
     return soft_cross_entropy(logits.flatten(0, 1), p.flatten(0, 1))
-
-
-def order_of(parts: int, rows: int, batch: int, passes: float) -> list[tuple[int, int]]:
-    """Return (part, first row) of every step: the parts in a new order in each pass, the rows of a part together."""
-    steps = [
-        (part, row)
-        for epoch in range(int(np.ceil(passes)))
-        for part in np.random.default_rng(epoch).permutation(parts)
-        for row in range(0, batch, rows)
-    ]
-    return steps[: int(passes * parts * (batch // rows))]
 
 
 def _texts(

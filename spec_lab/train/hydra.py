@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.options import one_of
-from spec_lab.models.draft_layers import random_weights
+from spec_lab.models.draft_layers import random_weights, ready
 from spec_lab.models.hydra import HydraHead, HydraHeads, HydraSettings
 from spec_lab.models.hydra_files import ARCHS, write_hydra
 from spec_lab.models.target import Target
@@ -61,7 +61,7 @@ class HydraRecipe:
         h = target.services.hidden_size
         prefix = None if self.arch == "mlp" else layer_of(target, None, self.intermediate_size)
         network = HydraHeads(HydraSettings(h, target.vocabulary, self.heads, self.layers, prefix, shared_lm_head=True))
-        network.bind(random_weights(network, seed), target.services, target.lm.device, torch.float32)
+        ready(network, random_weights(network, seed), target.services, target.lm.device, torch.float32)
         with torch.no_grad():
             for head in network.heads.children():
                 assert isinstance(head, HydraHead)
@@ -83,7 +83,7 @@ class HydraRecipe:
         for name, one in tensors.items():
             if name.endswith(("linear.weight", "skip.weight")):
                 one[:, h:] *= scale
-        network = HydraHeads(module.settings).bind(tensors, target.services, target.lm.device, torch.float32)
+        network = ready(HydraHeads(module.settings), tensors, target.services, target.lm.device, torch.float32)
         return write_hydra(network, folder, target.name, facts, torch.bfloat16)
 
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:
