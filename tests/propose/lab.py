@@ -1,6 +1,7 @@
 """Shared by tests of decoding and proposing: decoding with tiny models, and recording draws."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 
@@ -106,6 +107,46 @@ def expanded(draft, sequences):
             if len(shape.children[row]):
                 children = draft.token[shape.children[row] - shape.roots].tolist()
                 yield row, sequence, sequence.tokens + path_tokens(draft, row), children
+
+
+def steps_after_texts(target, proposer, wanted):
+    """Decode; yield every step with the texts before it, as sequences with ``tokens``."""
+    texts = {one.id: list(one.tokens) for one in wanted}
+    for info in fixed_group(target, proposer, Token(), wanted, CounterDraws(3)):
+        yield info, [SimpleNamespace(tokens=texts[one.request.id]) for one in info.sequences]
+        texts |= {one.request.id: list(one.tokens) for one in info.sequences}
+
+
+def rejected(info, depth):
+    """How many sequences of a step got less than the whole depth of their draft tree."""
+    return sum(len(done.path) < depth for done in info.committed)
+
+
+def compare_stated(target, proposer, wanted, expected, each=lambda info: None, **options):
+    """Compare every stated distribution with plain forwards, and that the drafter's KV cache is freed at the end.
+
+    Args:
+        target: the target.
+        proposer: which states distributions, with trees of depth 3.
+        wanted: requests at the settings ``WARM``.
+        expected: committed tokens and a drafted path -> logits ``[V]`` after them.
+        each: called with every step.
+        options: of the comparison.
+
+    Returns:
+        The number of distributions, and of rejections.
+    """
+    compared, rejections = 0, 0
+    for info, before in steps_after_texts(target, proposer, wanted):
+        for row, sequence, text, _ in expanded(info.draft, before):
+            logits = expected(sequence.tokens, text[len(sequence.tokens) :])
+            p = logits_to_probs(logits[None], [WARM])[0]
+            torch.testing.assert_close(info.draft.q[info.draft.q_row[row]], p, rtol=0, **({"atol": 1e-6} | options))
+            compared += 1
+        rejections += rejected(info, 3)
+        each(info)
+    assert proposer.lm is None or not proposer.lm.cells.references.any()
+    return compared, rejections
 
 
 @dataclass

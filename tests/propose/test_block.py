@@ -1,16 +1,12 @@
 """Block drafters: the cached, batched network agrees with plain forwards over whole texts; drafts are as declared."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling, logits_to_probs
-from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
 from spec_lab.propose.block import BlockDrafter
-from spec_lab.verify import Token, Traversal
+from spec_lab.verify import Traversal
 from tests.oracles import block as oracle
 from tests.propose.block_drafters import dflash, dspark
 from tests.propose.eagle_heads import SIZES, written
@@ -19,6 +15,7 @@ from tests.propose.lab import (
     WARM,
     batch_of,
     calls,
+    compare_stated,
     decode,
     emitted,
     expanded,
@@ -77,16 +74,15 @@ def check(name, target, draft, sequences):
 @torch.no_grad()
 def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, folders, name):
     proposer = BlockDrafter.load(target, folders[name], tree=TREE, drawn="without")
-    wanted = requests(WARM, new=12)
-    texts, compared, rejected = {one.id: list(one.tokens) for one in wanted}, 0, 0
-    for info in fixed_group(target, proposer, Token(), wanted, CounterDraws(3)):
-        before = [SimpleNamespace(tokens=texts[one.request.id]) for one in info.sequences]
-        compared += check(name, target, info.draft, before)
-        rejected += sum(len(done.path) < 3 for done in info.committed)
-        texts |= {one.request.id: list(one.tokens) for one in info.sequences}
+
+    def expected(text, path):
+        return reference(name, target, text, path)
+
+    def each(info):
         assert calls(info) <= 1
-    assert compared > 50 and rejected > 5
-    assert not proposer.lm.cells.references.any()
+
+    compared, rejections = compare_stated(target, proposer, requests(WARM, new=12), expected, each)
+    assert compared > 50 and rejections > 5
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])

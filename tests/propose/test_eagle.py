@@ -1,7 +1,5 @@
 """EAGLE: the cached, batched network over trees agrees with plain forwards over whole texts; drafts are as declared."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -9,13 +7,12 @@ import torch
 from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.proposer import Observation
 from spec_lab.propose import eagle
-from spec_lab.verify import Token, Traversal
+from spec_lab.verify import Traversal
 from tests.oracles import eagle as oracle
 from tests.propose.eagle_heads import SIZES, eagle1, eagle3, speculators, written
-from tests.propose.lab import COLD, WARM, batch_of, decode, emitted, expanded, plain_greedy, requests
+from tests.propose.lab import COLD, WARM, batch_of, compare_stated, decode, emitted, plain_greedy, requests
 from tests.tiny import VOCABULARY, tiny_target
 
 H = 32
@@ -80,19 +77,13 @@ def reference(name, target, text, path):
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
 def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, folders, name):
-    proposer, wanted = eagle.load(target, folders[name], tree=TREE, drawn="without"), requests(WARM, new=9)
-    texts, compared, rejected = {one.id: list(one.tokens) for one in wanted}, 0, 0
-    for info in fixed_group(target, proposer, Token(), wanted, CounterDraws(3)):
-        before = [SimpleNamespace(tokens=texts[one.request.id]) for one in info.sequences]
-        for row, sequence, text, _ in expanded(info.draft, before):
-            logits = reference(name, target, sequence.tokens, text[len(sequence.tokens) :])
-            expected = logits_to_probs(logits[None], [WARM])[0]
-            torch.testing.assert_close(info.draft.q[info.draft.q_row[row]], expected, rtol=0, atol=1e-6)
-            compared += 1
-        rejected += sum(len(done.path) < 3 for done in info.committed)
-        texts |= {one.request.id: list(one.tokens) for one in info.sequences}
-    assert compared > 50 and rejected > 5
-    assert not proposer.lm.cells.references.any()
+    proposer = eagle.load(target, folders[name], tree=TREE, drawn="without")
+
+    def expected(text, path):
+        return reference(name, target, text, path)
+
+    compared, rejections = compare_stated(target, proposer, requests(WARM, new=9), expected)
+    assert compared > 50 and rejections > 5
 
 
 WAYS = [

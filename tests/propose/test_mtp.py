@@ -1,27 +1,24 @@
 """MTP: the cached, batched modules over trees agree with plain forwards over whole texts; files and refusals."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spec_lab.core.probabilities import Sampling, logits_to_probs
-from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.engine import fixed_group
 from spec_lab.models.draft_layers import small_layer
 from spec_lab.models.mtp import MtpSettings, random_mtp
 from spec_lab.models.mtp_files import write_mtp
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, mtp
-from spec_lab.verify import Token, Traversal
+from spec_lab.verify import Traversal
 from tests.checkpoints import checkpoint
 from tests.oracles import mtp as oracle
 from tests.propose.eagle_heads import written
-from tests.propose.lab import COLD, WARM, decode, emitted, expanded, plain_greedy, requests
+from tests.propose.lab import COLD, WARM, compare_stated, decode, emitted, plain_greedy, requests
 from tests.propose.mtp_modules import SIZES, modules
 from tests.tiny import COMMON, CONTEXT, VOCABULARY, tiny_target
 
@@ -66,23 +63,6 @@ def reference(name, w, model, text, path):
     return None
 
 
-def agreement(target, proposer, expected, **options):
-    """Compare every stated distribution with ``expected(text, path)``; return how many, and the rejections."""
-    wanted = requests(WARM, new=14)
-    texts, compared, rejected = {one.id: list(one.tokens) for one in wanted}, 0, 0
-    for info in fixed_group(target, proposer, Token(), wanted, CounterDraws(3)):
-        before = [SimpleNamespace(tokens=texts[one.request.id]) for one in info.sequences]
-        for row, sequence, text, _ in expanded(info.draft, before):
-            logits = expected(sequence.tokens, text[len(sequence.tokens) :])
-            p = logits_to_probs(logits[None], [WARM])[0]
-            torch.testing.assert_close(info.draft.q[info.draft.q_row[row]], p, rtol=0, **options)
-            compared += 1
-        rejected += sum(len(done.path) < 3 for done in info.committed)
-        texts |= {one.request.id: list(one.tokens) for one in info.sequences}
-    assert not proposer.lm.cells.references.any()
-    return compared, rejected
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
 def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, made, folders, name):
@@ -91,8 +71,8 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rej
     def expected(text, path):
         return reference(name, made[name][1], target.lm.model, text, path)
 
-    compared, rejected = agreement(target, proposer, expected, atol=1e-6)
-    assert compared > 50 and rejected > 5
+    compared, rejections = compare_stated(target, proposer, requests(WARM, new=14), expected)
+    assert compared > 50 and rejections > 5
 
 
 @pytest.mark.parametrize("name", ["deepseek", "qwen-three-modules"])
@@ -155,7 +135,7 @@ def test_modules_in_the_target_s_checkpoint_are_left_out_of_the_target_and_draft
     for path in (None, str(folder)):
         proposer = mtp.load(target, path, tree=TREE, drawn="without")
         assert proposer.sha256 == target.sha256
-        assert agreement(target, proposer, expected, atol=1e-6)[0] > 50
+        assert compare_stated(target, proposer, requests(WARM, new=14), expected)[0] > 50
 
 
 SPARSE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
@@ -243,7 +223,7 @@ def test_modules_of_other_families_agree_with_transformers_layers(tmp_path, fami
             hidden, tokens = torch.cat([hidden, found]), torch.cat([tokens, torch.tensor([token])])
         return None
 
-    assert agreement(target, proposer, expected, atol=1e-6)[0] > 50
+    assert compare_stated(target, proposer, requests(WARM, new=14), expected)[0] > 50
     assert hasattr(layer.mlp, "experts")
 
 

@@ -2,18 +2,15 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from spec_lab.core.probabilities import Sampling, logits_to_probs
-from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.engine import fixed_group
 from spec_lab.propose.pard import Pard
 from spec_lab.propose.tree_plan import TreePlan
-from spec_lab.verify import Token, Traversal
+from spec_lab.verify import Traversal
 from tests.oracles import pard as oracle
 from tests.propose.lab import (
     COLD,
@@ -21,6 +18,7 @@ from tests.propose.lab import (
     WARM,
     batch_of,
     calls,
+    compare_stated,
     decode,
     emitted,
     expanded,
@@ -42,32 +40,27 @@ def pard(size=VOCABULARY + 3, mask=VOCABULARY + 1, context=CONTEXT, **options):
     return Pard(lm, context, mask, TreePlan.read(**options), vocabulary=size if size < VOCABULARY else None)
 
 
-def expected(proposer, text, depth, sampling=WARM):
-    """The distribution ``[V]`` of each level below ``text``."""
+def levels(proposer, text, depth):
+    """The logits ``[V]`` of each level below ``text``."""
     weights = proposer.lm.model.state_dict()
     text = [token if token < len(weights["lm_head.weight"]) else proposer.mask_token for token in text]
-    logits = oracle.levels(weights, text, proposer.mask_token, depth, VOCABULARY, LAYERS, SIZES)
-    return logits_to_probs(logits, [sampling])
+    return oracle.levels(weights, text, proposer.mask_token, depth, VOCABULARY, LAYERS, SIZES)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, variant):
-    proposer, wanted = pard(*VARIANTS[variant], tree=TREE, drawn="without"), requests(WARM, new=12)
-    texts, compared, rejected = {one.id: list(one.tokens) for one in wanted}, 0, 0
-    for info in fixed_group(target, proposer, Token(), wanted, CounterDraws(3)):
-        before = [SimpleNamespace(tokens=texts[one.request.id]) for one in info.sequences]
-        for row, sequence, _, _ in expanded(info.draft, before):
-            levels = expected(proposer, sequence.tokens, 3)
-            found = info.draft.q[info.draft.q_row[row]]
-            torch.testing.assert_close(found, levels[info.draft.shape.depth[row]], rtol=0, atol=1e-6)
-            compared += 1
+    proposer = pard(*VARIANTS[variant], tree=TREE, drawn="without")
+
+    def each(info):
         assert calls(info) <= 1
         assert not (info.draft.token == proposer.mask_token).any()
-        rejected += sum(len(done.path) < 3 for done in info.committed)
-        texts |= {one.request.id: list(one.tokens) for one in info.sequences}
-    assert compared > 50 and rejected > 5
-    assert not proposer.lm.cells.references.any()
+
+    def of_level(text, path):
+        return levels(proposer, text, 3)[len(path)]
+
+    compared, rejections = compare_stated(target, proposer, requests(WARM, new=12), of_level, each)
+    assert compared > 50 and rejections > 5
 
 
 def test_every_row_of_a_level_states_the_same_distribution(target):
@@ -116,7 +109,7 @@ def test_distributions_are_right_after_forced_tokens_rewinds_and_forks(target):
         draft = proposer.propose(batch)
         assert draft.shape.nodes == 3 * len(batch.sequences)
         for row, sequence, _, _ in expanded(draft, batch.sequences):
-            level = expected(proposer, sequence.tokens, 3)[draft.shape.depth[row]]
+            level = logits_to_probs(levels(proposer, sequence.tokens, 3)[draft.shape.depth[row]][None], [WARM])[0]
             torch.testing.assert_close(draft.q[draft.q_row[row]], level, rtol=0, atol=1e-6)
         for sequence in batch.sequences:
             sequence.step += 1

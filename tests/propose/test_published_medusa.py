@@ -5,18 +5,15 @@ from functools import partial
 import pytest
 import torch
 
-from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
 from spec_lab.propose import calibrate as calibration
 from spec_lab.propose.accuracy import Accuracy, measure
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.step_costs import StepCosts
 from spec_lab.propose.trees import parse
-from spec_lab.verify import Token
 from tests.oracles import medusa as oracle
 from tests.propose.eagle_heads import written
-from tests.propose.lab import PROMPTS, WARM, decode, emitted, requests
+from tests.propose.lab import PROMPTS, WARM, decode, emitted, rejected, requests, steps_after_texts
 from tests.propose.medusa_heads import authors, vllm
 from tests.tiny import VOCABULARY
 
@@ -59,14 +56,14 @@ def test_drafts_are_those_of_plain_forwards_over_steps_with_rejections(target, f
     proposer, wanted = Medusa.load(target, folders[name], tree=TREE), requests(WARM, new=12)
     computed, logits = Heads.__call__, []
     monkeypatch.setattr(Heads, "__call__", lambda *given: logits.append(computed(*given)) or logits[-1])
-    texts, compared, rejected = {one.id: list(one.tokens) for one in wanted}, 0, 0
+    compared, rejections = 0, 0
     paths = [tuple(map(int, path.split("."))) for path in TREE.split()]
-    for info in fixed_group(target, proposer, Token(), wanted, CounterDraws(3)):
+    for info, before in steps_after_texts(target, proposer, wanted):
         trees = [tree[1:] for tree in info.draft.shape.trees]
         active = [number for number, nodes in enumerate(trees) if len(nodes)]
         found = logits.pop() if active else None
         for place, number in enumerate(active):
-            text = texts[info.sequences[number].request.id]
+            text = before[number].tokens
             state = target.lm.model.base_model(input_ids=torch.tensor([text[:-1]]), use_cache=False)[0][0, -1]
             expected = torch.stack([reference(name, state, head) for head in range(3)])
             torch.testing.assert_close(found[place], expected, rtol=0, atol=1e-6)
@@ -75,9 +72,8 @@ def test_drafts_are_those_of_plain_forwards_over_steps_with_rejections(target, f
             drafted = {shape.ranks(int(row)): int(info.draft.token[row - shape.roots]) for row in trees[number]}
             assert drafted == {path: int(likeliest[len(path) - 1, path[-1]]) for path in paths}
             compared += 1
-        rejected += sum(len(done.path) < 3 for done in info.committed)
-        texts |= {one.request.id: list(one.tokens) for one in info.sequences}
-    assert compared > 20 and rejected > 10 and not logits
+        rejections += rejected(info, 3)
+    assert compared > 20 and rejections > 10 and not logits
 
 
 def test_the_tensors_count_where_the_config_states_fewer_heads(target, folders):
