@@ -61,8 +61,10 @@ class Settings:
     draft_control: Control = field(default_factory=lambda: Control(0, 1050, 300, 1.0))
     generation: Generation = field(default_factory=Generation)
     distillation: Distillation = field(default_factory=Distillation)
-    eagle3: Eagle3Recipe = Eagle3Recipe(unrolls=5, draft_vocab_size=1024, taps=(1, 3, 5))
-    eagle3_fit: FitPlan = field(default_factory=FitPlan)
+    eagle3: Eagle3Recipe = Eagle3Recipe(unrolls=3, draft_vocab_size=1536, taps=(1, 3, 5), from_target=True)
+    eagle3_fit: FitPlan = FitPlan(
+        passes=2.75, rows=8, part=4, plan=Plan(muon_rate=1.5e-2, adamw_rate=7.5e-3, weight_decay=0.0, seed=2)
+    )
     parts: int = 241
     windows: int = 1_000_000
     tokens: int = 96

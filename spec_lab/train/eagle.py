@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ class Eagle3Recipe:
         layers: decoder layers.
         intermediate_size: of the MLP; None: as in the target.
         heads: attention heads; None: as in the target, of which the head has the hidden size.
+        from_target: begin as the target's last layer and final norm (``begin_as_target``), not with random weights.
     """
 
     unrolls: int = 7
@@ -46,6 +47,7 @@ class Eagle3Recipe:
     layers: int = 1
     intermediate_size: int | None = None
     heads: int | None = None
+    from_target: bool = False
     name = "eagle3"
 
     def __post_init__(self) -> None:
@@ -56,6 +58,8 @@ class Eagle3Recipe:
         for name in ("draft_vocab_size", "intermediate_size", "heads"):
             if getattr(self, name) is not None:
                 whole(f"task.recipe.{name}", getattr(self, name))
+        if not isinstance(self.from_target, bool):
+            raise ValueError(f"task.recipe.from_target must be true or false, not {self.from_target!r}")
 
     @property
     def depth(self) -> int:
@@ -87,10 +91,13 @@ class Eagle3Recipe:
             # The rows of a linear LM head are its logits of the unit vectors.
             rows = target.services.lm_head(torch.eye(h, device=device, dtype=target.lm.dtype))
             network.lm_head.weight.copy_(rows.T[network.ids])
+            if self.from_target:
+                begin_as_target(network, target.causal_lm.model.model)
         network.requires_grad_(True).train()
         own = self.unrolls, self.decay, cast(Loss, self.loss)
         objective = Eagle3Objective(network, TargetHead.of(target), target.lm.dtype, *own)
-        return Beginning(network, objective, {"taps": list(settings.taps), "draft_vocab_size": width})
+        facts = {"taps": list(settings.taps), "draft_vocab_size": width, "from_target": self.from_target}
+        return Beginning(network, objective, facts)
 
     def write(self, module: nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
         """See ``Recipe``: in the format of speculators, in bfloat16."""
@@ -134,6 +141,39 @@ class Eagle3Objective:
         read = Texts(text.ids, text.first, text.length, taps.to(own))
         found = eagle3_losses(self.network, read, truth, embedded, self.unrolls, self.kind)
         return sum((self.decay**number * one.loss for number, one in enumerate(found)), torch.zeros(())), found
+
+
+@torch.no_grad()
+def begin_as_target(network: Eagle3, target: Any) -> None:
+    """Copy the target's last decoder layer into the head's first, and its final norm.
+
+    Queries, keys and values read the features as the target's layer reads its input, and the embedding with half their
+    random weights. The features are the last tap and a tenth of their random weights of all taps.
+
+    Args:
+        network: with random weights.
+        target: the decoder of a model of transformers.
+
+    Raises:
+        ValueError: its last layer has other tensors, or other shapes.
+    """
+    h, own = network.settings.hidden_size, dict(network.body.layers[0].named_parameters())
+    given = dict(target.layers[-1].named_parameters())
+    halves = {f"self_attn.{name}_proj.weight" for name in "qkv"}
+    shapes = {name: (len(one), h) if name in halves else tuple(one.shape) for name, one in own.items()}
+    if shapes != {name: tuple(one.shape) for name, one in given.items()}:
+        raise ValueError(
+            "task.recipe.from_target=true needs a target with Llama layers, and a head with as many attention heads "
+            "and as wide an MLP"
+        )
+    for name, one in own.items():
+        if name in halves:
+            one[:, :h] *= 0.5
+        (one[:, h:] if name in halves else one).copy_(given[name])
+    network.hidden_norm.weight.copy_(own["input_layernorm.weight"])
+    network.norm.weight.copy_(target.norm.weight)
+    network.fc.weight *= 0.1
+    network.fc.weight[:, -h:] += torch.eye(h, device=network.fc.weight.device)
 
 
 def frequent(paths: Sequence[Path], vocabulary: int, width: int) -> Tensor:  # [W], ascending

@@ -7,11 +7,12 @@ import torch
 
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
 from spec_lab.models.eagle_files import published_name
-from spec_lab.train.eagle import Eagle3Objective
+from spec_lab.train.eagle import Eagle3Objective, begin_as_target
 from spec_lab.train.objectives import LOSSES, Truth, expected_length, measure
 from spec_lab.train.texts import Texts
 from spec_lab.train.unroll import eagle1_losses, eagle3_losses
 from tests.oracles import eagle as oracle
+from tests.tiny import tiny_model
 
 H, V, W, T, B = 16, 11, 7, 9, 2
 SIZES = 4, 2, 4
@@ -115,6 +116,31 @@ def test_the_sum_over_unrolls_decays_and_reaches_every_weight():
     assert float(loss.detach()) == pytest.approx(each)
     gradients = torch.autograd.grad(loss, list(network.parameters()))
     assert all(bool((one != 0).any()) for one in gradients)
+
+
+@torch.no_grad()
+def test_a_head_that_begins_as_the_target_computes_its_last_layer_from_the_last_tap():
+    sizes = {name: LAYER[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")}
+    model, network = tiny_model(**sizes, num_key_value_heads=2, num_hidden_layers=3, vocab_size=V), eagle3()
+    drawn = [one.clone() for one in (network.fc.weight, network.body.layers[0].self_attn.q_proj.weight)]
+    begin_as_target(network, model.model)
+    torch.testing.assert_close(network.fc.weight[:, : 2 * H], drawn[0][:, : 2 * H] / 10)
+    torch.testing.assert_close(network.body.layers[0].self_attn.q_proj.weight[:, :H], drawn[1][:, :H] / 2)
+    ids = torch.arange(T)[None] % V
+    states = model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+    network.fc.weight.copy_(torch.cat([torch.zeros(H, 2 * H), torch.eye(H)], 1))
+    for name in "qkv":  # without the embedding, which the target's layer does not read
+        getattr(network.body.layers[0].self_attn, f"{name}_proj").weight[:, :H] = 0
+    w = published(network)
+    hidden, _ = oracle.eagle3(
+        w, EMBEDDING, ids[0], oracle.eagle3_features(w, [one[0] for one in states[:3]], []), SIZES, []
+    )
+    torch.testing.assert_close(network.norm(hidden), states[-1][0], rtol=0, atol=1e-5)
+
+
+def test_a_head_cannot_begin_as_a_target_with_other_layers():
+    with pytest.raises(ValueError, match="from_target"):
+        begin_as_target(eagle3(), tiny_model(hidden_size=H, num_hidden_layers=1).model)
 
 
 def test_texts_shorter_than_the_unrolls_are_learned_from_as_far_as_they_go():
