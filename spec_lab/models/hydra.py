@@ -35,6 +35,8 @@ class HydraSettings:
         layers: L, at least 1. The layers after the first are one layer that is applied L - 1 times.
         prefix: config of the prefix layer, as transformers names its fields; None: the heads read hidden states.
         shared_lm_head: whether all heads use the target's LM head in place of one each (not in published heads).
+        identity_skip: whether ``skip`` is the state itself in place of a matrix, which halves a head of one layer (not
+            in published heads).
     """
 
     hidden_size: int
@@ -43,6 +45,7 @@ class HydraSettings:
     layers: int = 1
     prefix: Mapping[str, Any] | None = None
     shared_lm_head: bool = False
+    identity_skip: bool = False
 
     @property
     def arch(self) -> str:
@@ -77,13 +80,14 @@ class HydraHead(nn.Module):
         h, wide = settings.hidden_size, (number + 2) * settings.hidden_size
         self.repeats = settings.layers - 1
         self.linear = nn.Linear(wide, h, device="meta")
-        self.skip = nn.Linear(wide, h, device="meta")
+        self.skip = None if settings.identity_skip else nn.Linear(wide, h, device="meta")
         self.block = nn.Linear(h, h, device="meta") if self.repeats else None
         self.lm_head = None if settings.shared_lm_head else nn.Linear(h, settings.vocab_size, device="meta")
 
     def forward(self, x: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
         """``[n, (i + 2)H]`` -> logits ``[n, V]``; ``lm_head`` stands in for an LM head of its own."""
-        x = self.skip(x) + silu(self.linear(x))
+        skipped = x[:, : self.linear.out_features] if self.skip is None else self.skip(x)
+        x = skipped + silu(self.linear(x))
         for _ in range(self.repeats):
             assert self.block is not None
             x = x + silu(self.block(x))

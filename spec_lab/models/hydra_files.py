@@ -11,9 +11,10 @@ o, s = 1, 2 with a prefix layer and 0, 1 without, since dropout layers have numb
   ``embed_tokens`` and ``inv_freq`` are not used.
 
 ``config.json`` holds ``hydra_num_heads``, ``hydra_num_layers``, ``hydra_head_arch``, ``grounded_heads`` and
-``base_model_name_or_path``. The prefix layer has the sizes of the target's own layers. Two fields deviate from the
+``base_model_name_or_path``. The prefix layer has the sizes of the target's own layers. Three fields deviate from the
 published layout: with ``shared_lm_head: true`` the file holds no ``hydra_lm_head``, and all heads use the target's LM
-head; ``prefix_layer_config`` describes the prefix layer where the target has no config of transformers.
+head; with ``identity_skip: true`` it holds no ``res_connection``, and the state itself takes its place;
+``prefix_layer_config`` describes the prefix layer where the target has no config of transformers.
 """
 
 from __future__ import annotations
@@ -87,8 +88,7 @@ def write_hydra(
         "hidden_state_offset": 0,
         "base_model_name_or_path": target,
     }
-    if settings.shared_lm_head:
-        config["shared_lm_head"] = True
+    config |= {name: True for name in ("shared_lm_head", "identity_skip") if getattr(settings, name)}
     if settings.prefix is not None:
         config["prefix_layer_config"] = dict(settings.prefix)
     tensors = {
@@ -140,9 +140,9 @@ def _settings(
             f"{file}: hidden_state_offset must be 0, not {brief(offset)}: only heads that read the hidden state after "
             "the final norm are supported"
         )
-    shared = flag(file, config, "shared_lm_head")
+    shared, identity = (flag(file, config, name) for name in ("shared_lm_head", "identity_skip"))
     prefix = _prefix(file, config, target) if arch == "prefix-mlp" else None
-    settings = HydraSettings(h, v, heads, layers, prefix, shared)
+    settings = HydraSettings(h, v, heads, layers, prefix, shared, identity)
     for part, what, own in (("linear", "hidden size", h), ("lm_head", "vocabulary", v)):
         size = (shapes.get(published_names(f"heads.0.{part}.weight", settings)[0]) or (own,))[0]
         if size != own:

@@ -33,6 +33,7 @@ class HydraRecipe:
         decay: weight of a head's loss over that of the head before it.
         loss: "kl", "reverse_kl" or "tv".
         intermediate_size: of the prefix layer's MLP; None: as in the target.
+        identity_skip: the state itself in place of the matrix beside a head's first layer (``HydraSettings``).
     """
 
     heads: int = 4
@@ -41,11 +42,14 @@ class HydraRecipe:
     decay: float = 1.0
     loss: str = "kl"
     intermediate_size: int | None = None
+    identity_skip: bool = False
     name = "hydra"
 
     def __post_init__(self) -> None:
         check_options(self, "heads", "layers", "intermediate_size")
         one_of("task.recipe.arch", self.arch, ARCHS)
+        if not isinstance(self.identity_skip, bool):
+            raise ValueError(f"task.recipe.identity_skip must be true or false, not {self.identity_skip!r}")
 
     @property
     def depth(self) -> int:
@@ -60,7 +64,8 @@ class HydraRecipe:
         """See ``Recipe``. The heads begin as the identity on the state."""
         h = target.services.hidden_size
         prefix = None if self.arch == "mlp" else layer_of(target, None, self.intermediate_size)
-        network = HydraHeads(HydraSettings(h, target.vocabulary, self.heads, self.layers, prefix, shared_lm_head=True))
+        sizes = h, target.vocabulary, self.heads, self.layers
+        network = HydraHeads(HydraSettings(*sizes, prefix, shared_lm_head=True, identity_skip=self.identity_skip))
         ready(network, random_weights(network, seed), target.services, target.lm.device, torch.float32)
         with torch.no_grad():
             for head in network.heads.children():
@@ -68,12 +73,13 @@ class HydraRecipe:
                 for part in head.children():
                     assert isinstance(part, torch.nn.Linear)
                     part.weight.zero_()
-                head.skip.weight[:, :h] = torch.eye(h)
+                if head.skip is not None:
+                    head.skip.weight[:, :h] = torch.eye(h)
         network.requires_grad_(True).train()
         own = TargetHead.of(target)
         drafts, scale = HydraDrafts(network, own), own.embedding_scale
         objective = ChainObjective(network, drafts, own, target.lm.dtype, self.decay, cast(Loss, self.loss), scale)
-        return Beginning(network, objective, {"arch": self.arch})
+        return Beginning(network, objective, {"arch": self.arch, "identity_skip": self.identity_skip})
 
     def write(self, module: torch.nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
         """See ``Recipe``: in bfloat16, for embeddings that are not scaled."""

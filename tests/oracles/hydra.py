@@ -29,7 +29,10 @@ def logits(w, embedding, states, after, sizes, layers, lm_head=None):
     x = torch.cat([state, *(embedding[token] for token in after)])
     for layer in range(layers):
         name = f"hydra_mlp.{head}.{2 * layer + 1 if deep else layer}"
-        skip = linear(f"{name}.res_connection", x) if layer == 0 else x
+        skip = x
+        if layer == 0:
+            published = f"{name}.res_connection.weight" in w
+            skip = linear(f"{name}.res_connection", x) if published else x[: states.shape[1]]
         x = skip + silu(linear(f"{name}.linear", x))
     if lm_head is not None:
         return lm_head(x)

@@ -3,7 +3,9 @@
 import torch
 
 
-def hydra(h, v, heads=4, layers=2, prefix=False, shared=False, copies=True, seed=0, sizes=(4, 2, 8), inner=48):
+def hydra(
+    h, v, heads=4, layers=2, prefix=False, shared=False, copies=True, identity=False, seed=0, sizes=(4, 2, 8), inner=48
+):
     """Config and tensors.
 
     ``sizes`` are the attention heads, shared heads and head dimension of the prefix layer, ``inner`` its MLP's width:
@@ -34,7 +36,8 @@ def hydra(h, v, heads=4, layers=2, prefix=False, shared=False, copies=True, seed
         made("prefix_embeding_layer.embed_tokens.weight", v, h)
     for head in range(heads):
         linear(f"hydra_mlp.{head}.{first}.linear", h, (head + 2) * h)
-        linear(f"hydra_mlp.{head}.{first}.res_connection", h, (head + 2) * h)
+        if not identity:
+            linear(f"hydra_mlp.{head}.{first}.res_connection", h, (head + 2) * h)
         again = linear(f"hydra_mlp.{head}.{first + step}.linear", h, h) if layers > 1 else ()
         for layer in range(2, layers if copies else 0):
             for kind, one in zip(("weight", "bias"), again, strict=True):
@@ -46,4 +49,5 @@ def hydra(h, v, heads=4, layers=2, prefix=False, shared=False, copies=True, seed
         "hydra_head_arch": "prefix-mlp" if prefix else "mlp", "grounded_heads": True, "hidden_state_offset": 0,
         "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
     }  # fmt: skip
-    return config | ({"shared_lm_head": True} if shared else {}), tensors
+    own = {"shared_lm_head": shared, "identity_skip": identity}
+    return config | {name: value for name, value in own.items() if value}, tensors

@@ -38,9 +38,11 @@ TREE = "0 1 2 0.0 0.1 1.0 0.0.0 0.1.0"
 VARIANTS = {
     "mlp": hydra(H, VOCABULARY, layers=4),
     "mlp-one-layer-shared": hydra(H, VOCABULARY, layers=1, shared=True),
+    "mlp-identity-shared": hydra(H, VOCABULARY, layers=2, shared=True, identity=True),
     "prefix": hydra(H, VOCABULARY, layers=4, prefix=True),
     "prefix-without-copies": hydra(H, VOCABULARY, layers=3, prefix=True, copies=False),
     "prefix-one-layer-shared": hydra(H, VOCABULARY, layers=1, prefix=True, shared=True),
+    "prefix-identity": hydra(H, VOCABULARY, layers=3, prefix=True, identity=True),
 }
 BOTH = ["mlp", "prefix"]
 
@@ -248,6 +250,8 @@ REFUSED = {
     ),
     "ungrounded": (lambda c, t: c.update(grounded_heads=False), "grounded_heads must be true, not False"),
     "offset": (lambda c, t: c.update(hidden_state_offset=1), "hidden_state_offset must be 0, not 1"),
+    "identity of text": (lambda c, t: c.update(identity_skip="no"), "identity_skip must be true or false"),
+    "identity, with own": (lambda c, t: c.update(identity_skip=True), "'hydra_mlp.0.1.res_connection.bias' is in no layer"),
     "shared of text": (lambda c, t: c.update(shared_lm_head="yes"), "shared_lm_head must be true or false"),
     "shared, with own": (lambda c, t: c.update(shared_lm_head=True), "'hydra_lm_head.0.1.bias' is in no layer"),
     "unused of another size": (

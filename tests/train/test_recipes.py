@@ -28,6 +28,7 @@ RECIPES = {
     "medusa of its authors": MedusaRecipe(heads=2, layers=2, layout="medusa"),
     "hydra": HydraRecipe(heads=3, layers=2),
     "hydra with prefix": HydraRecipe(heads=2, layers=3, arch="prefix-mlp", decay=0.5, loss="tv"),
+    "hydra with identities": HydraRecipe(heads=3, identity_skip=True),
     "mtp": MtpRecipe(intermediate_size=24),
     "mtp of qwen": MtpRecipe(unrolls=2, layout="qwen", loss="reverse_kl"),
     "draft": DraftRecipe(depth=3, hidden_size=16, layers=2, heads=2, intermediate_size=24, tied=False),
