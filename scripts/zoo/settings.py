@@ -13,6 +13,7 @@ from spec_lab.train.distill import Distillation
 from spec_lab.train.eagle import Eagle3Recipe
 from spec_lab.train.fit import FitPlan
 from spec_lab.train.generate import Generation
+from spec_lab.train.hydra import HydraRecipe
 from spec_lab.train.trainer import Plan
 
 from . import corpus
@@ -37,6 +38,7 @@ class Settings:
         candidates: maximum number of prompts that are cut for each workload.
         prompts: number of shipped prompts of each workload.
         eagle3, eagle3_fit: the EAGLE-3 head, and its training.
+        hydra, hydra_fit: the Hydra heads, and their training.
         parts: number of parts of generated text.
         windows: maximum number of windows of each held-out stream that the card measures.
         tokens: length of each continuation that the card measures.
@@ -62,6 +64,10 @@ class Settings:
     generation: Generation = field(default_factory=Generation)
     distillation: Distillation = field(default_factory=Distillation)
     eagle3: Eagle3Recipe = Eagle3Recipe(unrolls=3, draft_vocab_size=1536, taps=(1, 3, 5), from_target=True)
+    hydra: HydraRecipe = HydraRecipe(heads=4, identity_skip=True)
+    hydra_fit: FitPlan = FitPlan(
+        passes=1.0, rows=8, part=4, plan=Plan(muon_rate=1.5e-2, adamw_rate=7.5e-3, weight_decay=0.0, seed=3)
+    )
     eagle3_fit: FitPlan = FitPlan(
         passes=2.75, rows=8, part=4, plan=Plan(muon_rate=1.5e-2, adamw_rate=7.5e-3, weight_decay=0.0, seed=2)
     )
@@ -71,6 +77,11 @@ class Settings:
     screened: int = 64
     calibration: tuple[int, int, int] = (128, 64, 96)
     options: dict[str, Any] = field(default_factory=dict)
+
+    def states(self) -> tuple[int, ...]:
+        """Return the numbers of the hidden states that EAGLE-3 and Hydra heads read."""
+        assert self.eagle3.taps is not None
+        return (*self.eagle3.taps, -1)
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Return the shipped tokenizer."""

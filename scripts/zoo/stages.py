@@ -5,8 +5,9 @@ prompts     candidates for held-out prompts
 target      pre-training of the target (long; resumes; ``control.json`` moves its phases)
 draft       pre-training of the draft on plain text
 generate    the target continues training text
-states      the same, with the hidden states that an EAGLE-3 head reads
+states      the same, with the hidden states that EAGLE-3 and Hydra heads read
 eagle3      an EAGLE-3 head learns from these (long; resumes)
+hydra       Hydra heads learn from these (resumes)
 distill     draft and Medusa heads learn the target's distributions, on plain text and then on the target's own
 export      bf16 weights, configs and tokenizer into the zoo
 screen      choose the prompts after which the target's text has the fewest repeated 8-grams
@@ -24,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import measure
@@ -31,7 +33,10 @@ from spec_lab.propose.heads import Heads
 from spec_lab.train import distill as distillation
 from spec_lab.train import export as files
 from spec_lab.train import generate as writing
-from spec_lab.train.fit import fit
+from spec_lab.train.fit import FitPlan, fit
+from spec_lab.train.objectives import Measured
+from spec_lab.train.recipe import Recipe
+from spec_lab.train.texts import Texts
 from spec_lab.train.trainer import Trainer
 
 from . import card as cards
@@ -58,12 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", type=int, default=Settings.parts, help="parts of generated text")
     chosen = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    training = chosen.stage in (
-        "target",
-        "draft",
-        "distill",
-        "eagle3",
-    )  # their threads compute parts of a batch in parallel
+    # Their threads compute parts of a batch in parallel.
+    training = chosen.stage in ("target", "draft", "distill", "eagle3", "hydra")
     torch.set_num_threads(1 if training else chosen.threads)
     options = {"threads": chosen.threads} if training else {}
     control = Control(chosen.grow_step, chosen.stable_steps, chosen.decay_steps, chosen.rate)
@@ -116,30 +117,47 @@ def generate(settings: Settings) -> None:
 
 
 def states(settings: Settings) -> None:
-    """Let the target continue training text, and keep the hidden states that the EAGLE-3 head reads, and the last.
+    """Let the target continue training text, and keep the hidden states that EAGLE-3 and Hydra heads read.
 
     In float32: the weights are the same, and many CPUs have no instructions for bfloat16.
     """
     model = settings.trained_target().eval().float()
-    plan = replace(settings.generation, states=(*settings.eagle3.taps, -1))
+    plan = replace(settings.generation, states=settings.states())
     writing.generate(model, settings.work / "train", settings.work / "states", plan, settings.parts)
 
 
 def eagle3(settings: Settings) -> None:
     """Train the EAGLE-3 head, and write it into the zoo."""
+    _learn(settings, settings.eagle3, settings.eagle3_fit)
+
+
+def hydra(settings: Settings) -> None:
+    """Train the Hydra heads, and write them into the zoo."""
+    _learn(settings, settings.hydra, settings.hydra_fit)
+
+
+def _learn(settings: Settings, recipe: Recipe, plan: FitPlan) -> None:
+    """Train a drafter on the text of the stage ``states``, and write it into the zoo."""
     target = Target.load(str(settings.zoo / "target"), dtype="float32")
-    paths, plan = sorted((settings.work / "states").glob("part-*.safetensors")), settings.eagle3_fit
-    begun = settings.eagle3.begin(target, paths, plan.plan.seed)
+    paths = sorted((settings.work / "states").glob("part-*.safetensors"))
+    begun = recipe.begin(target, paths, plan.plan.seed)
+    held = settings.states()
+    read = [held.index(number) for number in recipe.states(target)]
+
+    def objective(text: Texts) -> tuple[Tensor, list[Measured]]:
+        assert text.hidden is not None
+        hidden = text.hidden.unflatten(-1, (len(held), -1))[..., read, :].flatten(-2)
+        return begun.objective(replace(text, hidden=hidden))
+
     trainer = Trainer(begun.module, plan.plan, settings.options.get("threads", 1), torch.float32)
-    fit(trainer, begun.objective, paths, settings.work / "eagle3", plan, dict(begun.facts))
-    row = settings.generation.length
+    fit(trainer, objective, paths, settings.work / recipe.name, plan, dict(begun.facts))
     facts = {
         "target_sha256": files.file_sha256(settings.zoo / "target" / "model.safetensors"),
         "seed": str(plan.plan.seed),
-        "tokens": str(len(paths) * settings.generation.batch * row),
+        "tokens": str(len(paths) * settings.generation.batch * settings.generation.length),
         "passes": str(plan.passes),
     }
-    settings.eagle3.write(begun.module.eval(), target, settings.zoo / "eagle3", facts)
+    recipe.write(begun.module.eval(), target, settings.zoo / recipe.name, facts)
 
 
 def distill(settings: Settings) -> None:
@@ -220,6 +238,7 @@ STAGES: dict[str, Callable[[Settings], None]] = {
         generate,
         states,
         eagle3,
+        hydra,
         distill,
         export,
         screen,

@@ -251,7 +251,7 @@ REFUSED = {
     "ungrounded": (lambda c, t: c.update(grounded_heads=False), "grounded_heads must be true, not False"),
     "offset": (lambda c, t: c.update(hidden_state_offset=1), "hidden_state_offset must be 0, not 1"),
     "identity of text": (lambda c, t: c.update(identity_skip="no"), "identity_skip must be true or false"),
-    "identity, with own": (lambda c, t: c.update(identity_skip=True), "'hydra_mlp.0.1.res_connection.bias' is in no layer"),
+    "identity, with own": (lambda c, t: c.update(identity_skip=True), "'hydra_mlp.0.1.res_connection.bias' is in"),
     "shared of text": (lambda c, t: c.update(shared_lm_head="yes"), "shared_lm_head must be true or false"),
     "shared, with own": (lambda c, t: c.update(shared_lm_head=True), "'hydra_lm_head.0.1.bias' is in no layer"),
     "unused of another size": (

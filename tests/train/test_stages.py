@@ -7,15 +7,23 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts.zoo import corpus, pretrain, prompts, stages
 from scripts.zoo.settings import Settings
+from spec_lab.models.target import Target
+from spec_lab.propose import eagle
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.heads import Heads, Trunk
+from spec_lab.propose.hydra import Hydra
 from spec_lab.train import distill
+from spec_lab.train.eagle import Eagle3Recipe
+from spec_lab.train.export import file_sha256
+from spec_lab.train.fit import FitPlan
 from spec_lab.train.generate import Generation, Part
+from spec_lab.train.hydra import HydraRecipe
 from spec_lab.train.trainer import Plan, Trainer, schedule
 
 SHAPE = pretrain.Shape(hidden=32, layers=2, heads=2, intermediate=64, vocab=512, positions=256)
@@ -53,6 +61,10 @@ def settings(tmp_path_factory):
         distillation=distill.Distillation(
             4, layers=2, width=48, rows=2, part=1, warmup=2, plain_steps=4, passes=3, plan=replace(PLAN, muon_rate=1e-2)
         ),
+        eagle3=Eagle3Recipe(unrolls=2, draft_vocab_size=64, taps=(0, 1, 1), from_target=True),
+        eagle3_fit=FitPlan(1.0, rows=2, part=1, warmup=1, plan=PLAN),
+        hydra=HydraRecipe(heads=2, identity_skip=True),
+        hydra_fit=FitPlan(1.0, rows=2, part=2, warmup=1, plan=PLAN),
         parts=5,
         windows=3,
         tokens=8,
@@ -202,6 +214,20 @@ def test_a_distillation_refuses_a_checkpoint_of_another(trained, tmp_path):
         replace(trained.distillation, rows=4, part=3)
     with pytest.raises(ValueError, match=r"generation\.batch .*distillation\.rows 3, not 4"):
         distilled(replace(trained, distillation=replace(trained.distillation, rows=3)), tmp_path / "else")
+
+
+def test_drafters_learn_from_the_states_of_the_target_s_text(trained):
+    for stage in (stages.states, stages.eagle3, stages.hydra):
+        stage(trained)
+    target = Target.load(str(trained.zoo / "target"), dtype="float32")
+    for load, name in ((eagle.load, "eagle3"), (Hydra.load, "hydra")):
+        drafter = load(target, str(trained.zoo / name), depth=2)
+        with safe_open(trained.zoo / name / "model.safetensors", "pt") as file:
+            facts = file.metadata()
+        assert drafter.sha256 == file_sha256(trained.zoo / name / "model.safetensors")
+        assert facts["target_sha256"] == target.sha256 and int(facts["tokens"]) == 5 * 4 * 24
+        curve = [json.loads(line) for line in (trained.work / name / "learning.jsonl").read_text().splitlines()]
+        assert curve[-1]["step"] == 10 and len(curve[-1]["accepted"]) == 2
 
 
 def test_distilled_heads_predict_the_target_better_than_the_identity(trained, tmp_path):
