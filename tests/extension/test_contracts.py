@@ -27,7 +27,9 @@ from spec_lab.propose.best_first import Budget
 from spec_lab.propose.block import BlockDrafter
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.feature_drafter import FeatureDrafter
+from spec_lab.propose.heads import Heads
 from spec_lab.propose.hydra import Hydra
+from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.pard import Pard
 from spec_lab.propose.retokenized import Retokenized, Tokens
 from spec_lab.propose.tree_plan import TreePlan
@@ -74,6 +76,11 @@ def eagle3(target):
     return eagle(settings, target, TreePlan(parse("0 0.0"), "iid"))
 
 
+def eagle3_tree(target):
+    settings = Eagle3Settings(small_layer(16), 16, 16, V, (1, 2, 3), V)
+    return eagle(settings, target, TreePlan(parse("0 1"), "without"))
+
+
 def eagle3_reranked(target):
     settings = Eagle3Settings(small_layer(16), 16, 16, V, (1, 2, 3), V - 1, layers=2, norm_output=True)
     return eagle(settings, target, TreePlan(drawn="point", budget=Budget(3, 2, 2, 2, rerank=True)))
@@ -82,6 +89,10 @@ def eagle3_reranked(target):
 def eagle(settings, target, plan):
     network = random_network(settings, target.services, target.lm.device, target.lm.dtype)
     return FeatureDrafter(network, target, plan, "eagle")
+
+
+def medusa(target):
+    return Medusa(Heads.random(target, 2, trunk=True), parse("0 1 0.0"))
 
 
 def hydra(target):
@@ -173,7 +184,8 @@ def union(target):
 
 PROPOSERS = {
     "features": features, "feature_trees": feature_trees, "recycling": recycling, "lookahead": lookahead,
-    "union": union, "eagle1": eagle1, "eagle3": eagle3, "eagle3_reranked": eagle3_reranked,
+    "union": union, "eagle1": eagle1, "eagle3": eagle3, "eagle3_tree": eagle3_tree,
+    "eagle3_reranked": eagle3_reranked, "medusa": medusa,
     "hydra": hydra, "hydra_prefix": hydra_prefix, "hydra_best_first": hydra_best_first,
     "mtp_tree": mtp_tree, "mtp_modules": mtp_modules,
     "pard": pard, "pard_tree": pard_tree, "block": block, "block_markov": block_markov,
@@ -225,8 +237,8 @@ def test_outputs_have_the_target_s_distribution(proposer, constraint, verifier):
 
 
 SAMPLED = (  # many more outcomes
-    "features", "feature_trees", "union", "eagle3", "hydra_prefix", "mtp_modules", "pard", "block_markov",
-    "shared",
+    "features", "feature_trees", "union", "eagle3", "eagle3_tree", "hydra_prefix", "mtp_modules", "pard",
+    "block_markov", "shared",
 )  # fmt: skip
 
 LIMITS = {
