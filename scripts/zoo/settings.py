@@ -1,6 +1,7 @@
 """The settings of the training stages; the defaults are those of the shipped weights."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,15 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from spec_lab.train.distill import Distillation
+from spec_lab.train.draft import DraftRecipe
 from spec_lab.train.eagle import Eagle3Recipe
+from spec_lab.train.eagle1 import Eagle1Recipe
 from spec_lab.train.fit import FitPlan
 from spec_lab.train.generate import Generation
 from spec_lab.train.hydra import HydraRecipe
+from spec_lab.train.medusa import MedusaRecipe
+from spec_lab.train.mtp import MtpRecipe
+from spec_lab.train.recipe import Recipe
 from spec_lab.train.trainer import Plan
 
 from . import corpus
@@ -23,6 +29,14 @@ ZOO = Path(__file__).parents[2] / "spec_lab" / "zoo"
 # Modules held out of each package.
 HOLD_OUT = {"stdlib": 36, "numpy": 5, "pandas": 6, "scipy": 6, "networkx": 8, "matplotlib": 5, "torch": 8}
 HOLD_OUT |= {"sympy": 3, "rich": 3, "huggingface_hub": 3}
+DRAFTERS: dict[str, Recipe] = {
+    "eagle3": Eagle3Recipe(unrolls=3, draft_vocab_size=1536, taps=(1, 3, 5), from_target=True),
+    "eagle1": Eagle1Recipe(),
+    "mtp": MtpRecipe(),
+    "hydra": HydraRecipe(heads=4),
+    "medusa": MedusaRecipe(heads=4),
+    "draft": DraftRecipe(layers=1),
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,7 @@ class Settings:
         prompts: number of shipped prompts of each workload.
         eagle3, eagle3_fit: the EAGLE-3 head, and its training.
         hydra, hydra_fit: the Hydra heads, and their training.
+        drafters, drafters_fit: the drafters of ``experiments/drafters``, and the training of each.
         parts: number of parts of generated text.
         windows: maximum number of windows of each held-out stream that the card measures.
         tokens: length of each continuation that the card measures.
@@ -70,6 +85,10 @@ class Settings:
     )
     eagle3_fit: FitPlan = FitPlan(
         passes=2.75, rows=8, part=4, plan=Plan(muon_rate=1.5e-2, adamw_rate=7.5e-3, weight_decay=0.0, seed=2)
+    )
+    drafters: Mapping[str, Recipe] = field(default_factory=lambda: DRAFTERS)
+    drafters_fit: FitPlan = FitPlan(
+        passes=0.5, rows=8, part=4, plan=Plan(muon_rate=1.5e-2, adamw_rate=7.5e-3, weight_decay=0.0, seed=4)
     )
     parts: int = 241
     windows: int = 1_000_000

@@ -7,7 +7,8 @@ draft       pre-training of the draft on plain text
 generate    the target continues training text
 states      the same, with the hidden states that EAGLE-3 and Hydra heads read
 eagle3      an EAGLE-3 head learns from these (long; resumes)
-hydra       Hydra heads learn from these (resumes)
+hydra       Hydra heads learn from these (long; resumes)
+drafters    every kind of drafter learns from some of these, for ``experiments/drafters`` (long; resumes)
 distill     draft and Medusa heads learn the target's distributions, on plain text and then on the target's own
 export      bf16 weights, configs and tokenizer into the zoo
 screen      choose the prompts after which the target's text has the fewest repeated 8-grams
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     # Their threads compute parts of a batch in parallel.
-    training = chosen.stage in ("target", "draft", "distill", "eagle3", "hydra")
+    training = chosen.stage in ("target", "draft", "distill", "eagle3", "hydra", "drafters")
     torch.set_num_threads(1 if training else chosen.threads)
     options = {"threads": chosen.threads} if training else {}
     control = Control(chosen.grow_step, chosen.stable_steps, chosen.decay_steps, chosen.rate)
@@ -128,16 +129,23 @@ def states(settings: Settings) -> None:
 
 def eagle3(settings: Settings) -> None:
     """Train the EAGLE-3 head, and write it into the zoo."""
-    _learn(settings, settings.eagle3, settings.eagle3_fit)
+    _learn(settings, settings.eagle3, settings.eagle3_fit, settings.work / "eagle3", settings.zoo / "eagle3")
 
 
 def hydra(settings: Settings) -> None:
     """Train the Hydra heads, and write them into the zoo."""
-    _learn(settings, settings.hydra, settings.hydra_fit)
+    _learn(settings, settings.hydra, settings.hydra_fit, settings.work / "hydra", settings.zoo / "hydra")
 
 
-def _learn(settings: Settings, recipe: Recipe, plan: FitPlan) -> None:
-    """Train a drafter on the text of the stage ``states``, and write it into the zoo."""
+def drafters(settings: Settings) -> None:
+    """Train every kind of drafter on the same tokens, for ``experiments/drafters``; they go into the work folder."""
+    for name, recipe in settings.drafters.items():
+        folder = settings.work / "drafters" / name
+        _learn(settings, recipe, settings.drafters_fit, folder / "training", folder)
+
+
+def _learn(settings: Settings, recipe: Recipe, plan: FitPlan, training: Path, out: Path) -> None:
+    """Train a drafter on the text of the stage ``states``, with its checkpoint in ``training``; write it to ``out``."""
     target = Target.load(str(settings.zoo / "target"), dtype="float32")
     paths = sorted((settings.work / "states").glob("part-*.safetensors"))
     begun = recipe.begin(target, paths, plan.plan.seed)
@@ -150,14 +158,14 @@ def _learn(settings: Settings, recipe: Recipe, plan: FitPlan) -> None:
         return begun.objective(replace(text, hidden=hidden))
 
     trainer = Trainer(begun.module, plan.plan, settings.options.get("threads", 1), torch.float32)
-    fit(trainer, objective, paths, settings.work / recipe.name, plan, dict(begun.facts))
+    fit(trainer, objective, paths, training, plan, dict(begun.facts))
     facts = {
         "target_sha256": files.file_sha256(settings.zoo / "target" / "model.safetensors"),
         "seed": str(plan.plan.seed),
         "tokens": str(len(paths) * settings.generation.batch * settings.generation.length),
         "passes": str(plan.passes),
     }
-    recipe.write(begun.module.eval(), target, settings.zoo / recipe.name, facts)
+    recipe.write(begun.module.eval(), target, out, facts)
 
 
 def distill(settings: Settings) -> None:
@@ -239,6 +247,7 @@ STAGES: dict[str, Callable[[Settings], None]] = {
         states,
         eagle3,
         hydra,
+        drafters,
         distill,
         export,
         screen,

@@ -19,6 +19,7 @@ from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.heads import Heads, Trunk
 from spec_lab.propose.hydra import Hydra
 from spec_lab.train import distill
+from spec_lab.train.draft import DraftRecipe
 from spec_lab.train.eagle import Eagle3Recipe
 from spec_lab.train.export import file_sha256
 from spec_lab.train.fit import FitPlan
@@ -65,6 +66,8 @@ def settings(tmp_path_factory):
         eagle3_fit=FitPlan(1.0, rows=2, part=1, warmup=1, plan=PLAN),
         hydra=HydraRecipe(heads=2, identity_skip=True),
         hydra_fit=FitPlan(1.0, rows=2, part=2, warmup=1, plan=PLAN),
+        drafters={"hydra": HydraRecipe(heads=2), "draft": DraftRecipe(hidden_size=16, layers=1, heads=2)},
+        drafters_fit=FitPlan(0.5, rows=2, part=2, warmup=1, plan=PLAN),
         parts=5,
         windows=3,
         tokens=8,
@@ -228,6 +231,16 @@ def test_drafters_learn_from_the_states_of_the_target_s_text(trained):
         assert facts["target_sha256"] == target.sha256 and int(facts["tokens"]) == 5 * 4 * 24
         curve = [json.loads(line) for line in (trained.work / name / "learning.jsonl").read_text().splitlines()]
         assert curve[-1]["step"] == 10 and len(curve[-1]["accepted"]) == 2
+
+
+def test_drafters_to_compare_learn_from_equally_many_tokens(trained):
+    stages.states(trained)
+    stages.drafters(trained)
+    target = Target.load(str(trained.zoo / "target"), dtype="float32")
+    for name, recipe in trained.drafters.items():
+        recipe.load(target, trained.work / "drafters" / name, 2)
+        curve = (trained.work / "drafters" / name / "training" / "learning.jsonl").read_text().splitlines()
+        assert json.loads(curve[-1])["texts"] == 10
 
 
 def test_distilled_heads_predict_the_target_better_than_the_identity(trained, tmp_path):
