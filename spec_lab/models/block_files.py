@@ -23,7 +23,7 @@ from spec_lab.core.options import brief
 from spec_lab.models.block import BlockNetwork, BlockSettings
 from spec_lab.models.checkpoint import open_weights, read_drafter_config, weight_files, weights_hash
 from spec_lab.models.draft_layers import ready
-from spec_lab.models.drafter_files import misfits, read_weight, refuse, refuse_windows, taps, whole
+from spec_lab.models.drafter_files import misfits, positions, read_weight, refuse, refuse_windows, taps, whole
 from spec_lab.models.target import Target
 
 FAMILIES = ("llama", "qwen3")
@@ -107,7 +107,7 @@ def _settings(
     fields = {name: config[name] for name in OF_LAYERS if name in config}
     if fields.get("head_dim") is None:
         fields["head_dim"] = h // whole(file, config, "num_attention_heads")
-    fields["max_position_embeddings"] = target.context + size
+    fields["max_position_embeddings"] = positions(file, config, target.context + size)
     read = _taps(file, inner, layers, target)
     return BlockSettings(fields, h, of_target, v, read, size, mask, layers, dspark, rank, embedding, own_head)
 

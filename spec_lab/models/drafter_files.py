@@ -35,6 +35,21 @@ def whole(
     return value
 
 
+def positions(file: Path, config: Mapping[str, Any], context: int) -> int:
+    """The drafter's own ``max_position_embeddings``, on which scalings of rotary embeddings such as yarn depend.
+
+    Args:
+        file: of the config.
+        config: of the drafter.
+        context: of the target, if the config has none.
+
+    Raises:
+        ValueError: it is no whole number of 1 or more.
+    """
+    given = config.get("max_position_embeddings") is not None
+    return whole(file, config, "max_position_embeddings") if given else max(context, 1)
+
+
 def flag(file: Path, config: Mapping[str, Any], name: str, default: bool = False) -> bool:
     """A flag in a config.
 

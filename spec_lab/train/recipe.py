@@ -121,7 +121,7 @@ def layer_of(target: Target, heads: int | None, intermediate_size: int | None) -
         "intermediate_size": intermediate_size or int(getattr(config, "intermediate_size", None) or 4 * h),
         "head_dim": int(getattr(config, "head_dim", None) or h // count) if not heads else h // count,
         "hidden_act": "silu", "rms_norm_eps": float(getattr(config, "rms_norm_eps", 1e-6)),
-        "max_position_embeddings": int(target.context),
+        "max_position_embeddings": int(getattr(config, "max_position_embeddings", None) or target.context),
     }  # fmt: skip
     rope = getattr(config, "rope_parameters", None)
     return fields | ({"rope_parameters": dict(rope)} if isinstance(rope, dict) and "rope_type" in rope else {})

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling, logits_to_probs
@@ -205,6 +207,28 @@ REFUSED = {
     "other speculator": (lambda c, t: c.update(speculators_model_type="mlp"), "'mlp' is not supported"),
     "no head": (lambda c, t: (t.clear(), t.update(a=torch.zeros(1))), "no EAGLE head"),
 }
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotary_embeddings_are_scaled_by_the_head_s_own_context(target, tmp_path, rope):
+    rope = rope | {"rope_theta": 10000.0}
+    if rope["rope_type"] == "longrope":
+        rope |= {"original_max_position_embeddings": 16}
+    head = eagle3(H, VOCABULARY, max_position_embeddings=64, rope_parameters=rope)
+    found = eagle.load(target, written(tmp_path / "head", *head), tree=TREE).network.body.rotary
+    assert target.context != 64
+    sizes = dict(hidden_size=H, num_attention_heads=4, head_dim=8)
+    own = LlamaRotaryEmbedding(LlamaConfig(**sizes, max_position_embeddings=64, rope_parameters=rope))
+    x, places = torch.zeros(1, 1, 1, dtype=torch.float64), torch.arange(100)[None]
+    for one, expected in zip(found(x, places), own(x, places), strict=True):
+        torch.testing.assert_close(one, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("case", REFUSED)
