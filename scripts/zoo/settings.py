@@ -1,7 +1,7 @@
 """The settings of the training stages; the defaults are those of the shipped weights."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,19 @@ ZOO = Path(__file__).parents[2] / "spec_lab" / "zoo"
 # Modules held out of each package.
 HOLD_OUT = {"stdlib": 36, "numpy": 5, "pandas": 6, "scipy": 6, "networkx": 8, "matplotlib": 5, "torch": 8}
 HOLD_OUT |= {"sympy": 3, "rich": 3, "huggingface_hub": 3}
+TAPS = 1, 3, 5
+RATES = Plan(muon_rate=1.5e-2, adamw_rate=7.5e-3, weight_decay=0.0, seed=2)
+
+
+def eagle3(unrolls: int) -> Eagle3Recipe:
+    """Return the recipe of the bundled EAGLE-3 head, but for the tokens drafted in training."""
+    return Eagle3Recipe(unrolls, draft_vocab_size=1536, taps=TAPS, from_target=True)
+
+
+EAGLE3 = [(eagle3(1), FitPlan(passes=2.0, plan=RATES)), (eagle3(3), FitPlan(passes=0.5, plan=RATES))]
+HYDRA = [(HydraRecipe(heads=4, identity_skip=True), FitPlan(passes=1.0, plan=RATES))]
 DRAFTERS: dict[str, Recipe] = {
-    "eagle3": Eagle3Recipe(unrolls=3, draft_vocab_size=1536, taps=(1, 3, 5), from_target=True),
+    "eagle3": eagle3(3),
     "eagle1": Eagle1Recipe(),
     "mtp": MtpRecipe(),
     "hydra": HydraRecipe(heads=4),
@@ -51,8 +62,8 @@ class Settings:
         hold_out: number of held-out modules of each package.
         candidates: maximum number of prompts that are cut for each workload.
         prompts: number of shipped prompts of each workload.
-        eagle3, eagle3_fit: the EAGLE-3 head, and its training.
-        hydra, hydra_fit: the Hydra heads, and their training.
+        eagle3, hydra: the phases of training the EAGLE-3 head and the Hydra heads.
+        taps: numbers of the hidden states that the EAGLE-3 head reads.
         drafters, drafters_fit: the drafters of ``experiments/drafters``, and the training of each.
         parts: number of parts of generated text.
         windows: maximum number of windows of each held-out stream that the card measures.
@@ -78,18 +89,11 @@ class Settings:
     draft_control: Control = field(default_factory=lambda: Control(0, 1050, 300, 1.0))
     generation: Generation = field(default_factory=Generation)
     distillation: Distillation = field(default_factory=Distillation)
-    eagle3: Eagle3Recipe = Eagle3Recipe(unrolls=3, draft_vocab_size=1536, taps=(1, 3, 5), from_target=True)
-    hydra: HydraRecipe = HydraRecipe(heads=4, identity_skip=True)
-    hydra_fit: FitPlan = FitPlan(
-        passes=1.0, rows=8, part=4, plan=Plan(muon_rate=1.5e-2, adamw_rate=7.5e-3, weight_decay=0.0, seed=3)
-    )
-    eagle3_fit: FitPlan = FitPlan(
-        passes=2.75, rows=8, part=4, plan=Plan(muon_rate=1.5e-2, adamw_rate=7.5e-3, weight_decay=0.0, seed=2)
-    )
+    eagle3: Sequence[tuple[Recipe, FitPlan]] = field(default_factory=lambda: EAGLE3)
+    hydra: Sequence[tuple[Recipe, FitPlan]] = field(default_factory=lambda: HYDRA)
+    taps: tuple[int, ...] = TAPS
     drafters: Mapping[str, Recipe] = field(default_factory=lambda: DRAFTERS)
-    drafters_fit: FitPlan = FitPlan(
-        passes=0.5, rows=8, part=4, plan=Plan(muon_rate=1.5e-2, adamw_rate=7.5e-3, weight_decay=0.0, seed=4)
-    )
+    drafters_fit: FitPlan = FitPlan(passes=0.25, part=8, plan=RATES)
     parts: int = 241
     windows: int = 1_000_000
     tokens: int = 96
@@ -99,8 +103,7 @@ class Settings:
 
     def states(self) -> tuple[int, ...]:
         """Return the numbers of the hidden states that EAGLE-3 and Hydra heads read."""
-        assert self.eagle3.taps is not None
-        return (*self.eagle3.taps, -1)
+        return (*self.taps, -1)
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Return the shipped tokenizer."""

@@ -36,7 +36,7 @@ from spec_lab.train import export as files
 from spec_lab.train import generate as writing
 from spec_lab.train.fit import FitPlan, fit
 from spec_lab.train.objectives import Measured
-from spec_lab.train.recipe import Recipe
+from spec_lab.train.recipe import Beginning, Recipe
 from spec_lab.train.texts import Texts
 from spec_lab.train.trainer import Trainer
 
@@ -129,41 +129,55 @@ def states(settings: Settings) -> None:
 
 def eagle3(settings: Settings) -> None:
     """Train the EAGLE-3 head, and write it into the zoo."""
-    _learn(settings, settings.eagle3, settings.eagle3_fit, settings.work / "eagle3", settings.zoo / "eagle3")
+    _learn(settings, settings.eagle3, settings.work / "eagle3", settings.zoo / "eagle3")
 
 
 def hydra(settings: Settings) -> None:
     """Train the Hydra heads, and write them into the zoo."""
-    _learn(settings, settings.hydra, settings.hydra_fit, settings.work / "hydra", settings.zoo / "hydra")
+    _learn(settings, settings.hydra, settings.work / "hydra", settings.zoo / "hydra")
 
 
 def drafters(settings: Settings) -> None:
     """Train every kind of drafter on the same tokens, for ``experiments/drafters``; they go into the work folder."""
     for name, recipe in settings.drafters.items():
         folder = settings.work / "drafters" / name
-        _learn(settings, recipe, settings.drafters_fit, folder / "training", folder)
+        _learn(settings, [(recipe, settings.drafters_fit)], folder / "training", folder)
 
 
-def _learn(settings: Settings, recipe: Recipe, plan: FitPlan, training: Path, out: Path) -> None:
-    """Train a drafter on the text of the stage ``states``, with its checkpoint in ``training``; write it to ``out``."""
+def _learn(settings: Settings, phases: Sequence[tuple[Recipe, FitPlan]], training: Path, out: Path) -> None:
+    """Train a drafter on the text of the stage ``states``, and write it.
+
+    What the target did not write itself counts too: its distributions after it are known.
+
+    Args:
+        settings: of all stages.
+        phases: one after the other; the recipes differ in their losses only.
+        training: folder of the checkpoints.
+        out: folder of the drafter.
+    """
     target = Target.load(str(settings.zoo / "target"), dtype="float32")
     paths = sorted((settings.work / "states").glob("part-*.safetensors"))
-    begun = recipe.begin(target, paths, plan.plan.seed)
-    held = settings.states()
-    read = [held.index(number) for number in recipe.states(target)]
+    held, weights, tokens = settings.states(), None, 0
+    for number, (recipe, plan) in enumerate(phases):
+        begun = recipe.begin(target, paths, plan.plan.seed)
+        if weights is not None:
+            begun.module.load_state_dict(weights)
+        read = [held.index(state) for state in recipe.states(target)]
 
-    def objective(text: Texts) -> tuple[Tensor, list[Measured]]:
-        assert text.hidden is not None
-        hidden = text.hidden.unflatten(-1, (len(held), -1))[..., read, :].flatten(-2)
-        return begun.objective(replace(text, hidden=hidden))
+        def objective(text: Texts, begun: Beginning = begun, read: list[int] = read) -> tuple[Tensor, list[Measured]]:
+            assert text.hidden is not None
+            hidden = text.hidden.unflatten(-1, (len(held), -1))[..., read, :].flatten(-2)
+            return begun.objective(replace(text, first=torch.zeros_like(text.first), hidden=hidden))
 
-    trainer = Trainer(begun.module, plan.plan, settings.options.get("threads", 1), torch.float32)
-    fit(trainer, objective, paths, training, plan, dict(begun.facts))
+        trainer = Trainer(begun.module, plan.plan, settings.options.get("threads", 1), torch.float32)
+        fit(trainer, objective, paths, training / str(number), plan, dict(begun.facts))
+        weights = begun.module.state_dict()
+        tokens += trainer.step * plan.rows * settings.generation.length
     facts = {
         "target_sha256": files.file_sha256(settings.zoo / "target" / "model.safetensors"),
-        "seed": str(plan.plan.seed),
-        "tokens": str(len(paths) * settings.generation.batch * settings.generation.length),
-        "passes": str(plan.passes),
+        "seed": str(phases[0][1].plan.seed),
+        "texts": str(len(paths) * settings.generation.batch * settings.generation.length),
+        "tokens": str(tokens),
     }
     recipe.write(begun.module.eval(), target, out, facts)
 

@@ -29,6 +29,12 @@ from spec_lab.train.trainer import Plan, Trainer, schedule
 
 SHAPE = pretrain.Shape(hidden=32, layers=2, heads=2, intermediate=64, vocab=512, positions=256)
 PLAN = Plan(batch=2, grown_batch=3, part=1, length=32, warmup=2)
+STILL = replace(PLAN, muon_rate=0.0, adamw_rate=0.0)
+LEARNING = FitPlan(1.0, rows=2, part=2, warmup=1, plan=PLAN)
+
+
+def eagle3(unrolls):
+    return Eagle3Recipe(unrolls, draft_vocab_size=64, taps=(0, 1, 1), from_target=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,12 +68,14 @@ def settings(tmp_path_factory):
         distillation=distill.Distillation(
             4, layers=2, width=48, rows=2, part=1, warmup=2, plain_steps=4, passes=3, plan=replace(PLAN, muon_rate=1e-2)
         ),
-        eagle3=Eagle3Recipe(unrolls=2, draft_vocab_size=64, taps=(0, 1, 1), from_target=True),
-        eagle3_fit=FitPlan(1.0, rows=2, part=1, warmup=1, plan=PLAN),
-        hydra=HydraRecipe(heads=2, identity_skip=True),
-        hydra_fit=FitPlan(1.0, rows=2, part=2, warmup=1, plan=PLAN),
+        taps=(0, 1, 1),
+        eagle3=[
+            (eagle3(1), FitPlan(0.5, rows=2, part=1, warmup=1, plan=PLAN)),
+            (eagle3(2), replace(LEARNING, plan=STILL)),
+        ],
+        hydra=[(HydraRecipe(heads=2, identity_skip=True), LEARNING)],
         drafters={"hydra": HydraRecipe(heads=2), "draft": DraftRecipe(hidden_size=16, layers=1, heads=2)},
-        drafters_fit=FitPlan(0.5, rows=2, part=2, warmup=1, plan=PLAN),
+        drafters_fit=LEARNING,
         parts=5,
         windows=3,
         tokens=8,
@@ -223,14 +231,19 @@ def test_drafters_learn_from_the_states_of_the_target_s_text(trained):
     for stage in (stages.states, stages.eagle3, stages.hydra):
         stage(trained)
     target = Target.load(str(trained.zoo / "target"), dtype="float32")
-    for load, name in ((eagle.load, "eagle3"), (Hydra.load, "hydra")):
+    for load, name, steps in ((eagle.load, "eagle3", (5, 10)), (Hydra.load, "hydra", (10,))):
         drafter = load(target, str(trained.zoo / name), depth=2)
         with safe_open(trained.zoo / name / "model.safetensors", "pt") as file:
             facts = file.metadata()
         assert drafter.sha256 == file_sha256(trained.zoo / name / "model.safetensors")
-        assert facts["target_sha256"] == target.sha256 and int(facts["tokens"]) == 5 * 4 * 24
-        curve = [json.loads(line) for line in (trained.work / name / "learning.jsonl").read_text().splitlines()]
-        assert curve[-1]["step"] == 10 and len(curve[-1]["accepted"]) == 2
+        assert facts["target_sha256"] == target.sha256
+        assert int(facts["texts"]) == 5 * 4 * 24 and int(facts["tokens"]) == sum(steps) * 2 * 24
+        for phase, last in enumerate(steps):
+            curve = (trained.work / name / str(phase) / "learning.jsonl").read_text().splitlines()
+            assert json.loads(curve[-1])["step"] == last
+    before, after = (load_file(trained.work / "eagle3" / phase / "checkpoint.safetensors") for phase in "01")
+    learned = [name for name in before if name.startswith("master.")]
+    assert learned and all(torch.equal(before[name], after[name]) for name in learned)
 
 
 def test_drafters_to_compare_learn_from_equally_many_tokens(trained):
@@ -239,8 +252,8 @@ def test_drafters_to_compare_learn_from_equally_many_tokens(trained):
     target = Target.load(str(trained.zoo / "target"), dtype="float32")
     for name, recipe in trained.drafters.items():
         recipe.load(target, trained.work / "drafters" / name, 2)
-        curve = (trained.work / "drafters" / name / "training" / "learning.jsonl").read_text().splitlines()
-        assert json.loads(curve[-1])["texts"] == 10
+        curve = (trained.work / "drafters" / name / "training" / "0" / "learning.jsonl").read_text().splitlines()
+        assert json.loads(curve[-1])["texts"] == 20
 
 
 def test_distilled_heads_predict_the_target_better_than_the_identity(trained, tmp_path):
