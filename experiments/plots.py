@@ -34,6 +34,12 @@ NAMES = {
     "ngram": "n-gram",
     "ngram_chain": "n-gram",
     "ngram_tree": "n-gram tree",
+    "eagle3": "EAGLE-3",
+    "eagle1": "EAGLE-1",
+    "mtp": "MTP",
+    "hydra": "Hydra",
+    "pard": "PARD",
+    "draft": "draft model",
 }
 """Names of the arms in figures and tables."""
 

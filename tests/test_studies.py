@@ -20,8 +20,11 @@ from safetensors.torch import save_file
 from experiments import plots
 from spec_lab.analysis import metrics
 from spec_lab.cli.main import conf, main, zoo
+from spec_lab.models.target import Target
 from spec_lab.propose.step_costs import StepCosts
 from spec_lab.propose.trees import parse
+from spec_lab.train.draft import DraftRecipe
+from spec_lab.train.hydra import HydraRecipe
 from tests import checkpoints
 
 ROOT = Path(__file__).parents[1]
@@ -167,6 +170,36 @@ def defaults(experiment):
 @pytest.fixture
 def engines():
     return importlib.import_module("experiments.engines.measure")
+
+
+@pytest.mark.nightly
+def test_trained_drafters_are_compared_by_position(tiny_zoo, tmp_path, monkeypatch, capfd):
+    measure = importlib.import_module("experiments.drafters.measure")
+
+    def run(arguments, check):
+        assert check and command(monkeypatch, *arguments[3:]) == 0, capfd.readouterr().err
+
+    target = Target.load(str(tiny_zoo / "target"), dtype="float32")
+    for name, recipe in {
+        "hydra": HydraRecipe(heads=2),
+        "draft": DraftRecipe(hidden_size=16, layers=1, heads=2),
+    }.items():
+        folder = tmp_path / "drafters" / name
+        recipe.write(recipe.begin(target, [], 0).module, target, folder, {})
+        (folder / "training" / "0").mkdir(parents=True)
+        line = {"texts": 8, "seconds": 90.0, "step": 1}
+        (folder / "training" / "0" / "learning.jsonl").write_text(json.dumps(line) + "\n")
+    monkeypatch.setattr(measure, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.chdir(tmp_path)
+    short = "--limit 2 --new 8 --depth 2 --threads 1 --texts code --drafters drafters --out here"
+    measure.main(short.split())
+    shutil.copy(ROOT / "experiments" / "drafters" / "README.md", tmp_path)
+    table = figure_of("drafters").main(["here", "--folder", str(tmp_path)])
+    assert len(table) == 2 * 2 * 2  # temperatures, drafters, positions
+    assert table["accepted"].dropna().between(0, 1).all() and (table["seconds"] == 90).all()
+    assert table["step_cost"].to_numpy() == pytest.approx((table["tau_pooled"] / table["speedup"]).to_numpy())
+    assert (tmp_path / "drafters.png").read_bytes().startswith(b"\x89PNG")
+    assert "| Hydra | 0.01 M | 8 | 2 min |" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.nightly

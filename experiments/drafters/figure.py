@@ -1,0 +1,104 @@
+"""Results, figure and table of the study: python -m experiments.drafters.figure [RUNS]."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from experiments.drafters.measure import DRAFTERS, TRAINING
+from experiments.plots import NAMES, WORKLOADS, colours, kept, line, markdown, ordered, row_where, shown, study, swept
+from spec_lab.analysis import metrics
+
+KEYS = ("prompts", "temperature")
+LEARNED = ("parameters", "texts", "seconds")
+
+
+def results(runs: Path) -> pd.DataFrame:
+    """Return one row for each workload, temperature, drafter and draft position (from 1).
+
+    ``accepted`` is the share of the drafted tokens at this position that were accepted, of those whose predecessors
+    were; ``step_cost`` the time of a step over that of the baseline.
+    """
+    table, learned = swept(runs), json.loads((runs / TRAINING).read_text())
+    rows = [row for run, own in table.groupby("run", sort=False) for row in by_position(runs / str(run), own)]
+    found = pd.DataFrame(rows)
+    found["step_cost"] = found["tau_pooled"] / found["speedup"]
+    for name in LEARNED:
+        found[name] = [learned[arm][name] for arm in found["arm"]]
+    columns = kept(found, *KEYS, more=("position", "accepted", "step_cost", *LEARNED))
+    return columns.sort_values([*KEYS, "arm", "position"], ignore_index=True)
+
+
+def by_position(run: Path, table: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Yield the run's rows of ``table`` once for each draft position."""
+    tables = metrics.load(run)
+    for row in table.to_dict("records"):
+        steps = metrics.decode_steps(tables.steps, row["recorded"])
+        low, high = metrics.depth_bands(steps)["conditional"]
+        for place, share in enumerate(metrics.conditional(steps)):
+            own = {"accepted": share, "accepted_low": low[place], "accepted_high": high[place]}
+            yield row | {"position": place + 1} | own
+
+
+def draw(table: pd.DataFrame) -> Figure:
+    """Plot acceptance by position; a column for each workload, a row for each temperature, a line for each drafter."""
+    workloads, temperatures = ordered(list(table["prompts"]), WORKLOADS), sorted(table["temperature"].unique())
+    colour = colours(list(DRAFTERS))
+    figure = Figure(figsize=(3.4 * len(workloads) + 0.6, 3.0 * len(temperatures) + 0.6), layout="constrained")
+    grid = figure.subplots(len(temperatures), len(workloads), squeeze=False, sharex=True, sharey=True)
+    for panels, temperature in zip(grid, temperatures, strict=True):
+        for axes, workload in zip(panels, workloads, strict=True):
+            here = table[(table["prompts"] == workload) & (table["temperature"] == temperature)]
+            for arm in ordered(list(here["arm"]), tuple(DRAFTERS)):
+                line(axes, here[here["arm"] == arm], "position", "accepted", colour[arm], NAMES.get(arm, arm))
+            axes.set_title(f"{workload}, T = {temperature:g}")
+            axes.set_ylim(0, 1)
+        panels[0].set_ylabel("accepted, of those reached")
+    for axes in grid[-1]:
+        axes.set_xlabel("draft position")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    grid[0][0].legend(fontsize=8, ncols=2)
+    figure.suptitle("95 % bands over prompts", fontsize=10)
+    return figure
+
+
+def written(table: pd.DataFrame) -> str:
+    """Return the README's tables: what each drafter learned from; speed-up, tau and cost of a step; acceptance."""
+    arms = ordered(list(table["arm"]), tuple(DRAFTERS))
+    last = int(table["position"].max())
+    learned = [["drafter", "parameters", "texts", "training"]]
+    speed = [["text", "T", *(NAMES.get(arm, arm) for arm in arms)]]
+    falls = [["text", "T", "drafter", *(f"position {place}" for place in range(1, last + 1))]]
+    for arm in arms:
+        own = dict(table[table["arm"] == arm].iloc[0])
+        minutes = f"{own['seconds'] / 60:.0f} min"
+        learned.append([NAMES.get(arm, arm), f"{own['parameters'] / 1e6:.2f} M", f"{own['texts']:.0f}", minutes])
+    for workload in ordered(list(table["prompts"]), WORKLOADS):
+        for temperature in sorted(table["temperature"].unique()):
+            place = {"prompts": workload, "temperature": temperature}
+            cells = []
+            for arm in arms:
+                rows = [row_where(table, **place, arm=arm, position=one) for one in range(1, last + 1)]
+                if rows[0] is None:
+                    cells.append("-")
+                    continue
+                first = rows[0]
+                cells.append(f"{shown(first)}, {first['tau_pooled']:.2f}, {first['step_cost']:.2f}")
+                falls.append(
+                    [workload, f"{temperature:g}", NAMES.get(arm, arm), *(shown(row, "accepted") for row in rows)]
+                )
+            speed.append([workload, f"{temperature:g}", *cells])
+    return "\n\n".join(map(markdown, (learned, speed, falls)))
+
+
+def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
+    return study(__file__, results, draw, written, arguments)
+
+
+if __name__ == "__main__":
+    main()
