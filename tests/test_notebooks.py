@@ -38,11 +38,8 @@ def test_there_is_a_notebook_for_each_of_the_first_questions():
     assert names == {pair.stem for pair in (ROOT / "notebooks").glob("*.ipynb")}
 
 
-@pytest.mark.parametrize(
-    "source",
-    [pytest.param(one, marks=[] if one.stem == "first_steps" else [pytest.mark.nightly]) for one in SOURCES],
-    ids=lambda source: source.stem,
-)
+@pytest.mark.nightly
+@every
 def test_a_notebook_executes(source, tmp_path, capsys):
     copy = shutil.copy(source, tmp_path / source.name)
     main([str(copy)])

@@ -104,6 +104,7 @@ def answers(here):
     return json.loads((here / "answers.json").read_text()) | {"code": code, "output": output, "held": held}
 
 
+@pytest.mark.nightly  # two processes that import torch
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_two_ranks_share_a_model_and_return_its_logits(answers, here, family):
     found = answers[family]
@@ -112,20 +113,23 @@ def test_two_ranks_share_a_model_and_return_its_logits(answers, here, family):
     assert found["sha256"] == weights_hash(str(here / family)) and found["vocabulary"] == 61
 
 
+@pytest.mark.nightly
 def test_a_call_that_fails_on_every_rank_is_an_error_like_any_other(answers):
     assert "invalid data type" in answers["together"]
 
 
+@pytest.mark.nightly
 def test_a_rank_frees_the_models_and_cells_that_the_first_one_has_dropped(answers):
     assert answers["held"] == [{"layers": 0, "things": 0}] * 4
 
 
+@pytest.mark.nightly
 def test_a_rank_that_fails_alone_ends_all_with_its_error(answers, here):
     assert answers["code"] == 1 and not (here / "went_on").exists()
     assert "spec_lab: rank 1, and not every rank, failed: there is nothing on this machine" in answers["output"]
 
 
-@pytest.mark.nightly  # the short run compares their logits
+@pytest.mark.nightly
 @needs_gloo
 def test_two_ranks_emit_the_tokens_of_one_with_a_tree_and_without(here, cli, tmp_path):
     tree = ["proposer=draft_tree", f"proposer.path={here / 'draft'}", "sampling.temperature=1"]
