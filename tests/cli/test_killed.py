@@ -266,8 +266,9 @@ def never_killed(fork_server: ForkServer, place: Path, arguments: list[str]) -> 
 # Kills -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.nightly)])
-def test_kills_at_random_moments_lose_nothing_and_count_nothing_twice(fork_server, zoo, tmp_path, kills):
+@pytest.mark.nightly
+def test_kills_at_random_moments_lose_nothing_and_count_nothing_twice(fork_server, zoo, tmp_path):
+    kills = 50
     draft = f"proposer.path={zoo / 'draft'}"
     arguments = options(zoo, "proposer=draft_chain", draft, "proposer.depth=1,3", "seed=1,2")
     reference = never_killed(fork_server, tmp_path / "reference", arguments)
