@@ -15,12 +15,13 @@ from spec_lab.propose.heads import Heads
 from spec_lab.train.export import file_sha256
 from spec_lab.train.generate import continue_text
 
-from . import pretrain, prompts
+from . import drafters, pretrain, prompts
 from .settings import Settings
 
 TEXT = """# Bundled models
 
-A target, a draft model and Medusa heads that share one tokenizer, small enough for two CPU cores; held-out prompts.
+A target, a draft model, Medusa heads, an EAGLE-3 head and Hydra heads that share one tokenizer, small enough for two
+CPU cores; held-out prompts.
 
 | folder | what | parameters | SHA-256 of `model.safetensors` |
 | --- | --- | --- | --- |
@@ -51,6 +52,12 @@ one; rank r is the share of tokens that were the head's r-th choice.
 
 {accuracies}
 
+**EAGLE-3 and Hydra heads** learned later, from the target's hidden states on text of the same kinds (half of it written
+greedily, half at temperature 1, every fifth part plain text; what precedes the target's own counts too). Acceptance by
+draft position, each after the target's own tokens: share of agreement of the likeliest tokens (greedy), and alpha.
+
+{positions}
+
 **Hold-out.** `holdout.json` names the modules and topics that training never saw, with SHA-256 of their text as
 installed; records from seed 10 000 000 on are held out with the names in them. Near copies are dropped by
 shared lines, and any document that shares a run of 64 characters (160 within records, which share their keys)
@@ -71,6 +78,9 @@ python scripts/train_zoo.py distill  --work DIR
 python scripts/train_zoo.py export   --work DIR
 python scripts/train_zoo.py screen   --work DIR
 python scripts/train_zoo.py calibrate --work DIR
+python scripts/train_zoo.py states   --work DIR --parts {state_parts}
+python scripts/train_zoo.py eagle3   --work DIR
+python scripts/train_zoo.py hydra    --work DIR
 python scripts/train_zoo.py card     --work DIR
 ```
 """
@@ -120,18 +130,24 @@ def write(settings: Settings) -> dict:
     zoo, work = settings.zoo, settings.work
     tokenizer = settings.tokenizer()
     models = {name: AutoModelForCausalLM.from_pretrained(zoo / name).eval() for name in ("target", "draft")}
+    target = Target.load(str(zoo / "target"), dtype="float32")
     heads = Heads.read(str(zoo / "medusa"), Target.load(str(zoo / "target")))
+    others = drafters.objectives(target, zoo)
     sizes = json.loads((work / "held_out" / "sizes.json").read_text())
     losses = {
         n: pretrain.held_out_loss(m, work / "held_out", settings.plan.length, settings.windows)
         for n, m in models.items()
     }
     rows = prompts.read(zoo / "prompts")
-    figures: dict = {"loss": losses, "workloads": {}}
+    figures: dict = {"loss": losses, "workloads": {}, "positions": {}}
     for workload in settings.prompts:
         ids = [tokenizer(r["prompt"]).input_ids for r in rows if r["workload"] == workload]
         figures["workloads"][workload] = evaluate(models["target"], models["draft"], heads, ids, settings.tokens)
-    figures["sha256"] = {name: file_sha256(zoo / name / "model.safetensors") for name in ("target", "draft", "medusa")}
+        figures["positions"][workload] = {
+            name: drafters.acceptance(target, *other, ids, settings.tokens) for name, other in others.items()
+        }
+    folders = ("target", "draft", "medusa", *others)
+    figures["sha256"] = {name: file_sha256(zoo / name / "model.safetensors") for name in folders}
     (work / "figures.json").write_text(json.dumps(figures, indent=1))
     (zoo / "README.md").write_text(render(settings, figures, sizes, models, heads))
     return figures
@@ -161,6 +177,8 @@ def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: 
     kinds["medusa"] = f"{len(heads)} heads of {layers} residual layer{'s' * (layers > 1)}, the target's unembedding"
     if heads.trunk:
         kinds["medusa"] += f"; a trunk of width {len(heads.trunk.inner[1])} mixes in the pending token"
+    for name in sorted(figures["sha256"].keys() - kinds.keys()):
+        kinds[name], count[name] = drafters.described(settings.zoo, name)
 
     def cell(model: str, workload: str) -> str:
         loss, size = figures["loss"][model][workload], sizes[workload]
@@ -174,7 +192,7 @@ def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: 
         ]
     lines += ["", "| workload | draft's greedy agreement | alpha |", "| --- | --- | --- |"]
     lines += [f"| {w} | {f['draft_agreement']:.3f} | {f['alpha']:.3f} |" for w, f in figures["workloads"].items()]
-    parts = len(list((work / "generated").glob("part-*.safetensors")))
+    parts = {name: len(list((work / name).glob("part-*.safetensors"))) for name in ("generated", "states")}
     return TEXT.format(
         models="\n".join(f"| `{n}` | {kinds[n]} | {count[n] / 1e6:.2f} M | `{figures['sha256'][n]}` |" for n in kinds),
         packages=", ".join(p for p in settings.packages if p != "stdlib"),
@@ -192,5 +210,7 @@ def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: 
         screened=settings.screened,
         accuracies="\n".join(lines),
         control=" ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in history["control"].items()),
-        parts=parts,
+        parts=parts["generated"] or settings.parts,
+        state_parts=parts["states"],
+        positions="\n".join(drafters.table(figures["positions"])),
     )

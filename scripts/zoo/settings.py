@@ -38,7 +38,7 @@ def eagle3(unrolls: int) -> Eagle3Recipe:
     return Eagle3Recipe(unrolls, draft_vocab_size=1536, taps=TAPS, from_target=True)
 
 
-EAGLE3 = [(eagle3(1), FitPlan(passes=2.0, plan=RATES)), (eagle3(3), FitPlan(passes=0.5, plan=RATES))]
+EAGLE3 = [(eagle3(1), FitPlan(passes=2.5, plan=RATES)), (eagle3(3), FitPlan(passes=0.5, plan=RATES))]
 HYDRA = [(HydraRecipe(heads=4, identity_skip=True), FitPlan(passes=1.0, plan=RATES))]
 DRAFTERS: dict[str, Recipe] = {
     "eagle3": eagle3(3),

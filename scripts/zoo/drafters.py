@@ -1,0 +1,85 @@
+"""What the card states of the EAGLE-3 head and the Hydra heads: what they are, and their acceptance by position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from spec_lab.models.eagle import Eagle3
+from spec_lab.models.eagle_files import read_eagle
+from spec_lab.models.hydra_files import read_hydra
+from spec_lab.models.target import Target
+from spec_lab.train.chain import ChainObjective
+from spec_lab.train.eagle import Eagle3Objective
+from spec_lab.train.fit import Objective
+from spec_lab.train.generate import continue_text
+from spec_lab.train.hydra import HydraDrafts
+from spec_lab.train.recipe import TargetHead
+from spec_lab.train.texts import Texts
+
+POSITIONS = 4
+NAMES = {"eagle3": "EAGLE-3", "hydra": "Hydra"}
+
+
+def objectives(target: Target, zoo: Path) -> dict[str, tuple[tuple[int, ...], Objective]]:
+    """Return what each drafter reads, numbers of hidden states, and its loss, which measures acceptance."""
+    own, found = TargetHead.of(target), dict[str, tuple[tuple[int, ...], Objective]]()
+    if (zoo / "eagle3").is_dir():
+        eagle = read_eagle(str(zoo / "eagle3"), target).network
+        assert isinstance(eagle, Eagle3)
+        found["eagle3"] = (*eagle.settings.taps, -1), Eagle3Objective(eagle, own, torch.float32, POSITIONS)
+    if (zoo / "hydra").is_dir():
+        heads = read_hydra(str(zoo / "hydra"), target)
+        found["hydra"] = (-1,), ChainObjective(heads, HydraDrafts(heads, own), own, torch.float32)
+    return found
+
+
+@torch.inference_mode()
+def acceptance(
+    target: Target, states: tuple[int, ...], objective: Objective, prompts: Sequence[list[int]], tokens: int
+) -> dict[str, list[float]]:
+    """Return by draft position, on the target's own continuations of the prompts: the share of greedy drafts that agree
+    with the target ("agreed"), and sum min(p, q) at temperature 1 ("accepted").
+    """
+    found: dict[str, list[list[float]]] = {"agreed": [], "accepted": []}
+    for number, prompt in enumerate(prompts):
+        for name, temperature in (("agreed", 0.0), ("accepted", 1.0)):
+            prefix = torch.tensor([prompt])
+            length = len(prompt) + tokens
+            ids, hidden = continue_text(target.causal_lm.model, prefix, length, temperature, number, states)
+            text = Texts(ids, torch.tensor([len(prompt)]), torch.tensor([length]), hidden)
+            found[name].append([one.agreed if temperature == 0 else one.accepted for one in objective(text)[1]])
+    return {name: np.mean(rows, 0).round(3).tolist() for name, rows in found.items()}
+
+
+def described(zoo: Path, name: str) -> tuple[str, float]:
+    """Return what a drafter is, in words, and its number of parameters."""
+    with safe_open(zoo / name / "model.safetensors", "pt") as file:
+        facts, shapes = file.metadata() or {}, {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+    kind = {
+        "eagle3": "EAGLE-3 head of 1 layer in the format of speculators",
+        "hydra": "4 Hydra heads of 1 layer on the state itself (`identity_skip`), the target's LM head",
+    }[name]
+    if "d2t" in shapes:
+        kind += f", which drafts {shapes['d2t'][0]} tokens"
+    learned = (
+        f"learned from {int(facts['tokens']) / 1e6:.1f} M tokens of {int(facts['texts']) / 1e6:.1f} M different ones"
+    )
+    return f"{kind}; {learned}", sum(map(prod, shapes.values()))
+
+
+def table(figures: dict[str, dict[str, dict[str, list[float]]]]) -> list[str]:
+    """Return the lines of the card's table: a row for each workload, drafter and way of decoding."""
+    places = " | ".join(map(str, range(1, POSITIONS + 1)))
+    lines = [f"| workload | drafter | | {places} |", "| --- " * (3 + POSITIONS) + "|"]
+    for workload, drafters in figures.items():
+        for name, found in drafters.items():
+            for what, shares in found.items():
+                cells = " | ".join(f"{share:.2f}" for share in shares)
+                lines.append(f"| {workload} | {NAMES[name]} | {'greedy' if what == 'agreed' else 'alpha'} | {cells} |")
+    return lines
