@@ -203,6 +203,32 @@ def test_trained_drafters_are_compared_by_position(tiny_zoo, tmp_path, monkeypat
 
 
 @pytest.mark.nightly
+def test_trees_of_equal_size_are_compared(tiny_zoo, tmp_path, monkeypatch, capfd):
+    measure = importlib.import_module("experiments.eagle_trees.measure")
+
+    def run(arguments, check):
+        assert check and command(monkeypatch, *arguments[3:], "target.dtype=float32") == 0, capfd.readouterr().err
+
+    monkeypatch.setattr(measure, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.chdir(tmp_path)
+    measure.main("--limit 2 --new 8 --threads 1 --nodes 4 8 --out here".split())
+    shutil.copy(ROOT / "experiments" / "eagle_trees" / "README.md", tmp_path)
+    table = figure_of("eagle_trees").main(["here", "--folder", str(tmp_path)])
+    assert len(table) == 2 * 2 * 2 * len(figure_of("eagle_trees").ARMS)  # temperatures, verifiers, sizes
+    assert (table["nodes_per_step"] <= table["nodes"]).all()
+    assert (table.loc[table["arm"] == "eagle2", "speed_over_eagle2"].isna()).all()
+    assert (tmp_path / "eagle_trees.png").read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "README.md").read_text()
+    assert text.count("| 1 | traversal |") == 6 + 5 and "| 0 | all | chain |" in text
+
+
+@pytest.mark.parametrize("nodes", [4, 8, 16, 32, 64])
+def test_static_trees_have_the_size_that_they_are_compared_at(nodes):
+    measure = importlib.import_module("experiments.eagle_trees.measure")
+    assert len(parse(measure.STATIC[nodes])) == nodes
+
+
+@pytest.mark.nightly
 def test_engines_are_measured_and_its_tables_state_what_a_step_may_cost(engines, tmp_path, monkeypatch, capfd):
     def run(arguments, check):
         assert check and command(monkeypatch, *arguments[3:]) == 0, capfd.readouterr().err
