@@ -26,6 +26,7 @@ from spec_lab.propose.trees import parse
 from spec_lab.train.draft import DraftRecipe
 from spec_lab.train.hydra import HydraRecipe
 from tests import checkpoints
+from tests.propose.eagle_heads import eagle3, written
 
 ROOT = Path(__file__).parents[1]
 QUESTIONS = ROOT / "tests" / "data" / "questions.jsonl"
@@ -200,6 +201,32 @@ def test_trained_drafters_are_compared_by_position(tiny_zoo, tmp_path, monkeypat
     assert table["step_cost"].to_numpy() == pytest.approx((table["tau_pooled"] / table["speedup"]).to_numpy())
     assert (tmp_path / "drafters.png").read_bytes().startswith(b"\x89PNG")
     assert "| Hydra | 0.01 M | 8 | 2 min |" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.nightly
+def test_accepted_length_is_measured_and_estimated_by_tokens_of_training(tiny_zoo, tmp_path, monkeypatch, capfd):
+    measure = importlib.import_module("experiments.training_length.measure")
+
+    def run(arguments, check):
+        assert check and command(monkeypatch, *arguments[3:], "target.dtype=float32") == 0, capfd.readouterr().err
+
+    for number, name in enumerate(("0.25", "0.0625")):
+        folder = tmp_path / "heads" / name
+        written(folder, *eagle3(32, 61, seed=number))
+        (folder / "training" / "0").mkdir(parents=True)
+        line = {"texts": int(64 * float(name)), "seconds": 600 * float(name), "step": 1}
+        (folder / "training" / "0" / "learning.jsonl").write_text(json.dumps(line) + "\n")
+    monkeypatch.setattr(measure, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(measure, "ZOO", tiny_zoo)
+    monkeypatch.chdir(tmp_path)
+    measure.main("--limit 2 --new 8 --threads 1 --heads heads --out here".split())
+    shutil.copy(ROOT / "experiments" / "training_length" / "README.md", tmp_path)
+    table = figure_of("training_length").main(["here", "--folder", str(tmp_path)])
+    assert table["tokens_learned"].tolist() == [4 * 256, 16 * 256] * 2
+    assert (table["accepted_length"] - table["tau_pooled"]).to_numpy() == pytest.approx(-1)
+    assert (table["estimated_length"] >= 0).all() and table["estimated_length"].max() > 0
+    assert (tmp_path / "training_length.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "README.md").read_text().count(" min | ") == 2
 
 
 @pytest.mark.nightly

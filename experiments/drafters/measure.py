@@ -18,6 +18,8 @@ from typing import Any
 
 from safetensors import safe_open
 
+from spec_lab.train.generate import Generation
+
 DRAFTERS = {
     "eagle3": "eagle", "eagle1": "eagle", "mtp": "mtp", "hydra": "hydra", "medusa": "medusa", "pard": "pard",
     "draft": "draft_chain",
@@ -61,7 +63,7 @@ def trained(folder: Path) -> dict[str, Any]:
     with safe_open(folder / "model.safetensors", "pt") as file:
         parameters = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     lines = (folder / "training" / "0" / "learning.jsonl").read_text().splitlines()
-    return {"parameters": parameters, **json.loads(lines[-1])}
+    return {"parameters": parameters, "tokens_of_a_text": Generation.length, **json.loads(lines[-1])}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -26,17 +26,28 @@ POSITIONS = 4
 NAMES = {"eagle3": "EAGLE-3", "hydra": "Hydra"}
 
 
-def objectives(target: Target, zoo: Path) -> dict[str, tuple[tuple[int, ...], Objective]]:
-    """Return what each drafter reads, numbers of hidden states, and its loss, which measures acceptance."""
-    own, found = TargetHead.of(target), dict[str, tuple[tuple[int, ...], Objective]]()
-    if (zoo / "eagle3").is_dir():
-        eagle = read_eagle(str(zoo / "eagle3"), target).network
-        assert isinstance(eagle, Eagle3)
-        found["eagle3"] = (*eagle.settings.taps, -1), Eagle3Objective(eagle, own, torch.float32, POSITIONS)
-    if (zoo / "hydra").is_dir():
-        heads = read_hydra(str(zoo / "hydra"), target)
-        found["hydra"] = (-1,), ChainObjective(heads, HydraDrafts(heads, own), own, torch.float32)
-    return found
+Measure = tuple[tuple[int, ...], Objective]
+"""What a drafter reads, numbers of hidden states, and its loss, which measures acceptance."""
+
+
+def objectives(target: Target, zoo: Path) -> dict[str, Measure]:
+    """Return how each bundled drafter that is there is measured."""
+    made = {"eagle3": eagle3, "hydra": hydra}
+    return {name: of(target, zoo / name) for name, of in made.items() if (zoo / name).is_dir()}
+
+
+def eagle3(target: Target, folder: Path) -> Measure:
+    """Return how an EAGLE-3 head is measured."""
+    network = read_eagle(str(folder), target).network
+    assert isinstance(network, Eagle3)
+    objective = Eagle3Objective(network, TargetHead.of(target), torch.float32, POSITIONS)
+    return (*network.settings.taps, -1), objective
+
+
+def hydra(target: Target, folder: Path) -> Measure:
+    """Return how Hydra heads are measured."""
+    heads, own = read_hydra(str(folder), target), TargetHead.of(target)
+    return (-1,), ChainObjective(heads, HydraDrafts(heads, own), own, torch.float32)
 
 
 @torch.inference_mode()

@@ -65,6 +65,7 @@ class Settings:
         eagle3, hydra: the phases of training the EAGLE-3 head and the Hydra heads.
         taps: numbers of the hidden states that the EAGLE-3 head reads.
         drafters, drafters_fit: the drafters of ``experiments/drafters``, and the training of each.
+        lengths: passes over the text of the heads of ``experiments/training_length``.
         parts: number of parts of generated text.
         windows: maximum number of windows of each held-out stream that the card measures.
         tokens: length of each continuation that the card measures.
@@ -94,6 +95,7 @@ class Settings:
     taps: tuple[int, ...] = TAPS
     drafters: Mapping[str, Recipe] = field(default_factory=lambda: DRAFTERS)
     drafters_fit: FitPlan = FitPlan(passes=0.25, part=8, plan=RATES)
+    lengths: tuple[float, ...] = (0.03125, 0.0625, 0.125, 0.25, 0.5)
     parts: int = 241
     windows: int = 1_000_000
     tokens: int = 96

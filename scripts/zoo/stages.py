@@ -9,6 +9,7 @@ states      the same, with the hidden states that EAGLE-3 and Hydra heads read
 eagle3      an EAGLE-3 head learns from these (long; resumes)
 hydra       Hydra heads learn from these (long; resumes)
 drafters    every kind of drafter learns from some of these, for ``experiments/drafters`` (long; resumes)
+lengths     EAGLE-3 heads learn from ever more of these, for ``experiments/training_length`` (long; resumes)
 distill     draft and Medusa heads learn the target's distributions, on plain text and then on the target's own
 export      bf16 weights, configs and tokenizer into the zoo
 screen      choose the prompts after which the target's text has the fewest repeated 8-grams
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     # Their threads compute parts of a batch in parallel.
-    training = chosen.stage in ("target", "draft", "distill", "eagle3", "hydra", "drafters")
+    training = chosen.stage in ("target", "draft", "distill", "eagle3", "hydra", "drafters", "lengths")
     torch.set_num_threads(1 if training else chosen.threads)
     options = {"threads": chosen.threads} if training else {}
     control = Control(chosen.grow_step, chosen.stable_steps, chosen.decay_steps, chosen.rate)
@@ -142,6 +143,14 @@ def drafters(settings: Settings) -> None:
     for name, recipe in settings.drafters.items():
         folder = settings.work / "drafters" / name
         _learn(settings, [(recipe, settings.drafters_fit)], folder / "training", folder)
+
+
+def lengths(settings: Settings) -> None:
+    """Train an EAGLE-3 head on ever more of the text, for ``experiments/training_length``, into the work folder."""
+    for passes in settings.lengths:
+        folder = settings.work / "lengths" / f"{passes:g}"
+        plan = replace(settings.drafters_fit, passes=passes)
+        _learn(settings, [(settings.drafters["eagle3"], plan)], folder / "training", folder)
 
 
 def _learn(settings: Settings, phases: Sequence[tuple[Recipe, FitPlan]], training: Path, out: Path) -> None:
@@ -262,6 +271,7 @@ STAGES: dict[str, Callable[[Settings], None]] = {
         eagle3,
         hydra,
         drafters,
+        lengths,
         distill,
         export,
         screen,

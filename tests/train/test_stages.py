@@ -74,8 +74,13 @@ def settings(tmp_path_factory):
             (eagle3(2), replace(LEARNING, plan=STILL)),
         ],
         hydra=[(HydraRecipe(heads=2, identity_skip=True), LEARNING)],
-        drafters={"hydra": HydraRecipe(heads=2), "draft": DraftRecipe(hidden_size=16, layers=1, heads=2)},
+        drafters={
+            "eagle3": eagle3(1),
+            "hydra": HydraRecipe(heads=2),
+            "draft": DraftRecipe(hidden_size=16, layers=1, heads=2),
+        },
         drafters_fit=LEARNING,
+        lengths=(0.2, 0.5),
         parts=5,
         windows=3,
         tokens=8,
@@ -254,6 +259,14 @@ def test_drafters_to_compare_learn_from_equally_many_tokens(trained):
         recipe.load(target, trained.work / "drafters" / name, 2)
         curve = (trained.work / "drafters" / name / "training" / "0" / "learning.jsonl").read_text().splitlines()
         assert json.loads(curve[-1])["texts"] == 20
+
+
+def test_heads_to_compare_by_length_learn_from_ever_more_tokens(trained):
+    stages.states(trained)
+    stages.lengths(trained)
+    folders = [trained.work / "lengths" / name for name in ("0.2", "0.5")]
+    curves = [(one / "training" / "0" / "learning.jsonl").read_text().splitlines() for one in folders]
+    assert [json.loads(one[-1])["texts"] for one in curves] == [4, 10]
 
 
 def test_distilled_heads_predict_the_target_better_than_the_identity(trained, tmp_path):
