@@ -14,10 +14,12 @@ from spec_lab.train.fit import FitPlan, fit
 from spec_lab.train.hydra import HydraRecipe
 from spec_lab.train.medusa import MedusaRecipe
 from spec_lab.train.mtp import MtpRecipe
+from spec_lab.train.pard import PardRecipe
 from spec_lab.train.trainer import Plan, Trainer
 from tests import checkpoints
-from tests.oracles import eagle, hydra, medusa, mtp
+from tests.oracles import eagle, hydra, medusa, mtp, pard
 from tests.propose.lab import COLD, WARM, decode, emitted, plain_greedy, requests
+from tests.tiny import VOCABULARY
 from tests.train.texts import files, texts
 
 RECIPES = {
@@ -32,6 +34,7 @@ RECIPES = {
     "mtp": MtpRecipe(intermediate_size=24),
     "mtp of qwen": MtpRecipe(unrolls=2, layout="qwen", loss="reverse_kl"),
     "draft": DraftRecipe(depth=3, hidden_size=16, layers=2, heads=2, intermediate_size=24, tied=False),
+    "pard": PardRecipe(depth=3, decay=0.5, hidden_size=16, layers=2, heads=2, intermediate_size=24),
 }
 SIZES = 4, 2, 8
 """Attention heads, shared heads and head dimension of the tiny target, which drafters have by default."""
@@ -63,7 +66,9 @@ def begun(recipe, target, folder):
 def published(recipe, module, target, folder):
     sha256 = recipe.write(module, target, folder / "drafter", {"method": recipe.name})
     assert len(sha256) == 64
-    return {name: one.double() for name, one in load_file(folder / "drafter" / "model.safetensors").items()}
+    w = {name: one.double() for name, one in load_file(folder / "drafter" / "model.safetensors").items()}
+    tied = {"lm_head.weight": w["model.embed_tokens.weight"]} if "model.embed_tokens.weight" in w else {}
+    return tied | w
 
 
 def embedding(target):
@@ -94,7 +99,9 @@ def drafted(name, w, target, ids, hidden, column, depth):
         elif name.startswith("medusa"):
             yield head @ own_medusa(w, hidden[column], e[ids[column + 1]], k)
         else:
-            yield llama(w, ids[: column + 2 + k])
+            masks = k if name.startswith("pard") else 0  # which stand in for the drafted tokens
+            text = ids[: column + 2 + k - masks].tolist()
+            yield pard.levels(w, text, VOCABULARY, masks + 1, VOCABULARY, 2, (2, 2, 8))[-1]
 
 
 def divergence(kind, p, q):
@@ -111,15 +118,6 @@ def own_medusa(w, state, embedded, head):
     for weight, bias in zip(w["weight"][head], w["bias"][head], strict=True):
         state = state + silu(weight @ state + bias)
     return state
-
-
-def llama(w, ids):
-    x = w["model.embed_tokens.weight"][ids]
-    for layer in range(2):
-        name = f"model.layers.{layer}"
-        x = x + eagle.attention(w, name, eagle.rms(x, w[f"{name}.input_layernorm.weight"]), 2, 2, 8)
-        x = x + eagle.mlp(w, name, x)
-    return w["lm_head.weight"] @ eagle.rms(x, w["model.norm.weight"])[-1]
 
 
 @every_recipe
@@ -212,6 +210,8 @@ def test_a_training_learns_resumes_to_the_same_weights_and_its_proposer_drafts(n
         (lambda: Eagle1Recipe(noise=-1), "task.recipe.noise"),
         (lambda: Eagle1Recipe(bias="no"), "task.recipe.bias"),
         (lambda: DraftRecipe(hidden_size=30, heads=4), "task.recipe.hidden_size"),
+        (lambda: PardRecipe(depth=0), "task.recipe.depth"),
+        (lambda: PardRecipe(heads=3), "task.recipe.hidden_size"),
         (lambda: Eagle3Recipe(decay=2), "task.recipe.decay"),
     ],
 )
@@ -239,6 +239,24 @@ def test_noise_of_eagle1_is_uniform_scaled_by_the_length_and_the_same_whenever_a
     assert float(found.objective(text)[0].detach()) == plain
 
 
+@torch.no_grad()
+def test_pard_s_levels_are_those_of_plain_forwards_over_mask_tokens(target, tmp_path):
+    found, text = begun(RECIPES["pard"], target, tmp_path), texts(target)
+    plain = RECIPES["pard"].begin(target, [], 0).module.double()
+    plain.load_state_dict(found.module.state_dict())
+    plain.set_attn_implementation("eager")
+    drafts, unread = found.objective.drafts, torch.empty(0)
+    levels = list(drafts.states(text.ids, unread, unread))
+    torch.testing.assert_close(levels[0], plain.model(text.ids).last_hidden_state[:, 1:], rtol=0, atol=1e-5)
+    for level, states in enumerate(levels):
+        for column in range(states.shape[1]):
+            masks = torch.full((len(text), level), VOCABULARY)
+            read = torch.cat([text.ids[:, : column + 2], masks], -1)
+            last = plain.model(read).last_hidden_state[:, -1]
+            torch.testing.assert_close(states[:, column], last, rtol=0, atol=1e-5)
+        assert drafts.logits(level, states).shape[-1] == VOCABULARY
+
+
 SHORT = {
     "eagle1": ["task.recipe.depth=2"],
     "eagle3": ["task.recipe.unrolls=2", "task.recipe.draft_vocab_size=20"],
@@ -246,6 +264,7 @@ SHORT = {
     "hydra": ["task.recipe.heads=2"],
     "mtp": ["task.recipe.unrolls=2"],
     "draft": ["task.recipe.depth=2", "task.recipe.hidden_size=16", "task.recipe.heads=2"],
+    "pard": ["task.recipe.depth=2", "task.recipe.hidden_size=16", "task.recipe.heads=2"],
 }
 
 
