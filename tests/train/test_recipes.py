@@ -282,3 +282,34 @@ def test_each_recipe_trains_from_the_command_line(quick_cli, name, tmp_path):
     assert 0 <= summary["measured_length"] <= 2
     assert (tmp_path / "swept" / "drafter" / "model.safetensors").exists()
     assert "estimated" in output
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_ctrl_c_leaves_with_130_and_states_what_is_saved_and_how_to_resume(quick_cli, steps, tmp_path, monkeypatch):
+    run = [one for one in checkpoints.short_runs(tmp_path, checkpoints.TEXTS * 2) if not one.startswith("proposer=")]
+    more = ["proposer=none", "task.rows=2", "task.warmup_steps=1", "task.save_seconds=1e-9", "batch_size=4"]
+    command = ["+experiment=train_draft", *run, *more, *SHORT["draft"]]
+    plain = Trainer.update
+
+    def interrupted(self, *arguments):
+        if self.step == steps:
+            raise KeyboardInterrupt
+        return plain(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "update", interrupted)
+        code, _, errors = quick_cli(*command)
+    assert code == 130
+    assert "same command with output_dir=swept" in errors and "resume" in errors
+    assert ("2 training steps" in errors) == (steps == 2)
+    assert not (tmp_path / "swept" / "summary.json").exists()
+    taken = []
+
+    def counted(self, *arguments):
+        taken.append(self.step)
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "update", counted)
+    code, _, errors = quick_cli(*command)
+    assert code == 0, errors
+    assert taken == list(range(steps, 3))
