@@ -15,6 +15,7 @@ from spec_lab.train.hydra import HydraRecipe
 from spec_lab.train.medusa import MedusaRecipe
 from spec_lab.train.mtp import MtpRecipe
 from spec_lab.train.pard import PardRecipe
+from spec_lab.train.texts import Texts
 from spec_lab.train.trainer import Plan, Trainer
 from tests import checkpoints
 from tests.oracles import eagle, hydra, medusa, mtp, pard
@@ -313,3 +314,17 @@ def test_ctrl_c_leaves_with_130_and_states_what_is_saved_and_how_to_resume(quick
     code, _, errors = quick_cli(*command)
     assert code == 0, errors
     assert taken == list(range(steps, 3))
+
+
+def test_every_level_of_pard_learns_texts_by_heart(target):
+    text = texts(target, count=2, length=10, first=(1,))
+    own = lm_head(target)
+    text = Texts(text.ids, text.first, text.length, 40 * own[text.ids.roll(-1, 1)] / own.square().sum(-1).mean())
+    found = PardRecipe(depth=3, decay=1.0, hidden_size=32, layers=2, heads=2, intermediate_size=48).begin(target, [], 0)
+    optimiser = torch.optim.AdamW(found.module.parameters(), lr=1e-2)
+    for _ in range(50):
+        loss, measured = found.objective(text)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    assert all(one.agreed == 1 and one.accepted > 0.9 for one in measured), measured
