@@ -51,11 +51,12 @@ class Task:
         work: does the work in the claimed directory; called with the contents of its manifest.
         left: returns the number of finished units of work on disk and a sentence that states it; called after Ctrl-C
             and when a part has failed.
-        parts: the tables of rows, gathered after Ctrl-C; the same command resumes from them. None for a task that
-            cannot be resumed.
+        parts: the tables of rows, gathered after Ctrl-C; the same command resumes from them. None for a task without
+            such tables.
         more: further entries of the manifest.
         summary: name of the summary file.
         leaves: names the files in the directory, for the last printed line.
+        resumes: whether the same command resumes the task although it has no ``parts``.
     """
 
     lab: Lab
@@ -68,6 +69,7 @@ class Task:
     more: Mapping[str, Any] | None = None
     summary: str = "summary.json"
     leaves: str = "Rows, summary, manifest and figures"
+    resumes: bool = False
 
     def run(self, console: Console) -> int:
         """Do the work and return the exit code: the task's own, or 130 after Ctrl-C.
@@ -83,6 +85,7 @@ class Task:
         own = manifest(self.config, self.settings.seed, *made) | dict(self.more or {})
         facts = claim(out, own | {"config_sha256": self.settings.config_sha256})
         before = lab.target.lm.forwards
+        resumes = self.resumes or self.parts is not None
         resume = f"same command with output_dir={self.config.get('output_dir', out)}"
         try:
             lab.tracker.start(self.settings.name, facts, out)
@@ -93,12 +96,12 @@ class Task:
         except KeyboardInterrupt:
             if self.parts is not None:
                 self.parts.gather()
-            how = "." if self.parts is None else f"; run the {resume} to resume."
+            how = f"; run the {resume} to resume." if resumes else "."
             print(f"\nInterrupted: {self.left()[1]}{how}", file=sys.stderr)
             return INTERRUPTED
         except Exception as error:
             unclaim(out, own, error, decoded=lab.target.lm.forwards > before)
-            if isinstance(error, PartError) and self.parts is not None:
+            if isinstance(error, PartError) and resumes:
                 count, on_disk = self.left()
                 if count:
                     raise PartError(f"{error}; {on_disk}, and the {resume} resumes there") from error

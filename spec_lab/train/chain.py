@@ -1,7 +1,8 @@
-"""The loss of drafters that read the target's state after its final norm, and the tokens after it.
+"""The loss of drafters whose draft positions are trained together, at every token of a text.
 
-Column j reads state j. At draft position k it has seen the tokens t_{j+1} to t_{j+1+k}, drafts t_{j+2+k}, and is
-compared with the target's distribution after t_{j+1+k}. Only tokens that the target wrote are learned. Letters: B
+Column j may read the target's state after its final norm at position j, and the tokens up to t_{j+1}. At draft position
+k it may also read t_{j+2} to t_{j+1+k}; it drafts t_{j+2+k}, and is compared with the target's distribution after
+t_{j+1+k}. Only tokens that the target wrote are learned. Letters: B
 texts, T tokens of the longest, n rows, H hidden size, V vocabulary, X width of what a drafter computes before its
 logits.
 """
@@ -25,12 +26,13 @@ from spec_lab.train.unroll import Unrolls
 class Drafts(Protocol):
     """What a drafter computes in training."""
 
-    def states(self, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
+    def states(self, ids: Tensor, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
         """Return what each draft position k computes at every column: ``[B, T - 1 - k, X]``.
 
         Args:
+            ids: ``[B, T]`` the tokens.
             hidden: ``[B, T, H]`` of the target after its final norm.
-            embedded: ``[B, T, H]`` embeddings of the tokens.
+            embedded: ``[B, T, H]`` the target's embeddings of the tokens.
         """
         ...
 
@@ -73,7 +75,7 @@ class ChainObjective:
             truth = Truth.of(self.target.lm_head(text.hidden[:, :-1][counts].to(self.dtype)))
             embedded = self.target.embed(text.ids).to(own) * self.scale
         found = []
-        for position, states in enumerate(self.drafts.states(text.hidden.to(own), embedded)):
+        for position, states in enumerate(self.drafts.states(text.ids, text.hidden.to(own), embedded)):
             learned = counts[:, 1 + position :]  # the last column's next token is not in the text
             logits = self.drafts.logits(position, states[:, : learned.shape[1]][learned])
             rows = number[:, 1 + position :][learned]

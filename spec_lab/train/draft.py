@@ -43,14 +43,7 @@ class DraftRecipe:
     name = "draft_chain"
 
     def __post_init__(self) -> None:
-        check_options(self, "depth", "hidden_size", "layers", "heads", "intermediate_size")
-        if self.hidden_size % (2 * self.heads):
-            raise ValueError(
-                f"task.recipe.hidden_size must be a multiple of twice task.recipe.heads={self.heads}, which rotary "
-                f"embeddings require, not {self.hidden_size}"
-            )
-        if not isinstance(self.tied, bool):
-            raise ValueError(f"task.recipe.tied must be true or false, not {self.tied!r}")
+        check_llama(self)
 
     def states(self, target: Target) -> tuple[int, ...]:
         """See ``Recipe``."""
@@ -58,22 +51,13 @@ class DraftRecipe:
 
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
         """See ``Recipe``."""
-        config = LlamaConfig(
-            vocab_size=target.vocabulary, hidden_size=self.hidden_size, intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.heads,
-            max_position_embeddings=target.context, tie_word_embeddings=self.tied,
-            bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        )  # fmt: skip
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            network: Any = LlamaForCausalLM(config).to(target.lm.device, torch.float32).train()
+        network = llama(self, target, target.vocabulary, seed)
         own = TargetHead.of(target), target.lm.dtype, self.depth, cast(Loss, self.loss)
         return Beginning(network, DraftObjective(network, *own), {"layers": self.layers})
 
     def write(self, module: nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
-        """See ``Recipe``: a checkpoint of transformers in bfloat16, with the target's tokenizer and without facts."""
-        assert isinstance(module, LlamaForCausalLM)
-        return export_model(deepcopy(module), target.tokenizer, folder)
+        """See ``Recipe`` and ``write_llama``."""
+        return write_llama(module, target, folder)
 
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:
         """See ``Recipe``."""
@@ -108,3 +92,46 @@ class DraftObjective:
         logits = self.network.lm_head(hidden[counts])
         found = measure(logits, truth, torch.ones(len(logits), dtype=torch.bool), self.kind)
         return found.loss, [found] * self.depth
+
+
+def check_llama(recipe: Any) -> None:
+    """Refuse wrong options of a recipe of a Llama, which has those of ``DraftRecipe``.
+
+    Raises:
+        ValueError: names the option.
+    """
+    check_options(recipe, "depth", "hidden_size", "layers", "heads", "intermediate_size")
+    if recipe.hidden_size % (2 * recipe.heads):
+        raise ValueError(
+            f"task.recipe.hidden_size must be a multiple of twice task.recipe.heads={recipe.heads}, which rotary "
+            f"embeddings require, not {recipe.hidden_size}"
+        )
+    if not isinstance(recipe.tied, bool):
+        raise ValueError(f"task.recipe.tied must be true or false, not {recipe.tied!r}")
+
+
+def llama(recipe: Any, target: Target, vocabulary: int, seed: int, **fields: Any) -> Any:
+    """Return a LlamaForCausalLM with random weights in float32, in training.
+
+    Args:
+        recipe: has the sizes, by their names in ``DraftRecipe``.
+        target: whose context and device it has.
+        vocabulary: tokens that it reads.
+        seed: of the weights.
+        fields: further ones of its config.
+    """
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads, num_key_value_heads=recipe.heads,
+        max_position_embeddings=target.context, tie_word_embeddings=recipe.tied,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None, **fields,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return cast(Any, LlamaForCausalLM(config)).to(target.lm.device, torch.float32).train()
+
+
+def write_llama(module: nn.Module, target: Target, folder: Path) -> str:
+    """Write a checkpoint of transformers in bfloat16, with the target's tokenizer; return its weights' SHA-256."""
+    assert isinstance(module, LlamaForCausalLM)
+    return export_model(deepcopy(module), target.tokenizer, folder)

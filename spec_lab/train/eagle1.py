@@ -145,7 +145,7 @@ class EagleDrafts:
     target: TargetHead
     depth: int
 
-    def states(self, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
+    def states(self, ids: Tensor, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
         """``[B, T - 1 - k, H]``."""
         return unrolled(self.network, self._mix, hidden, embedded, self.depth)
 

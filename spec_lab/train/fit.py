@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 Objective = Callable[[Texts], tuple[Tensor, list[Measured]]]
 """The loss of some texts, and what each draft position achieves on them."""
+CHECKPOINT = "checkpoint.safetensors"
+"""Its file in the folder of a training."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def fit(
         )
     out.mkdir(parents=True, exist_ok=True)
     known = json.dumps({"files": len(paths), "plan": asdict(plan), **facts}, sort_keys=True)
-    checkpoint, curve = out / "checkpoint.safetensors", out / "learning.jsonl"
+    checkpoint, curve = out / CHECKPOINT, out / "learning.jsonl"
     if checkpoint.exists():
         _restore(trainer, checkpoint, known)
     lines = [one for one in _lines(curve) if one["step"] <= trainer.step]
@@ -142,6 +144,14 @@ def fit(
             _save(trainer, checkpoint, known)
             saved = time.monotonic()
     _save(trainer, checkpoint, known)
+
+
+def saved_steps(out: Path) -> int:
+    """Return the number of training steps of the checkpoint in a folder; 0 without one."""
+    if not (out / CHECKPOINT).exists():
+        return 0
+    with safe_open(out / CHECKPOINT, "pt") as file:
+        return int(file.metadata()["step"])
 
 
 def _line(step: int, texts: int, seconds: float, means: np.ndarray) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class HydraDrafts:
     network: HydraHeads
     target: TargetHead
 
-    def states(self, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
+    def states(self, ids: Tensor, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
         """``[B, T - 1 - k, (k + 2)H]``."""
         if self.network.prefix is not None:
             hidden = self.network.prefix(hidden, torch.arange(hidden.shape[1], device=hidden.device)[None], None)

@@ -124,7 +124,7 @@ class MedusaNetwork(nn.Module):
                 lm_head.weight.data.copy_(rows)
                 self.lm_heads.append(lm_head)
 
-    def states(self, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
+    def states(self, ids: Tensor, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
         """The state, or the trunk's output, for each head: ``[B, T - 1 - k, H]``."""
         x = hidden[:, :-1]
         if self.trunk_in is not None and self.trunk_out is not None:

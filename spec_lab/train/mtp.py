@@ -84,7 +84,7 @@ class MtpDrafts:
     target: TargetHead
     unrolls: int
 
-    def states(self, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
+    def states(self, ids: Tensor, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
         """``[B, T - 1 - k, H]``."""
         return unrolled(self.network, self._mix, hidden, embedded, self.unrolls)
 

@@ -19,7 +19,7 @@ from spec_lab.engine.request import Request
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.train import show
-from spec_lab.train.fit import FitPlan, Objective, fit
+from spec_lab.train.fit import FitPlan, Objective, fit, saved_steps
 from spec_lab.train.objectives import expected_length
 from spec_lab.train.recipe import Recipe
 from spec_lab.train.record import record
@@ -125,12 +125,12 @@ def train(
         return Done(summary, lambda: show.draw(curve, figures), lambda found: show.print_summary(found, console))
 
     def left() -> tuple[int, str]:
-        curve = out / "training" / "learning.jsonl"
-        done = json.loads(curve.read_text().splitlines()[-1])["step"] if curve.exists() else 0
-        return done, f"{done} training steps are in {out}"
+        done = saved_steps(out / "training")
+        what = f"the checkpoint after {done} training steps is" if done else "the answers that are written are"
+        return done, f"{what} in {out}"
 
     leaves = "Drafter, texts, learning curves, summary and manifest"
-    return Task(lab, settings, config, [recipe.name], work, left, leaves=leaves).run(console)
+    return Task(lab, settings, config, [recipe.name], work, left, leaves=leaves, resumes=True).run(console)
 
 
 def _at(bar: Any, done: int, total: int) -> None:

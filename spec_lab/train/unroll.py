@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from spec_lab.engine.attention import FULL, AttentionKind
+from spec_lab.engine.attention import FULL, SPANS, AttentionKind
 from spec_lab.models.eagle import Eagle, Eagle3
 from spec_lab.train.objectives import Loss, Measured, Truth, measure
 from spec_lab.train.texts import Texts
@@ -25,8 +26,12 @@ from spec_lab.train.texts import Texts
 
 @dataclass(eq=False)
 class Unrolls:
-    """Stands in for transformers' cache: keeps the keys and values of all unrolls of each layer."""
+    """Stands in for transformers' cache: keeps the keys and values of all unrolls of each layer.
 
+    The network needs the attention implementation ``attention``, which reads them.
+    """
+
+    attention: ClassVar = SPANS
     keys: dict[int, list[Tensor]] = field(default_factory=dict)
     values: dict[int, list[Tensor]] = field(default_factory=dict)
 

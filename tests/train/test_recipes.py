@@ -14,10 +14,13 @@ from spec_lab.train.fit import FitPlan, fit
 from spec_lab.train.hydra import HydraRecipe
 from spec_lab.train.medusa import MedusaRecipe
 from spec_lab.train.mtp import MtpRecipe
+from spec_lab.train.pard import PardRecipe
+from spec_lab.train.texts import Texts
 from spec_lab.train.trainer import Plan, Trainer
 from tests import checkpoints
-from tests.oracles import eagle, hydra, medusa, mtp
+from tests.oracles import eagle, hydra, medusa, mtp, pard
 from tests.propose.lab import COLD, WARM, decode, emitted, plain_greedy, requests
+from tests.tiny import VOCABULARY
 from tests.train.texts import files, texts
 
 RECIPES = {
@@ -32,6 +35,7 @@ RECIPES = {
     "mtp": MtpRecipe(intermediate_size=24),
     "mtp of qwen": MtpRecipe(unrolls=2, layout="qwen", loss="reverse_kl"),
     "draft": DraftRecipe(depth=3, hidden_size=16, layers=2, heads=2, intermediate_size=24, tied=False),
+    "pard": PardRecipe(depth=3, decay=0.5, hidden_size=16, layers=2, heads=2, intermediate_size=24),
 }
 SIZES = 4, 2, 8
 """Attention heads, shared heads and head dimension of the tiny target, which drafters have by default."""
@@ -63,7 +67,9 @@ def begun(recipe, target, folder):
 def published(recipe, module, target, folder):
     sha256 = recipe.write(module, target, folder / "drafter", {"method": recipe.name})
     assert len(sha256) == 64
-    return {name: one.double() for name, one in load_file(folder / "drafter" / "model.safetensors").items()}
+    w = {name: one.double() for name, one in load_file(folder / "drafter" / "model.safetensors").items()}
+    tied = {"lm_head.weight": w["model.embed_tokens.weight"]} if "model.embed_tokens.weight" in w else {}
+    return tied | w
 
 
 def embedding(target):
@@ -94,7 +100,9 @@ def drafted(name, w, target, ids, hidden, column, depth):
         elif name.startswith("medusa"):
             yield head @ own_medusa(w, hidden[column], e[ids[column + 1]], k)
         else:
-            yield llama(w, ids[: column + 2 + k])
+            masks = k if name.startswith("pard") else 0  # which stand in for the drafted tokens
+            text = ids[: column + 2 + k - masks].tolist()
+            yield pard.levels(w, text, VOCABULARY, masks + 1, VOCABULARY, 2, (2, 2, 8))[-1]
 
 
 def divergence(kind, p, q):
@@ -111,15 +119,6 @@ def own_medusa(w, state, embedded, head):
     for weight, bias in zip(w["weight"][head], w["bias"][head], strict=True):
         state = state + silu(weight @ state + bias)
     return state
-
-
-def llama(w, ids):
-    x = w["model.embed_tokens.weight"][ids]
-    for layer in range(2):
-        name = f"model.layers.{layer}"
-        x = x + eagle.attention(w, name, eagle.rms(x, w[f"{name}.input_layernorm.weight"]), 2, 2, 8)
-        x = x + eagle.mlp(w, name, x)
-    return w["lm_head.weight"] @ eagle.rms(x, w["model.norm.weight"])[-1]
 
 
 @every_recipe
@@ -212,6 +211,8 @@ def test_a_training_learns_resumes_to_the_same_weights_and_its_proposer_drafts(n
         (lambda: Eagle1Recipe(noise=-1), "task.recipe.noise"),
         (lambda: Eagle1Recipe(bias="no"), "task.recipe.bias"),
         (lambda: DraftRecipe(hidden_size=30, heads=4), "task.recipe.hidden_size"),
+        (lambda: PardRecipe(depth=0), "task.recipe.depth"),
+        (lambda: PardRecipe(heads=3), "task.recipe.hidden_size"),
         (lambda: Eagle3Recipe(decay=2), "task.recipe.decay"),
     ],
 )
@@ -239,6 +240,24 @@ def test_noise_of_eagle1_is_uniform_scaled_by_the_length_and_the_same_whenever_a
     assert float(found.objective(text)[0].detach()) == plain
 
 
+@torch.no_grad()
+def test_pard_s_levels_are_those_of_plain_forwards_over_mask_tokens(target, tmp_path):
+    found, text = begun(RECIPES["pard"], target, tmp_path), texts(target)
+    plain = RECIPES["pard"].begin(target, [], 0).module.double()
+    plain.load_state_dict(found.module.state_dict())
+    plain.set_attn_implementation("eager")
+    drafts, unread = found.objective.drafts, torch.empty(0)
+    levels = list(drafts.states(text.ids, unread, unread))
+    torch.testing.assert_close(levels[0], plain.model(text.ids).last_hidden_state[:, 1:], rtol=0, atol=1e-5)
+    for level, states in enumerate(levels):
+        for column in range(states.shape[1]):
+            masks = torch.full((len(text), level), VOCABULARY)
+            read = torch.cat([text.ids[:, : column + 2], masks], -1)
+            last = plain.model(read).last_hidden_state[:, -1]
+            torch.testing.assert_close(states[:, column], last, rtol=0, atol=1e-5)
+        assert drafts.logits(level, states).shape[-1] == VOCABULARY
+
+
 SHORT = {
     "eagle1": ["task.recipe.depth=2"],
     "eagle3": ["task.recipe.unrolls=2", "task.recipe.draft_vocab_size=20"],
@@ -246,6 +265,7 @@ SHORT = {
     "hydra": ["task.recipe.heads=2"],
     "mtp": ["task.recipe.unrolls=2"],
     "draft": ["task.recipe.depth=2", "task.recipe.hidden_size=16", "task.recipe.heads=2"],
+    "pard": ["task.recipe.depth=2", "task.recipe.hidden_size=16", "task.recipe.heads=2"],
 }
 
 
@@ -263,3 +283,48 @@ def test_each_recipe_trains_from_the_command_line(quick_cli, name, tmp_path):
     assert 0 <= summary["measured_length"] <= 2
     assert (tmp_path / "swept" / "drafter" / "model.safetensors").exists()
     assert "estimated" in output
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_ctrl_c_leaves_with_130_and_states_what_is_saved_and_how_to_resume(quick_cli, steps, tmp_path, monkeypatch):
+    run = [one for one in checkpoints.short_runs(tmp_path, checkpoints.TEXTS * 2) if not one.startswith("proposer=")]
+    more = ["proposer=none", "task.rows=2", "task.warmup_steps=1", "task.save_seconds=1e-9", "batch_size=4"]
+    command = ["+experiment=train_draft", *run, *more, *SHORT["draft"]]
+    plain = Trainer.update
+
+    def interrupted(self, *arguments):
+        if self.step == steps:
+            raise KeyboardInterrupt
+        return plain(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "update", interrupted)
+        code, _, errors = quick_cli(*command)
+    assert code == 130
+    assert "same command with output_dir=swept" in errors and "resume" in errors
+    assert ("2 training steps" in errors) == (steps == 2)
+    assert not (tmp_path / "swept" / "summary.json").exists()
+    taken = []
+
+    def counted(self, *arguments):
+        taken.append(self.step)
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "update", counted)
+    code, _, errors = quick_cli(*command)
+    assert code == 0, errors
+    assert taken == list(range(steps, 3))
+
+
+def test_every_level_of_pard_learns_texts_by_heart(target):
+    text = texts(target, count=2, length=10, first=(1,))
+    own = lm_head(target)
+    text = Texts(text.ids, text.first, text.length, 40 * own[text.ids.roll(-1, 1)] / own.square().sum(-1).mean())
+    found = PardRecipe(depth=3, decay=1.0, hidden_size=32, layers=2, heads=2, intermediate_size=48).begin(target, [], 0)
+    optimiser = torch.optim.AdamW(found.module.parameters(), lr=1e-2)
+    for _ in range(50):
+        loss, measured = found.objective(text)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    assert all(one.agreed == 1 and one.accepted > 0.9 for one in measured), measured
