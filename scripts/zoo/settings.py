@@ -19,6 +19,7 @@ from spec_lab.train.generate import Generation
 from spec_lab.train.hydra import HydraRecipe
 from spec_lab.train.medusa import MedusaRecipe
 from spec_lab.train.mtp import MtpRecipe
+from spec_lab.train.pard import PardRecipe
 from spec_lab.train.recipe import Recipe
 from spec_lab.train.trainer import Plan
 
@@ -46,6 +47,7 @@ DRAFTERS: dict[str, Recipe] = {
     "mtp": MtpRecipe(),
     "hydra": HydraRecipe(heads=4),
     "medusa": MedusaRecipe(heads=4),
+    "pard": PardRecipe(depth=4, layers=1),
     "draft": DraftRecipe(layers=1),
 }
 
