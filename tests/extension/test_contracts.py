@@ -249,6 +249,7 @@ LIMITS = {
 BOTTOM_UP = {("recycling", "two at once"), ("union", "preempted")}  # with traversal, in the short run
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("proposer", "limits", "verifier"),
     [
