@@ -223,7 +223,7 @@ def test_accepted_length_is_measured_and_estimated_by_tokens_of_training(tiny_zo
     shutil.copy(ROOT / "experiments" / "training_length" / "README.md", tmp_path)
     table = figure_of("training_length").main(["here", "--folder", str(tmp_path)])
     assert table["tokens_learned"].tolist() == [4 * 256, 16 * 256] * 2
-    assert (table["accepted_length"] - table["tau_pooled"]).to_numpy() == pytest.approx(-1)
+    assert (table["accepted_length"] - table["tau_pooled_raw"]).to_numpy() == pytest.approx(-1)
     assert (table["estimated_length"] >= 0).all() and table["estimated_length"].max() > 0
     assert (tmp_path / "training_length.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "README.md").read_text().count(" min | ") == 2

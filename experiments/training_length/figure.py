@@ -19,12 +19,12 @@ KEYS = ("temperature",)
 def results(runs: Path) -> pd.DataFrame:
     """Return one row for each temperature and head, by tokens of training.
 
-    ``accepted_length`` is measured, tau less the bonus token; ``estimated_length`` is the sum of products of the
-    acceptance by position, without decoding.
+    ``accepted_length`` is measured: tau, before the cut at the last token, less the bonus token. ``estimated_length``
+    is the sum of products of the acceptance by position, without decoding.
     """
     table, learned = swept(runs), json.loads((runs / TRAINING).read_text())
     for end in ("", "_low", "_high"):
-        table[f"accepted_length{end}"] = table[f"tau_pooled{end}"] - 1
+        table[f"accepted_length{end}"] = table[f"tau_pooled_raw{end}"] - 1
     table["tokens_learned"] = [learned[arm]["texts"] * learned[arm]["tokens_of_a_text"] for arm in table["arm"]]
     table["training_seconds"] = [learned[arm]["seconds"] for arm in table["arm"]]
     places = zip(table["arm"], table["temperature"], strict=True)

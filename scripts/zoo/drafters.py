@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -72,12 +73,13 @@ def described(zoo: Path, name: str) -> tuple[str, float]:
     """Return what a drafter is, in words, and its number of parameters."""
     with safe_open(zoo / name / "model.safetensors", "pt") as file:
         facts, shapes = file.metadata() or {}, {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
-    kind = {
-        "eagle3": "EAGLE-3 head of 1 layer in the format of speculators",
-        "hydra": "4 Hydra heads of 1 layer on the state itself (`identity_skip`), the target's LM head",
-    }[name]
-    if "d2t" in shapes:
-        kind += f", which drafts {shapes['d2t'][0]} tokens"
+    config = json.loads((zoo / name / "config.json").read_text())
+    if name == "hydra":
+        layers = config["hydra_num_layers"]
+        kind = f"{config['hydra_num_heads']} Hydra heads of {layers} layer{'s' * (layers > 1)}, the target's LM head"
+        kind += "; they add to the state itself (`identity_skip`)" * config.get("identity_skip", False)
+    else:
+        kind = f"EAGLE-3 head in the format of speculators, which drafts {shapes['d2t'][0]} tokens"
     learned = (
         f"learned from {int(facts['tokens']) / 1e6:.1f} M tokens of {int(facts['texts']) / 1e6:.1f} M different ones"
     )

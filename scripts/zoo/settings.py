@@ -31,6 +31,8 @@ ZOO = Path(__file__).parents[2] / "spec_lab" / "zoo"
 HOLD_OUT = {"stdlib": 36, "numpy": 5, "pandas": 6, "scipy": 6, "networkx": 8, "matplotlib": 5, "torch": 8}
 HOLD_OUT |= {"sympy": 3, "rich": 3, "huggingface_hub": 3}
 TAPS = 1, 3, 5
+POSITIONS = 4
+"""Tokens that drafters are trained to draft, where they are compared."""
 RATES = Plan(muon_rate=1.5e-2, adamw_rate=7.5e-3, weight_decay=0.0, seed=2)
 
 
@@ -39,15 +41,15 @@ def eagle3(unrolls: int) -> Eagle3Recipe:
     return Eagle3Recipe(unrolls, draft_vocab_size=1536, taps=TAPS, from_target=True)
 
 
-EAGLE3 = [(eagle3(1), FitPlan(passes=2.5, plan=RATES)), (eagle3(3), FitPlan(passes=0.5, plan=RATES))]
+EAGLE3 = [(eagle3(1), FitPlan(passes=2.5, plan=RATES)), (eagle3(3), FitPlan(passes=0.75, plan=RATES))]
 HYDRA = [(HydraRecipe(heads=4, identity_skip=True), FitPlan(passes=1.0, plan=RATES))]
 DRAFTERS: dict[str, Recipe] = {
-    "eagle3": eagle3(3),
+    "eagle3": Eagle3Recipe(POSITIONS, draft_vocab_size=1536, taps=TAPS),
     "eagle1": Eagle1Recipe(),
-    "mtp": MtpRecipe(),
-    "hydra": HydraRecipe(heads=4),
-    "medusa": MedusaRecipe(heads=4),
-    "pard": PardRecipe(depth=4, layers=1),
+    "mtp": MtpRecipe(POSITIONS),
+    "hydra": HydraRecipe(POSITIONS),
+    "medusa": MedusaRecipe(POSITIONS),
+    "pard": PardRecipe(POSITIONS, layers=1),
     "draft": DraftRecipe(layers=1),
 }
 

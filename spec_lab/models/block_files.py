@@ -23,7 +23,7 @@ from spec_lab.core.options import brief
 from spec_lab.models.block import BlockNetwork, BlockSettings
 from spec_lab.models.checkpoint import open_weights, read_drafter_config, weight_files, weights_hash
 from spec_lab.models.draft_layers import ready
-from spec_lab.models.drafter_files import misfits, positions, read_weight, refuse, refuse_windows, taps, whole
+from spec_lab.models.drafter_files import misfits, read_weight, refuse, refuse_windows, taps, whole
 from spec_lab.models.target import Target
 
 FAMILIES = ("llama", "qwen3")
@@ -94,7 +94,7 @@ def _settings(
     if layers > len(shapes):
         raise ValueError(f"{file}: num_hidden_layers is {layers}, but the weight files hold {len(shapes)} tensors")
     of_target = whole(file, config, "target_hidden_size", default=h)
-    embedding, own_head = shapes.get("embed_tokens.weight", (None,))[0], "lm_head.weight" in shapes
+    embedding, own_head = (shapes.get("embed_tokens.weight") or (None,))[0], "lm_head.weight" in shapes
     if of_target != wide or (h != wide and (embedding is None or not own_head)):
         raise ValueError(
             f"the block drafter at {folder} is for hidden size {of_target}, the target {target.name} has {wide}"
@@ -107,7 +107,7 @@ def _settings(
     fields = {name: config[name] for name in OF_LAYERS if name in config}
     if fields.get("head_dim") is None:
         fields["head_dim"] = h // whole(file, config, "num_attention_heads")
-    fields["max_position_embeddings"] = positions(file, config, target.context + size)
+    fields["max_position_embeddings"] = whole(file, config, "max_position_embeddings", default=target.context + size)
     read = _taps(file, inner, layers, target)
     return BlockSettings(fields, h, of_target, v, read, size, mask, layers, dspark, rank, embedding, own_head)
 

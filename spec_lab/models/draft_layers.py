@@ -61,8 +61,7 @@ class DraftLayers(nn.Module):
             config._attn_implementation = SPANS
             if whole and getattr(config, "layer_types", None):
                 config.layer_types = ["full_attention"] * count
-            if whole:
-                refuse_by_name(config)
+            refuse_by_name(config)
             with torch.device("meta"):
                 causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             numbers = sum(one.numel() for one in causal_lm.buffers())

@@ -27,36 +27,21 @@ def whole(
     """A whole number in a config.
 
     Raises:
-        ValueError: it is none from ``least`` to ``most``, or is missing and has no default.
+        ValueError: it is none from ``least`` to ``most``, or is missing (or null) and has no default.
     """
-    value = config.get(name, default)
+    value = default if config.get(name) is None else config[name]
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"{file}: {name} must be a whole number from {least} to {most}, not {brief(value)}")
     return value
 
 
-def positions(file: Path, config: Mapping[str, Any], context: int) -> int:
-    """The drafter's own ``max_position_embeddings``, on which scalings of rotary embeddings such as yarn depend.
-
-    Args:
-        file: of the config.
-        config: of the drafter.
-        context: of the target, if the config has none.
-
-    Raises:
-        ValueError: it is no whole number of 1 or more.
-    """
-    given = config.get("max_position_embeddings") is not None
-    return whole(file, config, "max_position_embeddings") if given else max(context, 1)
-
-
 def flag(file: Path, config: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """A flag in a config.
+    """A flag in a config; null is the default.
 
     Raises:
         ValueError: it is neither true nor false.
     """
-    value = config.get(name, default)
+    value = default if config.get(name) is None else config[name]
     if not isinstance(value, bool):
         raise ValueError(f"{file}: {name} must be true or false, not {brief(value)}")
     return value

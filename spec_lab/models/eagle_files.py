@@ -30,7 +30,7 @@ from torch import Tensor
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import SINGLE, open_weights, read_drafter_config, weight_files, weights_hash
 from spec_lab.models.draft_layers import ready
-from spec_lab.models.drafter_files import flag, misfits, positions, read_weight, refuse, refuse_windows, taps, whole
+from spec_lab.models.drafter_files import flag, misfits, read_weight, refuse, refuse_windows, taps, whole
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, Network, Settings
 from spec_lab.models.target import Target
 
@@ -145,7 +145,7 @@ def _settings(
         fields["model_type"] = "qwen3"  # Llama's layers with norms of queries and keys, as DeepSpec writes them
     if "head_dim" not in fields and isinstance(heads := layer.get("num_attention_heads"), int) and heads:
         fields["head_dim"] = h // heads
-    fields["max_position_embeddings"] = positions(file, layer, target.context)
+    fields["max_position_embeddings"] = whole(file, layer, "max_position_embeddings", default=max(target.context, 1))
     if not third:
         if h != wide:
             raise ValueError(f"the EAGLE head at {folder} is for hidden size {h}, the target {target.name} has {wide}")
@@ -159,7 +159,7 @@ def _settings(
             f"the EAGLE head at {folder} reads hidden states of size {of_target}, the target {target.name} has {wide}"
         )
     w = config.get("draft_vocab_size")
-    if w is None and "lm_head.weight" in shapes:
+    if w is None and shapes.get("lm_head.weight"):
         w = shapes["lm_head.weight"][0]
     if w is not None and (isinstance(w, bool) or not isinstance(w, int) or not 0 < w <= v):
         raise ValueError(f"{file}: draft_vocab_size must lie between 1 and the target's {v} tokens, not {brief(w)}")

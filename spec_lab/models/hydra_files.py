@@ -32,7 +32,7 @@ from torch import Tensor
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import MAX_LAYERS, SINGLE, open_weights, read_drafter_config, weight_files, weights_hash
 from spec_lab.models.draft_layers import ready
-from spec_lab.models.drafter_files import flag, misfits, positions, read_weight, refuse, whole
+from spec_lab.models.drafter_files import flag, misfits, read_weight, refuse, whole
 from spec_lab.models.hydra import HydraHeads, HydraSettings
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
@@ -169,7 +169,8 @@ def _prefix(file: Path, config: Mapping[str, Any], target: Target) -> dict[str, 
             f"{target.services.hidden_size}"
         )
     kept = {name: fields[name] for name in LAYER_FIELDS if fields.get(name) is not None}
-    return kept | {"max_position_embeddings": positions(file, fields, target.context)}
+    most = whole(file, fields, "max_position_embeddings", default=max(target.context, 1))
+    return kept | {"max_position_embeddings": most}
 
 
 def _names(folder: Path, network: HydraHeads, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import MTP, SINGLE, mtp_prefixes, open_weights, read_config, weight_files, weights_hash
-from spec_lab.models.drafter_files import misfits, positions, read_weight, refuse
+from spec_lab.models.drafter_files import misfits, read_weight, refuse, whole
 from spec_lab.models.loading import describe
 from spec_lab.models.mtp import Mtp, MtpSettings, mtp_with_weights
 from spec_lab.models.target import Target
@@ -173,7 +173,7 @@ def _settings(
             f"the MTP modules in {folder} are for hidden size {brief(h)}, the target {target.name} has {wide}"
         )
     fields = {name: value for name, value in config.items() if name not in NOT_OF_LAYERS}
-    fields["max_position_embeddings"] = positions(file, config, target.context)
+    fields["max_position_embeddings"] = whole(file, config, "max_position_embeddings", default=max(target.context, 1))
     before = config.get("num_hidden_layers")
     first, kinds = fields.get("first_k_dense_replace"), fields.get("mlp_layer_types")
     if layout == "deepseek" and isinstance(before, int):  # the modules are further layers

@@ -58,7 +58,7 @@ class BlockDrafter(Lifecycle):
         self.network, self.plan, self.sha256 = network, plan, sha256
         self.drawn: Drawn = plan.drawn
         self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
-        self.requires = Requires(hidden=network.hidden)
+        self.requires, self.context = Requires(hidden=network.hidden), target.context
         self.lm = BlockLM(network, network.layers, target.lm.device, target.lm.dtype)
 
     @staticmethod
@@ -97,8 +97,8 @@ class BlockDrafter(Lifecycle):
 
     def init(self, request: Request) -> FeatureState:
         """An empty state."""
-        positions = len(request.tokens) + request.max_new_tokens + self.network.settings.block_size
-        return FeatureState(self.lm.open(positions), Features())
+        positions = min(len(request.tokens) + request.max_new_tokens, self.context)
+        return FeatureState(self.lm.open(positions + self.network.settings.block_size), Features())
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Keep the features of every computed position."""

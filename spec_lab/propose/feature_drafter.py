@@ -88,7 +88,7 @@ class FeatureDrafter(Lifecycle):
         self.network, self.plan, self.name, self.sha256 = network, plan, name, sha256
         self.drawn: Drawn = plan.drawn
         self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
-        self.requires = Requires(hidden=network.hidden)
+        self.requires, self.context = Requires(hidden=network.hidden), target.context
         self.lm = FeatureLM(network, network.layers, target.lm.device, target.lm.dtype)
 
     def check_sampling(self, request: Sampling) -> None:
@@ -106,7 +106,8 @@ class FeatureDrafter(Lifecycle):
 
     def init(self, request: Request) -> FeatureState:
         """An empty state."""
-        return FeatureState(self.lm.open(len(request.tokens) + request.max_new_tokens + self.plan.computed), Features())
+        positions = min(len(request.tokens) + request.max_new_tokens, self.context)
+        return FeatureState(self.lm.open(positions + self.plan.computed), Features())
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Keep the features of every computed position."""

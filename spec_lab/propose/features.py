@@ -79,9 +79,9 @@ class Features:
 
     def since(self, position: int) -> Tensor:
         """The states ``[n, H]`` of all positions from ``position`` on, which must be known."""
-        assert self.start <= position <= self.end, (self.start, position, self.end)
         first, start = len(self.parts) - 1, self.end - len(self.parts[-1])
         while start > position:
+            assert first > 0, f"the states from position {position} on are known from {start} on only"
             first -= 1
             start -= len(self.parts[first])
         found = self.parts[first] if first == len(self.parts) - 1 else torch.cat(self.parts[first:])

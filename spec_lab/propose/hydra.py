@@ -74,6 +74,7 @@ class Hydra(Lifecycle):
         self.network, self.plan, self.sha256 = network, plan, sha256
         self.drawn: Drawn = plan.drawn
         self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
+        self.context = target.context
         self.lm: FeatureLM | None = None
         if network.prefix is not None:
             self.lm = FeatureLM(network.prefix, 1, target.lm.device, target.lm.dtype)
@@ -112,7 +113,7 @@ class Hydra(Lifecycle):
 
     def init(self, request: Request) -> HydraState:
         """An empty state."""
-        most = len(request.tokens) + request.max_new_tokens
+        most = min(len(request.tokens) + request.max_new_tokens, self.context)
         return HydraState(Features(), None if self.lm is None else self.lm.open(most))
 
     def observe(self, observed: Sequence[Observation]) -> None:

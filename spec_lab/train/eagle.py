@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spec_lab.core.options import one_of, share, whole
+from spec_lab.core.options import brief, one_of, share, whole
 from spec_lab.models.eagle import Eagle3, Eagle3Settings, random_network
 from spec_lab.models.eagle_files import write_eagle3
 from spec_lab.models.target import Target
@@ -58,6 +58,12 @@ class Eagle3Recipe:
         for name in ("draft_vocab_size", "intermediate_size", "heads"):
             if getattr(self, name) is not None:
                 whole(f"task.recipe.{name}", getattr(self, name))
+        if self.taps is not None and not (
+            isinstance(self.taps, Sequence) and self.taps and all(map(_counts, self.taps))
+        ):
+            raise ValueError(
+                "task.recipe.taps must be null or a list of hidden states' numbers, 0 or more, not " + brief(self.taps)
+            )
         if not isinstance(self.from_target, bool):
             raise ValueError(f"task.recipe.from_target must be true or false, not {self.from_target!r}")
 
@@ -67,9 +73,13 @@ class Eagle3Recipe:
         return self.unrolls
 
     def _taps(self, target: Target) -> tuple[int, ...]:
-        if self.taps is not None:
-            return tuple(self.taps)
         last = target.services.num_layers
+        if self.taps is not None:
+            if max(self.taps) > last:
+                raise ValueError(
+                    f"task.recipe.taps names hidden state {max(self.taps)}, but {target.name} has states 0 to {last}"
+                )
+            return tuple(self.taps)
         usual = (2, last // 2, last - 3)
         return usual if 0 < usual[0] < usual[1] < usual[2] else (1, max(1, last // 2), max(1, last - 1))
 
@@ -174,6 +184,10 @@ def begin_as_target(network: Eagle3, target: Any) -> None:
     network.norm.weight.copy_(target.norm.weight)
     network.fc.weight *= 0.1
     network.fc.weight[:, -h:] += torch.eye(h, device=network.fc.weight.device)
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def frequent(paths: Sequence[Path], vocabulary: int, width: int) -> Tensor:  # [W], ascending

@@ -96,5 +96,6 @@ def speculators(config, tensors):
     return {
         "speculators_model_type": "eagle3", "speculators_version": "0.3.0", "architectures": ["Eagle3Speculator"],
         "transformer_layer_config": {key: one for key, one in config.items() if key not in own},
+        "target_hidden_size": None, "norm_before_fc": None,
         **{key: one for key, one in config.items() if key in own},
     }, named  # fmt: skip

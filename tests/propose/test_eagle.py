@@ -10,6 +10,7 @@ from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.proposer import Observation
+from spec_lab.models.support import Unsupported
 from spec_lab.propose import eagle
 from spec_lab.verify import Traversal
 from tests.oracles import eagle as oracle
@@ -191,6 +192,10 @@ REFUSED = {
         lambda c, t: t.update({"layers.0.self_attn.q_proj.weight": t["midlayer.self_attn.q_proj.weight"].clone()}),
         "q_proj.weight' is in no layer",
     ),
+    "scalar": (
+        lambda c, t: (c.pop("draft_vocab_size"), t.update({"lm_head.weight": torch.tensor(1.0)})),
+        "lm_head.weight",
+    ),
     "quantized": (lambda c, t: t.update({"fc.weight": t["fc.weight"].to(torch.int8)}), "'fc.weight' has data type I8"),
     "eight bits": (
         lambda c, t: t.update({"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}),
@@ -209,18 +214,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "dynamic", "factor": 4.0},
-        {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4},
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
-def test_rotary_embeddings_are_scaled_by_the_head_s_own_context(target, tmp_path, rope):
-    rope = rope | {"rope_theta": 10000.0}
-    if rope["rope_type"] == "longrope":
-        rope |= {"original_max_position_embeddings": 16}
+def test_rotary_embeddings_are_scaled_by_the_head_s_own_context(target, tmp_path):
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": None, "original_max_position_embeddings": 16}
     head = eagle3(H, VOCABULARY, max_position_embeddings=64, rope_parameters=rope)
     found = eagle.load(target, written(tmp_path / "head", *head), tree=TREE).network.body.rotary
     assert target.context != 64
@@ -229,6 +224,26 @@ def test_rotary_embeddings_are_scaled_by_the_head_s_own_context(target, tmp_path
     x, places = torch.zeros(1, 1, 1, dtype=torch.float64), torch.arange(100)[None]
     for one, expected in zip(found(x, places), own(x, places), strict=True):
         torch.testing.assert_close(one, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotations_that_depend_on_the_batch_are_refused(target, tmp_path, rope):
+    head = eagle3(H, VOCABULARY, max_position_embeddings=64, rope_parameters=rope | {"rope_theta": 10000.0})
+    with pytest.raises(Unsupported, match="RoPE"):
+        eagle.load(target, written(tmp_path / "head", *head), tree=TREE)
+
+
+def test_no_more_cells_are_reserved_than_the_target_has_positions(target, folders):
+    proposer = eagle.load(target, folders["eagle3"], depth=2)
+    proposer.close(proposer.init(requests(new=2**20)[0]))
+    assert proposer.lm.cells.references.size <= 2 * (target.context + 2)
 
 
 @pytest.mark.parametrize("case", REFUSED)

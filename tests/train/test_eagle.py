@@ -7,12 +7,12 @@ import torch
 
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
 from spec_lab.models.eagle_files import published_name
-from spec_lab.train.eagle import Eagle3Objective, begin_as_target
+from spec_lab.train.eagle import Eagle3Objective, Eagle3Recipe, begin_as_target
 from spec_lab.train.objectives import LOSSES, Truth, expected_length, measure
 from spec_lab.train.texts import Texts
 from spec_lab.train.unroll import eagle1_losses, eagle3_losses
 from tests.oracles import eagle as oracle
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, tiny_target
 
 H, V, W, T, B = 16, 11, 7, 9, 2
 SIZES = 4, 2, 4
@@ -141,6 +141,17 @@ def test_a_head_that_begins_as_the_target_computes_its_last_layer_from_the_last_
 def test_a_head_cannot_begin_as_a_target_with_other_layers():
     with pytest.raises(ValueError, match="from_target"):
         begin_as_target(eagle3(), tiny_model(hidden_size=H, num_hidden_layers=1).model)
+
+
+@pytest.mark.parametrize("taps", [5, "12", [], [2.5], [True], [1, -1]], ids=str)
+def test_taps_that_are_no_list_of_states_are_refused(taps):
+    with pytest.raises(ValueError, match=r"task\.recipe\.taps"):
+        Eagle3Recipe(taps=taps)
+
+
+def test_taps_beyond_the_target_are_refused():
+    with pytest.raises(ValueError, match=r"task\.recipe\.taps names hidden state 3"):
+        Eagle3Recipe(taps=(1, 3)).states(tiny_target())
 
 
 def test_texts_shorter_than_the_unrolls_are_learned_from_as_far_as_they_go():
