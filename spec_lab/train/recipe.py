@@ -26,7 +26,7 @@ class Beginning:
     Args:
         module: its parameters are trained.
         objective: its loss.
-        facts: of the drafter, for the summary and the card.
+        facts: what follows from the options, the target and the texts, for checkpoints and the summary.
     """
 
     module: nn.Module

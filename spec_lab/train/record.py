@@ -79,7 +79,7 @@ def record(
     folder.mkdir(parents=True, exist_ok=True)
     paths, more = [], len(requests) % rows
     if more and not rest:
-        log.warning("The last %d of %d requests are not answered: they do not fill %d rows", more, len(requests), rows)
+        log.warning("The last %d of %d requests are not answered: a file has %d texts", more, len(requests), rows)
         requests = requests[:-more]
     for start in range(0, len(requests), rows):
         path, some = folder / f"part-{start // rows:05d}.safetensors", requests[start : start + rows]

@@ -103,7 +103,7 @@ class Trainer(Generic[M]):
             raise ValueError(
                 f"training step {self.step + 1} has a loss of {total:g} and a gradient of norm {norm:g}, so the "
                 "weights were not updated and the last checkpoint is kept: start a new training with lower learning "
-                "rates"
+                "rates (task.learning_rate of task=train)"
             )
 
         def step(optimiser: torch.optim.Optimizer, rate: float) -> None:

@@ -389,6 +389,22 @@ def test_losses_are_computed_where_the_target_is(name, target, tmp_path):
         found.objective(text)
 
 
+def test_texts_are_moved_to_the_device_of_the_parameters(target, tmp_path):
+    """The meta device, on which nothing can be computed, stands in for a GPU."""
+    paths, meta, seen = files(target, tmp_path), torch.device("meta"), []
+
+    def objective(text):
+        seen.append({one.device for one in (text.ids, text.first, text.length, text.hidden, text.counts(1))})
+        raise InterruptedError
+
+    trainer = Trainer(torch.nn.Linear(4, 4, device=meta), Plan(), 1, torch.float32)
+    with pytest.raises(InterruptedError):
+        fit(trainer, objective, paths, tmp_path / "out", FitPlan(rows=4, part=4), {})
+    with pytest.raises(InterruptedError):
+        task._held_out(objective, paths, 4, meta)
+    assert seen == [{meta}, {meta}]
+
+
 def test_held_out_acceptance_is_that_of_all_texts_together_however_they_are_filed(target, tmp_path):
     found, text = begun(HydraRecipe(heads=2), target, tmp_path), texts(target, 5, 12, first=(2, 8, 3))
     found.module.eval()
@@ -464,7 +480,7 @@ def test_answers_end_at_stop_strings(quick_cli, tmp_path):
 def test_a_training_that_diverges_ends_with_code_1_and_keeps_its_texts(quick_cli, tmp_path):
     command = ["+experiment=train_draft", *short(tmp_path, "task.learning_rate=1e36", *SHORT["draft"])]
     code, _, errors = quick_cli(*command)
-    assert code == 1 and "step 2" in errors and "learning rates" in errors
+    assert code == 1 and "step 2" in errors and "task.learning_rate" in errors
     assert len(list((tmp_path / "swept" / "texts").iterdir())) == 3
     assert (tmp_path / "swept" / "manifest.json").exists()
 
