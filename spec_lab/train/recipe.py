@@ -102,8 +102,8 @@ class TargetHead:
         tokens = torch.linspace(0, target.vocabulary - 1, 8, device=target.lm.device).long()[None]
         with torch.no_grad():
             made = head.model(input_ids=tokens, use_cache=False, output_hidden_states=True)
-            logits, error = made.logits, made.logits - head.lm_head(made.hidden_states[-1])
-        if not error.abs().max() <= 0.01 * logits.abs().max():
+            logits = head.lm_head(made.hidden_states[-1]).to(made.logits.device)
+        if not (made.logits - logits).abs().max() <= 0.01 * logits.abs().max():
             raise Unsupported(
                 f"target '{target.name}' scales or caps its logits after the LM head, which no drafter is trained for "
                 "(and none that shares the LM head drafts with): choose another target"
