@@ -22,11 +22,12 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from spec_lab.models.target import Target
@@ -37,7 +38,7 @@ from spec_lab.train import export as files
 from spec_lab.train import generate as writing
 from spec_lab.train.fit import FitPlan, fit
 from spec_lab.train.objectives import Measured
-from spec_lab.train.recipe import Beginning, Recipe
+from spec_lab.train.recipe import Beginning, Recipe, settings_of
 from spec_lab.train.texts import Texts
 from spec_lab.train.trainer import Trainer
 
@@ -160,7 +161,7 @@ def _learn(settings: Settings, phases: Sequence[tuple[Recipe, FitPlan]], trainin
 
     Args:
         settings: of all stages.
-        phases: one after the other; the recipes differ in their losses only.
+        phases: one after the other, each from the weights of the one before; the recipes differ in their losses only.
         training: folder of the checkpoints.
         out: folder of the drafter.
     """
@@ -169,8 +170,10 @@ def _learn(settings: Settings, phases: Sequence[tuple[Recipe, FitPlan]], trainin
     held, weights, tokens = settings.states(), None, 0
     for number, (recipe, plan) in enumerate(phases):
         begun = recipe.begin(target, paths, plan.plan.seed)
+        known = settings_of(recipe, target, begun)
         if weights is not None:
             begun.module.load_state_dict(weights)
+            known["began_from"] = sha256(save({name: one.clone() for name, one in weights.items()})).hexdigest()
         read = [held.index(state) for state in recipe.states(target)]
 
         def objective(text: Texts, begun: Beginning = begun, read: list[int] = read) -> tuple[Tensor, list[Measured]]:
@@ -179,7 +182,7 @@ def _learn(settings: Settings, phases: Sequence[tuple[Recipe, FitPlan]], trainin
             return begun.objective(replace(text, first=torch.zeros_like(text.first), hidden=hidden))
 
         trainer = Trainer(begun.module, plan.plan, settings.options.get("threads", 1), torch.float32)
-        fit(trainer, objective, paths, training / str(number), plan, dict(begun.facts))
+        fit(trainer, objective, paths, training / str(number), plan, known)
         weights = begun.module.state_dict()
         tokens += trainer.step * plan.rows * settings.generation.length
     facts = {

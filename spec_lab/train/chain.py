@@ -2,9 +2,10 @@
 
 Column j may read the target's state after its final norm at position j, and the tokens up to t_{j+1}. At draft position
 k it may also read t_{j+2} to t_{j+1+k}; it drafts t_{j+2+k}, and is compared with the target's distribution after
-t_{j+1+k}. Only tokens that the target wrote are learned. Letters: B
-texts, T tokens of the longest, n rows, H hidden size, V vocabulary, X width of what a drafter computes before its
-logits.
+t_{j+1+k}. Only tokens that the target wrote are learned.
+
+Letters: B texts, T tokens of the longest, n rows, H hidden size, V vocabulary, X width of what a drafter computes
+before its logits.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class ChainObjective:
             logits = self.drafts.logits(position, states[:, : learned.shape[1]][learned])
             rows = number[:, 1 + position :][learned]
             found.append(measure(logits, truth[rows], torch.ones_like(rows, dtype=torch.bool), self.kind, self.point))
-        return sum((self.decay**position * one.loss for position, one in enumerate(found)), torch.zeros(())), found
+        nothing = torch.zeros((), device=text.ids.device)
+        return sum((self.decay**position * one.loss for position, one in enumerate(found)), nothing), found
 
 
 def unrolled(

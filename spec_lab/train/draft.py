@@ -90,7 +90,7 @@ class DraftObjective:
             truth = Truth.of(self.target.lm_head(text.hidden[:, :-1][counts].to(self.dtype)))
         hidden = self.network.model(input_ids=text.ids[:, :-1], use_cache=False).last_hidden_state
         logits = self.network.lm_head(hidden[counts])
-        found = measure(logits, truth, torch.ones(len(logits), dtype=torch.bool), self.kind)
+        found = measure(logits, truth, torch.ones(len(logits), dtype=torch.bool, device=logits.device), self.kind)
         return found.loss, [found] * self.depth
 
 

@@ -150,7 +150,8 @@ class Eagle3Objective:
             embedded = self.target.embed(text.ids).to(own)
         read = Texts(text.ids, text.first, text.length, taps.to(own))
         found = eagle3_losses(self.network, read, truth, embedded, self.unrolls, self.kind)
-        return sum((self.decay**number * one.loss for number, one in enumerate(found)), torch.zeros(())), found
+        nothing = torch.zeros((), device=text.ids.device)
+        return sum((self.decay**number * one.loss for number, one in enumerate(found)), nothing), found
 
 
 @torch.no_grad()
@@ -194,6 +195,6 @@ def frequent(paths: Sequence[Path], vocabulary: int, width: int) -> Tensor:  # [
     """The most frequent tokens among those that the target wrote."""
     counts = np.zeros(vocabulary, dtype=np.int64)
     for path in paths:
-        text = Texts.read(path)
+        text = Texts.read(path, hidden=False)
         counts += np.bincount(text.ids[text.counts(0)].numpy(), minlength=vocabulary)
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:width]))

@@ -130,11 +130,11 @@ class Eagle1Objective:
     def _noise(self, text: Texts) -> Tensor:  # [B, T, H]
         """Uniform between -1/2 and 1/2, times ``NOISE`` over the length of each text."""
         assert text.hidden is not None
-        noise = torch.empty(text.hidden.shape)
-        for row, ids in zip(noise, text.ids, strict=True):
+        noise = torch.empty(text.hidden.shape, device="cpu")  # the same on every device
+        for row, ids in zip(noise, text.ids.cpu(), strict=True):
             generator = torch.Generator().manual_seed(zlib.crc32(ids.numpy().tobytes(), self.seed))
             row.uniform_(-0.5, 0.5, generator=generator)
-        return noise * (self.noise * NOISE / text.length[:, None, None])
+        return noise.to(text.ids.device) * (self.noise * NOISE / text.length[:, None, None])
 
 
 @dataclass(frozen=True, eq=False)

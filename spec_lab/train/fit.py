@@ -43,7 +43,7 @@ class FitPlan:
         passes: how often each text is seen.
         rows: texts of a step.
         part: texts that one thread computes.
-        warmup: steps in which the learning rates rise.
+        warmup: steps in which the learning rates rise; at most half of the steps before they fall.
         decay: share of all steps in which they fall.
         every: steps between two lines of the learning curve.
         save_seconds: seconds between two checkpoints.
@@ -60,10 +60,10 @@ class FitPlan:
     plan: Plan = field(default_factory=lambda: Plan(muon_rate=4e-3, adamw_rate=2e-3, weight_decay=0.0, seed=2))
 
     def __post_init__(self) -> None:
-        for name in ("rows", "part", "every"):
-            whole(f"train.{name}", getattr(self, name))
+        for name, value in (("task.rows", self.rows), ("part", self.part), ("every", self.every)):
+            whole(name, value)
         if self.rows % self.part:
-            raise ValueError(f"train.rows must be a multiple of train.part={self.part}, not {self.rows}")
+            raise ValueError(f"task.rows must be a multiple of part={self.part}, not {self.rows}")
 
 
 def order_of(parts: int, rows: int, batch: int, passes: float) -> list[tuple[int, int]]:
@@ -95,41 +95,44 @@ def fit(
         paths: files of texts, all with the same number of texts.
         out: folder of the checkpoint and of ``learning.jsonl``.
         plan: settings.
-        facts: what else decides the result; a checkpoint with others is refused.
+        facts: other settings that change the result; a checkpoint with others is refused.
         stop_after: step at which to stop early, as after a kill; None for the last one.
         tick: called with the steps done and those in all.
 
     Raises:
-        ValueError: no texts; fewer in a file than a step needs; the checkpoint belongs to another training.
+        ValueError: no texts; fewer in a file than a step needs; the checkpoint belongs to another training; the loss
+            or its gradient is NaN or infinite. The checkpoint is then the last one before.
     """
     if not paths:
         raise ValueError("there are no texts to train on")
-    batch = len(Texts.read(paths[0]))
+    batch = len(Texts.read(paths[0], hidden=False))
     order = order_of(len(paths), plan.rows, batch, plan.passes)
     if not order:
         raise ValueError(
-            f"train.rows={plan.rows} is more than the {batch} texts of a file, or train.passes is too small"
+            f"task.rows={plan.rows} is more than the {batch} texts of a file, or task.passes={plan.passes} is too small"
         )
     out.mkdir(parents=True, exist_ok=True)
-    known = json.dumps({"files": len(paths), "plan": asdict(plan), **facts}, sort_keys=True)
+    known = json.dumps({"files": len(paths), "plan": asdict(plan), **facts}, sort_keys=True, default=str)
     checkpoint, curve = out / CHECKPOINT, out / "learning.jsonl"
     if checkpoint.exists():
         _restore(trainer, checkpoint, known)
     lines = [one for one in _lines(curve) if one["step"] <= trainer.step]
     stable, share = int(len(order) * (1 - plan.decay)), plan.part / plan.rows
+    warmup = max(1, min(plan.warmup, stable // 2))
     began = saved = time.monotonic()
     before, recent = (lines[-1]["seconds"] if lines else 0.0), list[list[list[float]]]()
+    device = next(iter(trainer.weights.values())).device
     for step, pieces in _pieces(paths, order, plan, trainer.step):
         if step == stop_after:
             break
         seen: list[list[list[float]]] = []
 
         def loss_of(piece: Texts, seen: list[list[list[float]]] = seen) -> Tensor:
-            loss, measured = objective(piece)
+            loss, measured = objective(piece.to(device))
             seen.append([[float(one.loss.detach()), one.accepted, one.agreed] for one in measured])
             return loss * share
 
-        factor = schedule(step, plan.warmup, stable, len(order) - stable)
+        factor = schedule(step, warmup, stable, len(order) - stable)
         trainer.update([partial(loss_of, piece) for piece in pieces], factor)
         recent += seen
         tick(step + 1, len(order))

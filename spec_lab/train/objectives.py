@@ -49,11 +49,13 @@ class Measured(NamedTuple):
         accepted: mean chance that the drafted token is accepted at temperature 1: sum min(p, q) of one that is drawn
             from q, p of one that is always the most probable of q.
         agreed: share of rows at which the most probable tokens of p and q are the same.
+        rows: how many count.
     """
 
     loss: Tensor
     accepted: float
     agreed: float
+    rows: int
 
 
 def measure(logits: Tensor, truth: Truth, counts: Tensor, kind: Loss = "kl", point: bool = False) -> Measured:
@@ -81,17 +83,18 @@ def measure(logits: Tensor, truth: Truth, counts: Tensor, kind: Loss = "kl", poi
     learned = counts & (truth.best >= 0)
     loss = (rows * learned).sum() / learned.sum().clamp_min(1)
     with torch.no_grad():
-        total = counts.sum().clamp_min(1)
+        rows_counted = int(counts.sum())
+        total = max(1, rows_counted)
         top = log_q.argmax(-1)
         chance = truth.p.gather(1, top[:, None])[:, 0] if point else torch.minimum(truth.p, log_q.exp()).sum(-1)
         accepted, agreed = (chance * counts).sum() / total, ((top == truth.best) & counts).sum() / total
-    return Measured(loss, float(accepted), float(agreed))
+    return Measured(loss, float(accepted), float(agreed), rows_counted)
 
 
 def expected_length(acceptance: list[float]) -> float:
     """Return the expected number of accepted tokens of a chain: sum over k of the product of the first k acceptances.
 
-    It takes acceptances at different positions as independent. (The mean tokens per step, tau, is one more.)
+    It assumes that acceptances at different positions are independent. (The mean tokens per step, tau, is one more.)
     """
     total, product = 0.0, 1.0
     for one in acceptance:

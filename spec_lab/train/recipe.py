@@ -9,8 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.distill import embedding_scale
@@ -24,7 +26,7 @@ class Beginning:
     Args:
         module: its parameters are trained.
         objective: its loss.
-        facts: what decides the result besides the settings, for checkpoints and the card.
+        facts: what follows from the options, the target and the texts, for checkpoints and the summary.
     """
 
     module: nn.Module
@@ -33,7 +35,7 @@ class Beginning:
 
 
 class Recipe(Protocol):
-    """A kind of drafter, and how it is trained."""
+    """A kind of drafter, and how it is trained. Its attributes are its options."""
 
     @property
     def name(self) -> str:
@@ -54,8 +56,11 @@ class Recipe(Protocol):
 
         Args:
             target: to draft for.
-            paths: files of the texts (``texts.Texts``).
+            paths: files of the texts (``texts.Texts``); none where only the options are checked.
             seed: of the initial weights.
+
+        Raises:
+            ValueError: the target is not supported, or an option does not suit it.
         """
         ...
 
@@ -66,6 +71,11 @@ class Recipe(Protocol):
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:
         """The written drafter as a proposer of chains, sampled as the request samples."""
         ...
+
+
+def settings_of(recipe: Recipe, target: Target, begun: Beginning) -> dict[str, Any]:
+    """What a checkpoint records of a training besides its plan: it is resumed only with the same."""
+    return {"recipe": recipe.name, "options": vars(recipe), "target_sha256": target.sha256, **begun.facts}
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +95,20 @@ class TargetHead:
         """Those of a target of transformers.
 
         Raises:
-            Unsupported: it is a target of another kind.
+            Unsupported: it is a target of another kind, or it changes the logits after its LM head (Cohere and Granite
+                scale them, Gemma 2 caps them). Proposers that share the LM head draft without this too.
         """
-        return TargetHead(target.causal_lm.model.requires_grad_(False))
+        head = TargetHead(target.causal_lm.model.requires_grad_(False))
+        tokens = torch.linspace(0, target.vocabulary - 1, 8, device=target.lm.device).long()[None]
+        with torch.no_grad():
+            made = head.model(input_ids=tokens, use_cache=False, output_hidden_states=True)
+            logits = head.lm_head(made.hidden_states[-1]).to(made.logits.device)
+        if not (made.logits - logits).abs().max() <= 0.01 * logits.abs().max():
+            raise Unsupported(
+                f"target '{target.name}' scales or caps its logits after the LM head, which no drafter is trained for "
+                "(and none that shares the LM head drafts with): choose another target"
+            )
+        return head
 
     def embed(self, tokens: Tensor) -> Tensor:
         """``[..]`` int64 -> ``[.., H]``."""
@@ -112,8 +133,17 @@ class TargetHead:
 
 
 def layer_of(target: Target, heads: int | None, intermediate_size: int | None) -> dict[str, Any]:
-    """The config of a Llama layer of the target's hidden size, by default with its heads, MLP and rotary embedding."""
+    """The config of a Llama layer of the target's hidden size, by default with its heads, MLP and rotary embedding.
+
+    Raises:
+        ValueError: so many heads have no even size.
+    """
     config, h = target.causal_lm.model.config, target.services.hidden_size
+    if heads and h % (2 * heads):
+        raise ValueError(
+            f"task.recipe.heads must divide the target's hidden size {h} into even sizes, which rotary embeddings "
+            f"require, not {heads}"
+        )
     count = heads or int(config.num_attention_heads)
     shared = count if heads else int(getattr(config, "num_key_value_heads", None) or count)
     fields: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
 from spec_lab.train.texts import Texts
 from spec_lab.verify import Match
+
+log = logging.getLogger(__name__)
 
 
 class StateRecorder(Lifecycle):
@@ -55,35 +58,50 @@ def record(
     rows: int,
     batch: int,
     seed: int,
+    pieces: Sequence[bytes] | None = None,
+    rest: bool = False,
     tick: Callable[[int], Any] = lambda done: None,
 ) -> list[Path]:
     """Let the target answer requests, and write files of ``rows`` texts each; files that exist are kept.
 
     Args:
         target: answers them, as each request samples.
-        requests: as many as fill files; a rest that fills none is left out.
+        requests: prompts.
         states: numbers of the hidden states to keep.
         folder: of the files.
         rows: texts of a file.
         batch: requests answered together.
         seed: of all random choices.
+        pieces: the bytes of each token; needed for stop strings.
+        rest: whether the last requests, which do not fill a file, get a smaller one. Otherwise they are not answered.
         tick: called with the number of texts of each file that is there.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for number in range(len(requests) // rows):
-        path = folder / f"part-{number:05d}.safetensors"
+    paths, more = [], len(requests) % rows
+    if more and not rest:
+        log.warning("The last %d of %d requests are not answered: a file has %d texts", more, len(requests), rows)
+        requests = requests[:-more]
+    for start in range(0, len(requests), rows):
+        path, some = folder / f"part-{start // rows:05d}.safetensors", requests[start : start + rows]
         paths.append(path)
         if not path.exists():
-            _record(target, requests[number * rows : (number + 1) * rows], states, batch, seed).write(path)
-        tick(rows)
+            _record(target, some, states, batch, seed, pieces).write(path)
+        tick(len(some))
     return paths
 
 
-def _record(target: Target, requests: Sequence[Request], states: tuple[int, ...], batch: int, seed: int) -> Texts:
+def _record(
+    target: Target,
+    requests: Sequence[Request],
+    states: tuple[int, ...],
+    batch: int,
+    seed: int,
+    pieces: Sequence[bytes] | None,
+) -> Texts:
     recorder, sequences = StateRecorder(states), list[SequenceState]()
     for start in range(0, len(requests), batch):
-        group = fixed_group(target, recorder, Match(), requests[start : start + batch], CounterDraws(seed))
+        some = requests[start : start + batch]
+        group = fixed_group(target, recorder, Match(), some, CounterDraws(seed), pieces=pieces)
         for _ in group:
             pass
         sequences += group.sequences

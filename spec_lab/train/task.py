@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,16 @@ from rich.console import Console
 from tqdm import tqdm
 
 from spec_lab.core.options import brief, share, whole
+from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.train import show
-from spec_lab.train.fit import FitPlan, Objective, fit, saved_steps
+from spec_lab.train.fit import FitPlan, Objective, fit, order_of, saved_steps
 from spec_lab.train.objectives import expected_length
-from spec_lab.train.recipe import Recipe
+from spec_lab.train.recipe import Recipe, settings_of
 from spec_lab.train.record import record
 from spec_lab.train.texts import Texts
 from spec_lab.train.trainer import Plan, Trainer
@@ -57,12 +59,12 @@ def train(
         config: the configuration, for the manifest.
         console: prints the result; default standard output.
         recipe: the kind of drafter.
-        answers: of each prompt.
+        answers: of each prompt; more than one only at temperature 1.
         passes: how often each answer is seen.
         rows: texts of a training step.
         held_out: share of the prompts that the drafter does not learn from.
         learning_rate: peak, of Muon for matrices; that of AdamW, for everything else, is half of it.
-        warmup_steps: in which the rates rise.
+        warmup_steps: in which the rates rise; at most half of the steps before they fall.
         decay: share of the steps in which they fall.
         save_seconds: seconds between two checkpoints.
 
@@ -70,7 +72,8 @@ def train(
         The exit code: 0, or 130 after Ctrl-C.
 
     Raises:
-        ValueError: an invalid option, a constraint, too few prompts, or a directory that holds another run.
+        ValueError: an invalid option, a constraint, too few prompts, a target or sampling that is not supported, a
+            loss that is NaN or infinite, or a directory that holds another run.
         OSError: the directory cannot be written.
     """
     console = console or Console()
@@ -84,6 +87,11 @@ def train(
             raise ValueError(f"task.{name} must be a positive number, not {brief(number)}")
     if lab.applied is not None:
         raise ValueError("task=train does not support constraints; set constraint=none")
+    _check_sampling(lab.sampling)
+    if answers > 1 and lab.sampling.temperature == 0:
+        raise ValueError(
+            f"task.answers must be 1 at sampling.temperature=0, not {answers}: all answers to a prompt are the same"
+        )
     requests = lab.requests(settings)
     rest = requests[len(requests) - max(1, round(held_out * len(requests))) :]
     known = requests[: len(requests) - len(rest)]
@@ -93,6 +101,12 @@ def train(
             f"task.rows={rows} texts make a training step, but there are {len(repeated)} answers to learn from: give "
             "more prompts, set task.answers to more than one, or task.rows to less"
         )
+    if not order_of(len(repeated) // rows, rows, rows, passes):
+        raise ValueError(
+            f"task.passes={passes} of {len(repeated)} answers makes no training step of task.rows={rows} texts: set "
+            "task.passes to more"
+        )
+    recipe.begin(lab.target, [], settings.seed)  # refuses wrong options before the target answers
     part = rows // 2 if rows % 2 == 0 else rows
     plan = FitPlan(
         passes, rows, part, warmup_steps, decay, save_seconds=save_seconds,
@@ -102,16 +116,19 @@ def train(
 
     def work(facts: Mapping[str, Any]) -> Done:
         paths = _answered(lab, settings, repeated, states, out / "texts", rows)
-        others = _answered(lab, settings, rest, states, out / "held_out", len(rest))
+        others = _answered(lab, settings, rest, states, out / "held_out", rows, rest=True)
         begun = recipe.begin(lab.target, paths, settings.seed)
-        trainer = Trainer(begun.module, plan.plan, 2 if part < rows else 1, torch.float32)
-        with tqdm(desc=recipe.name, unit="step", disable=None) as bar:
-            own = out / "training", plan, dict(begun.facts)
+        with (
+            _shared_threads(rows // part) as threads,
+            tqdm(desc=recipe.name, unit="step", disable=None) as bar,
+        ):
+            trainer = Trainer(begun.module, plan.plan, threads, torch.float32)
+            own = out / "training", plan, settings_of(recipe, lab.target, begun)
             fit(trainer, begun.objective, paths, *own, tick=lambda done, total: _at(bar, done, total))
         begun.module.eval()
         source = {"target_sha256": lab.target.sha256, "seed": str(settings.seed), "method": recipe.name}
         sha256 = recipe.write(begun.module, lab.target, out / "drafter", source)
-        accepted, agreed = _held_out(begun.objective, others, part)
+        accepted, agreed = _held_out(begun.objective, others, part, lab.target.lm.device)
         curve = [json.loads(line) for line in (out / "training" / "learning.jsonl").read_text().splitlines()]
         summary = {
             "experiment": settings.name, "target": lab.target.name, "temperature": lab.sampling.temperature,
@@ -138,24 +155,58 @@ def _at(bar: Any, done: int, total: int) -> None:
     bar.update(done - bar.n)
 
 
+def _check_sampling(sampling: Sampling) -> None:
+    """Refuse sampling for which the acceptance in training is not that of decoding."""
+    allowed = Sampling(temperature=1.0 if sampling.temperature == 1 else 0.0)
+    names = [one.name for one in fields(Sampling)]
+    if wrong := [name for name in names if getattr(sampling, name) != getattr(allowed, name)]:
+        given = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in wrong)
+        raise ValueError(
+            f"task=train does not support {given}: losses and estimated_length are those of temperature 1 or of greedy "
+            "decoding. Set sampling.temperature to 1 or 0, and the other options of sampling to their defaults"
+        )
+
+
+@contextmanager
+def _shared_threads(pieces: int) -> Iterator[int]:
+    """Divide torch's threads among Python threads, at most one for each piece of a step; yield the number of these."""
+    every = torch.get_num_threads()
+    threads = min(every, pieces)
+    torch.set_num_threads(every // threads)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(every)
+
+
 def _answered(
-    lab: Lab, settings: Settings, requests: Sequence[Request], states: tuple[int, ...], folder: Path, rows: int
+    lab: Lab,
+    settings: Settings,
+    requests: Sequence[Request],
+    states: tuple[int, ...],
+    folder: Path,
+    rows: int,
+    rest: bool = False,
 ) -> list[Path]:
+    own = states, folder, rows, settings.batch_size, settings.seed, lab.pieces, rest
     with tqdm(total=len(requests), desc=folder.name, unit="text", disable=None) as bar:
-        return record(lab.target, requests, states, folder, rows, settings.batch_size, settings.seed, bar.update)
+        return record(lab.target, requests, *own, bar.update)
 
 
 @torch.no_grad()
-def _held_out(objective: Objective, paths: Sequence[Path], part: int) -> tuple[list[float], list[float]]:
+def _held_out(
+    objective: Objective, paths: Sequence[Path], part: int, device: torch.device
+) -> tuple[list[float], list[float]]:
     """Acceptance of sampled tokens and agreement of the likeliest at each draft position, ``part`` texts at once."""
-    texts = [Texts.read(path) for path in paths]
-    pieces = [one.rows(slice(start, start + part)) for one in texts for start in range(0, len(one), part)]
-    found = [objective(piece)[1] for piece in pieces]
-    share = torch.tensor([len(piece) for piece in pieces]) / sum(map(len, pieces))
-    accepted = torch.tensor([[one.accepted for one in some] for some in found])
-    agreed = torch.tensor([[one.agreed for one in some] for some in found])
-    first, second = ([round(float(one), 4) for one in share @ each] for each in (accepted, agreed))
-    return first, second
+    sums = torch.zeros(())
+    for path in paths:
+        texts = Texts.read(path)
+        for start in range(0, len(texts), part):
+            found = objective(texts.rows(slice(start, start + part)).to(device))[1]
+            shares = torch.tensor([[1, one.accepted, one.agreed] for one in found], dtype=torch.float64)
+            sums = sums + shares * torch.tensor([[one.rows] for one in found])
+    accepted, agreed = (sums[:, 1:] / sums[:, :1].clamp_min(1)).T.tolist()
+    return [round(one, 4) for one in accepted], [round(one, 4) for one in agreed]
 
 
 def _measured(lab: Lab, settings: Settings, recipe: Recipe, folder: Path, requests: Sequence[Request]) -> float:
@@ -164,7 +215,8 @@ def _measured(lab: Lab, settings: Settings, recipe: Recipe, folder: Path, reques
     accepted = list[int]()
     for start in range(0, len(requests), settings.batch_size):
         some = requests[start : start + settings.batch_size]
-        for info in fixed_group(lab.target, proposer, Token(), some, CounterDraws(settings.seed)):
+        draws = CounterDraws(settings.seed)
+        for info in fixed_group(lab.target, proposer, Token(), some, draws, pieces=lab.pieces):
             for tree, done in enumerate(info.committed):
                 if len(info.draft.shape.trees[tree]) == recipe.depth + 1:
                     accepted.append(len(done.path))

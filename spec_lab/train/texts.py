@@ -39,6 +39,11 @@ class Texts:
             self.ids[some], self.first[some], self.length[some], None if self.hidden is None else self.hidden[some]
         )
 
+    def to(self, device: torch.device) -> Texts:
+        """The same texts on a device."""
+        hidden = None if self.hidden is None else self.hidden.to(device)
+        return Texts(self.ids.to(device), self.first.to(device), self.length.to(device), hidden)
+
     def padded(self, length: int) -> Texts:
         """The same texts with room for at least so many tokens."""
         more = length - self.ids.shape[1]
@@ -49,7 +54,7 @@ class Texts:
 
     def counts(self, ahead: int) -> Tensor:  # [B, T - ahead]
         """At which positions j the token ``ahead`` places later is one to learn from."""
-        places = torch.arange(ahead, self.ids.shape[1])
+        places = torch.arange(ahead, self.ids.shape[1], device=self.ids.device)
         return (places >= self.first[:, None]) & (places < self.length[:, None])
 
     def write(self, path: Path) -> None:
@@ -62,10 +67,16 @@ class Texts:
         unfinished.rename(path)
 
     @staticmethod
-    def read(path: Path) -> Texts:
-        """Read a file that ``write`` or ``generate.generate`` wrote."""
+    def read(path: Path, hidden: bool = True) -> Texts:
+        """Read a file that ``write`` or ``generate.generate`` wrote.
+
+        Args:
+            path: the file.
+            hidden: whether to read its hidden states.
+        """
         with safe_open(path, "pt") as file:
-            facts, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = [name for name in file.keys() if hidden or name != "hidden"]  # noqa: SIM118
+            facts, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in names}
         ids = tensors["ids"].long()
         rows, length = ids.shape
         if "first" not in tensors:

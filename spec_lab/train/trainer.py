@@ -83,6 +83,9 @@ class Trainer(Generic[M]):
 
         Returns:
             The sum of the losses, and the norm of its gradient.
+
+        Raises:
+            ValueError: one of these is NaN or infinite; the weights are not changed.
         """
 
         def gradients(loss_of: Callable[[], Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -94,7 +97,14 @@ class Trainer(Generic[M]):
             master.grad = parts[0].float()
             for part in parts[1:]:
                 master.grad += part
-        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.plan.clip)
+        total = sum(float(loss) for loss, _ in found)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.masters.values(), self.plan.clip))
+        if not math.isfinite(total) or not math.isfinite(norm):
+            raise ValueError(
+                f"training step {self.step + 1} has a loss of {total:g} and a gradient of norm {norm:g}, so the "
+                "weights were not updated and the last checkpoint is kept: start a new training with lower learning "
+                "rates (task.learning_rate of task=train)"
+            )
 
         def step(optimiser: torch.optim.Optimizer, rate: float) -> None:
             for group in optimiser.param_groups:
@@ -105,7 +115,7 @@ class Trainer(Generic[M]):
         list(self.pool.map(lambda pair: step(*pair), self.optimisers))
         self.refresh()
         self.step += 1
-        return sum(float(loss) for loss, _ in found), float(norm)
+        return total, norm
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -133,7 +143,8 @@ class Trainer(Generic[M]):
             name, entry = rest.rsplit(".", 1)
             master = self.masters[name]
             optimiser = next(o for o, _ in self.optimisers if any(master is p for p in o.param_groups[0]["params"]))
-            optimiser.state[master][entry] = value.clone()
+            # Numbers of steps stay on the host.
+            optimiser.state[master][entry] = value.to(master.device if value.ndim else value.device, copy=True)
         self.refresh()
 
     def save(self, path: Path) -> None:

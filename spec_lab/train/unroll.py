@@ -89,21 +89,21 @@ def eagle3_losses(
         kind: of loss.
     """
     assert text.hidden is not None
-    batch, length = text.ids.shape
-    rows = torch.arange(batch * length).view(batch, length)
+    (batch, length), device = text.ids.shape, text.ids.device
+    rows = torch.arange(batch * length, device=device).view(batch, length)
     cache, found = Unrolls(), []
     feature = network.features(text.hidden[:, : length - 1])
     for unroll in range(unrolls):
         columns = length - 1 - unroll
         x = torch.cat([embedded[:, 1 + unroll :], feature[:, :columns]], -1)
-        positions = torch.arange(unroll, unroll + columns)[None]
+        positions = torch.arange(unroll, unroll + columns, device=device)[None]
         hidden = network(x, positions, cache)
         normed = network.norm(hidden)
         feature = normed if network.settings.norm_output else hidden
         assert network.lm_head is not None
         # Column j predicts the distribution after t_{j+1+unroll}; the last column's next token is not in the text.
         logits = network.lm_head(normed).flatten(0, 1)
-        counts = torch.zeros(batch, columns, dtype=torch.bool)
+        counts = torch.zeros(batch, columns, dtype=torch.bool, device=device)
         counts[:, :-1] = text.counts(2 + unroll)
         found.append(measure(logits, truth[rows[:, 1 + unroll :].flatten()], counts.flatten(), kind))
     return found
@@ -128,12 +128,12 @@ def eagle1_losses(
         noise: ``[B, T, H]`` added to what the network reads; None for none.
     """
     assert text.hidden is not None
-    batch, length = text.ids.shape
-    rows = torch.arange(batch * length).view(batch, length)
+    (batch, length), device = text.ids.shape, text.ids.device
+    rows = torch.arange(batch * length, device=device).view(batch, length)
     read = text.hidden if noise is None else text.hidden + noise
     x = network.fc(torch.cat([embedded[:, 1:], read[:, : length - 1]], -1))
-    predicted = network(x, torch.arange(length - 1)[None], Unrolls())
-    counts = torch.zeros(batch, length - 1, dtype=torch.bool)
+    predicted = network(x, torch.arange(length - 1, device=device)[None], Unrolls())
+    counts = torch.zeros(batch, length - 1, dtype=torch.bool, device=device)
     counts[:, :-1] = text.counts(2)
     distance = torch.nn.functional.smooth_l1_loss(predicted, text.hidden[:, 1:], reduction="none").mean(-1)
     features = (distance * counts).sum() / counts.sum().clamp_min(1)

@@ -35,6 +35,11 @@ def test_the_help_of_a_training_prints_its_options(cli):
     assert code == 0 and "Eagle3Recipe" in output
 
 
+def test_trainings_answer_several_prompts_together():
+    for name in trainings():
+        assert OmegaConf.load(Path(conf(), "experiment", f"train_{name}.yaml")).batch_size >= 16, name
+
+
 @pytest.mark.parametrize(
     ("given", "code", "facts"),
     [

@@ -1,11 +1,14 @@
 """The training loop: what is seen when, checkpoints, learning curves."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import safe_open
 
-from spec_lab.train.fit import FitPlan, fit, order_of
+from spec_lab.train.eagle import frequent
+from spec_lab.train.fit import CHECKPOINT, FitPlan, fit, order_of, saved_steps
 from spec_lab.train.objectives import Measured
 from spec_lab.train.texts import Texts
 from spec_lab.train.trainer import Plan, Trainer
@@ -29,7 +32,7 @@ class Objective:
     def __call__(self, text):
         self.seen += text.ids[:, 0].tolist()
         loss = (self.network(text.ids[:, :4].float()) - 1).square().mean()
-        return loss, [Measured(loss, 0.5, 0.25), Measured(loss, 0.5, 0.5)]
+        return loss, [Measured(loss, 0.5, 0.25, 8), Measured(loss, 0.5, 0.5, 8)]
 
 
 @pytest.fixture
@@ -118,7 +121,72 @@ def test_too_few_texts_are_refused(paths, tmp_path):
     own = trainer()
     with pytest.raises(ValueError, match="no texts"):
         fit(own, Objective(own.model), [], tmp_path / "out", PLAN, {})
-    with pytest.raises(ValueError, match=r"train\.rows=16"):
+    with pytest.raises(ValueError, match=r"task\.rows=16.*task\.passes"):
         fit(own, Objective(own.model), paths, tmp_path / "out", FitPlan(rows=16, part=8), {})
-    with pytest.raises(ValueError, match=r"train\.part"):
+    with pytest.raises(ValueError, match=r"task\.rows"):
         FitPlan(rows=4, part=3)
+
+
+@pytest.mark.parametrize("wrong", ["loss", "gradient"])
+def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_weights_and_the_checkpoint_change(
+    paths, tmp_path, wrong
+):
+    own, plan = trainer(), replace(PLAN, save_seconds=1e-9)
+    plain = Objective(own.model)
+    kept = []
+
+    def objective(text):
+        loss, measured = plain(text)
+        if own.step < 5:
+            return loss, measured
+        kept[:] = [weights(own), (tmp_path / "out" / CHECKPOINT).read_bytes()]
+        # The square root of 0 has an infinite gradient.
+        return loss + (loss.detach() * torch.nan if wrong == "loss" else (loss * 0).sqrt()), measured
+
+    with pytest.raises(ValueError, match="step 6"):
+        fit(own, objective, paths, tmp_path / "out", plan, {})
+    assert all(torch.equal(one, weights(own)[name]) for name, one in kept[0].items())
+    assert (tmp_path / "out" / CHECKPOINT).read_bytes() == kept[1] and saved_steps(tmp_path / "out") == 5
+
+
+@pytest.mark.parametrize(("warmup", "rising"), [(30, 3), (2, 2)])
+def test_the_rates_reach_their_peak_before_they_fall_however_short_the_training(
+    paths, tmp_path, monkeypatch, warmup, rising
+):
+    factors, plain = [], Trainer.update
+    monkeypatch.setattr(
+        Trainer, "update", lambda self, losses, factor: (factors.append(factor), plain(self, losses, factor))[1]
+    )
+    own = trainer()
+    fit(own, Objective(own.model), paths, tmp_path / "out", replace(PLAN, warmup=warmup), {})
+    stable = int(STEPS * 0.6)
+    assert factors[:stable] == pytest.approx([min(1, (step + 1) / rising) for step in range(stable)])
+    assert factors[stable:] == sorted(factors[stable:], reverse=True) and factors[stable] < 1
+
+
+def test_hidden_states_are_not_read_to_count_tokens(tmp_path, monkeypatch):
+    ids = torch.tensor([[3, 1, 1, 2, 2], [3, 1, 1, 4, 0]])
+    path, read = tmp_path / "texts.safetensors", []
+    Texts(ids, torch.tensor([1, 1]), torch.tensor([5, 4]), torch.ones(2, 5, 8)).write(path)
+
+    class Spied:
+        def __init__(self, *arguments):
+            self.file = safe_open(*arguments)
+
+        def __enter__(self):
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            return self.file.__exit__(*error)
+
+        def get_tensor(self, name):
+            read.append(name)
+            return self.file.get_tensor(name)
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+    monkeypatch.setattr("spec_lab.train.texts.safe_open", Spied)
+    assert frequent([path], 6, 2).tolist() == [1, 2]
+    assert sorted(read) == ["first", "ids", "length"]

@@ -1,12 +1,18 @@
 """Every recipe: its loss is that of what it writes, it learns, resumes, and its proposer drafts what it has learned."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
+from torch.overrides import TorchFunctionMode
 
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
+from spec_lab.train import task
 from spec_lab.train.draft import DraftRecipe
 from spec_lab.train.eagle import Eagle3Recipe
 from spec_lab.train.eagle1 import Eagle1Recipe
@@ -15,12 +21,14 @@ from spec_lab.train.hydra import HydraRecipe
 from spec_lab.train.medusa import MedusaRecipe
 from spec_lab.train.mtp import MtpRecipe
 from spec_lab.train.pard import PardRecipe
+from spec_lab.train.recipe import TargetHead, settings_of
+from spec_lab.train.record import record
 from spec_lab.train.texts import Texts
 from spec_lab.train.trainer import Plan, Trainer
 from tests import checkpoints
 from tests.oracles import eagle, hydra, medusa, mtp, pard
 from tests.propose.lab import COLD, WARM, decode, emitted, plain_greedy, requests
-from tests.tiny import VOCABULARY
+from tests.tiny import COMMON, VOCABULARY, tiny_target
 from tests.train.texts import files, texts
 
 RECIPES = {
@@ -328,3 +336,168 @@ def test_every_level_of_pard_learns_texts_by_heart(target):
         loss.backward()
         optimiser.step()
     assert all(one.agreed == 1 and one.accepted > 0.9 for one in measured), measured
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma", "phi"])
+def test_logits_of_the_lm_head_are_those_of_the_model(family):
+    TargetHead.of(tiny_target(family))
+
+
+def test_targets_that_scale_or_cap_logits_after_their_lm_head_are_refused():
+    sizes = COMMON | dict(num_key_value_heads=2, head_dim=8)
+    caps = dict(attn_logit_softcapping=None, final_logit_softcapping=1.0, layer_types=["full_attention"] * 2)
+    gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, **caps)).double().eval()
+    capped = Target(CausalLM(gemma), None, "tiny-gemma2", 64, "", 0.0)
+    for one in (tiny_target("cohere"), tiny_target("granite", logits_scaling=8.0), capped):
+        for recipe in RECIPES.values():
+            with pytest.raises(Unsupported, match=one.name):
+                recipe.begin(one, [], 0)
+
+
+def test_a_checkpoint_of_a_recipe_with_another_option_is_refused(target, tmp_path):
+    paths, plan = files(target, tmp_path / "texts"), FitPlan(1, rows=4, part=2)
+
+    def learn(recipe):
+        begun = recipe.begin(target, paths, 0)
+        trainer = Trainer(begun.module, plan.plan, 1, torch.float32)
+        fit(trainer, begun.objective, paths, tmp_path / "out", plan, settings_of(recipe, target, begun))
+
+    learn(HydraRecipe(heads=2))
+    learn(HydraRecipe(heads=2))
+    for other in (HydraRecipe(heads=2, loss="tv"), HydraRecipe(heads=2, decay=0.5), HydraRecipe(heads=3)):
+        with pytest.raises(ValueError, match="output_dir"):
+            learn(other)
+
+
+class NamedDevices(TorchFunctionMode):
+    """Fails where a tensor is made without a device."""
+
+    MAKE = torch.arange, torch.empty, torch.full, torch.ones, torch.randn, torch.tensor, torch.zeros
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func not in self.MAKE or "device" in (kwargs or {}), (func, args)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "eagle3"])
+def test_losses_are_computed_where_the_target_is(name, target, tmp_path):
+    recipe = Eagle3Recipe(2, draft_vocab_size=20) if name == "eagle3" else RECIPES[name]
+    found, text = begun(recipe, target, tmp_path), texts(target)
+    if name == "eagle3":
+        text = replace(text, hidden=text.hidden.repeat(1, 1, 4))
+    with NamedDevices():
+        found.objective(text)
+
+
+def test_texts_are_moved_to_the_device_of_the_parameters(target, tmp_path):
+    """The meta device, on which nothing can be computed, stands in for a GPU."""
+    paths, meta, seen = files(target, tmp_path), torch.device("meta"), []
+
+    def objective(text):
+        seen.append({one.device for one in (text.ids, text.first, text.length, text.hidden, text.counts(1))})
+        raise InterruptedError
+
+    trainer = Trainer(torch.nn.Linear(4, 4, device=meta), Plan(), 1, torch.float32)
+    with pytest.raises(InterruptedError):
+        fit(trainer, objective, paths, tmp_path / "out", FitPlan(rows=4, part=4), {})
+    with pytest.raises(InterruptedError):
+        task._held_out(objective, paths, 4, meta)
+    assert seen == [{meta}, {meta}]
+
+
+def test_held_out_acceptance_is_that_of_all_texts_together_however_they_are_filed(target, tmp_path):
+    found, text = begun(HydraRecipe(heads=2), target, tmp_path), texts(target, 5, 12, first=(2, 8, 3))
+    found.module.eval()
+    paths = [tmp_path / f"{number}.safetensors" for number in range(3)]
+    for number, path in enumerate(paths):
+        text.rows(slice(2 * number, 2 * number + 2)).write(path)
+    with torch.no_grad():
+        _, measured = found.objective(text)
+    for part in (1, 2):
+        accepted, agreed = task._held_out(found.objective, paths, part, torch.device("cpu"))
+        assert accepted == pytest.approx([one.accepted for one in measured], abs=1e-4)
+        assert agreed == pytest.approx([one.agreed for one in measured], abs=1e-4)
+
+
+def test_files_of_texts_are_bounded_and_a_rest_is_kept_or_stated(target, tmp_path, caplog):
+    wanted = requests(WARM, new=3, prompts=[(3, 1, 4), (1, 5), (9, 2), (6, 5), (3, 5)])
+    own = 2, 4, 0
+    kept = record(target, wanted, (-1,), tmp_path / "kept", *own, rest=True)
+    assert [len(Texts.read(path)) for path in kept] == [2, 2, 1] and not caplog.records
+    paths = record(target, wanted, (-1,), tmp_path / "left", *own)
+    assert [len(Texts.read(path)) for path in paths] == [2, 2]
+    assert "1 of 5" in caplog.text
+
+
+def short(tmp_path, *more):
+    run = [one for one in checkpoints.short_runs(tmp_path, checkpoints.TEXTS * 2) if not one.startswith("proposer=")]
+    return [*run, "proposer=none", "max_new_tokens=8", "task.rows=2", "batch_size=4", *more]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "option"),
+    [
+        ("draft", "sampling.temperature=0.7", "sampling.temperature=0.7"),
+        ("draft", "sampling.top_k=5", "sampling.top_k=5"),
+        ("draft", "sampling.top_p=0.9", "sampling.top_p=0.9"),
+        ("draft", "sampling.min_p=0.1", "sampling.min_p=0.1"),
+        ("draft", "sampling.repetition_penalty=1.1", "sampling.repetition_penalty=1.1"),
+        ("draft", "sampling.temperature=0 task.answers=2", "task.answers"),
+        ("draft", "task.passes=0.1", "task.passes"),
+        ("eagle3", "task.recipe.heads=3", "task.recipe.heads"),
+        ("mtp", "task.recipe.heads=32", "task.recipe.heads"),
+        ("eagle3", "+task.recipe.from_target=true task.recipe.heads=2", "from_target"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_the_target_answers(quick_cli, tmp_path, name, given, option):
+    code, _, errors = quick_cli(f"+experiment=train_{name}", *short(tmp_path, *given.split()))
+    (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
+    assert code == 1 and option in line
+    assert not (tmp_path / "swept" / "texts").exists() and not (tmp_path / "swept" / "manifest.json").exists()
+
+
+def test_answers_end_at_stop_strings(quick_cli, tmp_path):
+    more = ["stop_strings=[e]", "task.held_out=0.375", "task.answers=2", *SHORT["draft"]]
+    run = short(tmp_path, *more)
+    # Stop strings require an end-of-text token, and a decoder that states the tokens' bytes.
+    (tmp_path / "target" / "generation_config.json").write_text('{"eos_token_id": 56}')
+    tokenizer = tmp_path / "target" / "tokenizer.json"
+    decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"decoder": decoder}))
+    code, _, errors = quick_cli("+experiment=train_draft", *run)
+    assert code == 0, errors
+    letter, found = checkpoints.LETTERS.index("e"), 0
+    for path in (tmp_path / "swept").glob("*/part-*.safetensors"):
+        text = Texts.read(path)
+        for ids, first, length in zip(text.ids, text.first, text.length, strict=True):
+            own = ids[first:length].tolist()
+            assert letter not in own[:-1]
+            found += own[-1] == letter
+    assert found
+    assert len(list((tmp_path / "swept" / "held_out").iterdir())) == 2  # of 2 texts and of 1
+
+
+def test_a_training_that_diverges_ends_with_code_1_and_keeps_its_texts(quick_cli, tmp_path):
+    command = ["+experiment=train_draft", *short(tmp_path, "task.learning_rate=1e36", *SHORT["draft"])]
+    code, _, errors = quick_cli(*command)
+    assert code == 1 and "step 2" in errors and "task.learning_rate" in errors
+    assert len(list((tmp_path / "swept" / "texts").iterdir())) == 3
+    assert (tmp_path / "swept" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_training_uses_the_run_s_threads(quick_cli, tmp_path, monkeypatch, threads):
+    seen, plain = [], Trainer.update
+
+    def seeing(self, *arguments):
+        seen.append((self.threads, *self.pool.map(lambda _: torch.get_num_threads(), range(self.threads))))
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "update", seeing)
+    before = torch.get_num_threads()
+    try:
+        code, _, errors = quick_cli("+experiment=train_draft", *short(tmp_path, f"threads={threads}", *SHORT["draft"]))
+    finally:
+        torch.set_num_threads(before)
+    assert code == 0, errors
+    assert set(seen) == {(threads, *[1] * threads)}

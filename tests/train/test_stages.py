@@ -251,6 +251,23 @@ def test_drafters_learn_from_the_states_of_the_target_s_text(trained):
     assert learned and all(torch.equal(before[name], after[name]) for name in learned)
 
 
+def test_a_phase_is_not_resumed_after_another_one_before_it(trained, tmp_path):
+    stages.states(trained)
+    stages.eagle3(trained)
+    again = replace(trained, work=tmp_path, zoo=tmp_path / "zoo")
+    shutil.copytree(trained.zoo / "target", again.zoo / "target")
+    for name in ("states", "eagle3"):
+        shutil.copytree(trained.work / name, tmp_path / name)
+    stages.eagle3(again)  # nothing is left to do
+    (first, plan), second = trained.eagle3
+    other = replace(again, eagle3=[(replace(first, loss="tv"), plan), second])
+    with pytest.raises(ValueError, match="output_dir"):
+        stages.eagle3(other)
+    shutil.rmtree(tmp_path / "eagle3" / "0")
+    with pytest.raises(ValueError, match="began_from"):
+        stages.eagle3(other)
+
+
 def test_drafters_to_compare_learn_from_equally_many_tokens(trained):
     stages.states(trained)
     stages.drafters(trained)
