@@ -15,6 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM
+
 import spec_lab
 from experiments.drafters.measure import TRAINING, trained
 from scripts.zoo import drafters
@@ -29,12 +32,14 @@ def heads(folder: Path) -> dict[str, Path]:
     return {f"head_{number}": one for number, one in enumerate(found)}
 
 
-def estimated(target: Target, folder: Path, text: str, limit: int, new: int) -> dict[str, Any]:
+def estimated(folder: Path, text: str, limit: int, new: int) -> dict[str, Any]:
     """Return a head's acceptance by position on continuations of ``limit`` prompts (``drafters.acceptance``)."""
+    target = Target.load(str(ZOO / "target"), dtype="float32")
+    writer = AutoModelForCausalLM.from_pretrained(ZOO / "target", dtype=torch.float32).eval()
     assert target.tokenizer is not None
     rows = (ZOO / "prompts" / f"{text}.jsonl").read_text().splitlines()[:limit]
     ids = [target.tokenizer(json.loads(row)["prompt"]).input_ids for row in rows]
-    return drafters.acceptance(target, *drafters.eagle3(target, folder), ids, new)
+    return drafters.acceptance(writer, *drafters.eagle3(target, folder), ids, new)
 
 
 def options(chosen: argparse.Namespace) -> list[str]:
@@ -69,9 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     chosen.heads, chosen.out = chosen.heads.absolute(), chosen.out.absolute()
     chosen.out.mkdir(parents=True, exist_ok=True)
-    target, facts = Target.load(str(ZOO / "target"), dtype="float32"), {}
-    for name, folder in heads(chosen.heads).items():
-        facts[name] = trained(folder) | estimated(target, folder, chosen.text, chosen.limit, chosen.new)
+    facts = {
+        name: trained(folder) | estimated(folder, chosen.text, chosen.limit, chosen.new)
+        for name, folder in heads(chosen.heads).items()
+    }
     (chosen.out / TRAINING).write_text(json.dumps(facts, indent=1) + "\n")
     subprocess.run([sys.executable, "-m", "spec_lab", *options(chosen)], check=True)
 

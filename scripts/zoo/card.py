@@ -131,6 +131,7 @@ def write(settings: Settings) -> dict:
     tokenizer = settings.tokenizer()
     models = {name: AutoModelForCausalLM.from_pretrained(zoo / name).eval() for name in ("target", "draft")}
     target = Target.load(str(zoo / "target"), dtype="float32")
+    writer = AutoModelForCausalLM.from_pretrained(zoo / "target", dtype=torch.float32).eval()
     heads = Heads.read(str(zoo / "medusa"), Target.load(str(zoo / "target")))
     others = drafters.objectives(target, zoo)
     sizes = json.loads((work / "held_out" / "sizes.json").read_text())
@@ -144,7 +145,7 @@ def write(settings: Settings) -> dict:
         ids = [tokenizer(r["prompt"]).input_ids for r in rows if r["workload"] == workload]
         figures["workloads"][workload] = evaluate(models["target"], models["draft"], heads, ids, settings.tokens)
         figures["positions"][workload] = {
-            name: drafters.acceptance(target, *other, ids, settings.tokens) for name, other in others.items()
+            name: drafters.acceptance(writer, *other, ids, settings.tokens) for name, other in others.items()
         }
     folders = ("target", "draft", "medusa", *others)
     figures["sha256"] = {name: file_sha256(zoo / name / "model.safetensors") for name in folders}

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import safe_open
+from transformers import LlamaForCausalLM
 
 from spec_lab.models.eagle import Eagle3
 from spec_lab.models.eagle_files import read_eagle
@@ -53,17 +54,23 @@ def hydra(target: Target, folder: Path) -> Measure:
 
 @torch.inference_mode()
 def acceptance(
-    target: Target, states: tuple[int, ...], objective: Objective, prompts: Sequence[list[int]], tokens: int
+    writer: LlamaForCausalLM, states: tuple[int, ...], objective: Objective, prompts: Sequence[list[int]], tokens: int
 ) -> dict[str, list[float]]:
     """Return by draft position, on the target's own continuations of the prompts: the share of greedy drafts that agree
     with the target ("agreed"), and sum min(p, q) at temperature 1 ("accepted").
+
+    Args:
+        writer: the target as transformers loads it, in float32; a ``Target`` has another attention.
+        states, objective: of the drafter.
+        prompts: tokens of each.
+        tokens: of each continuation.
     """
     found: dict[str, list[list[float]]] = {"agreed": [], "accepted": []}
     for number, prompt in enumerate(prompts):
         for name, temperature in (("agreed", 0.0), ("accepted", 1.0)):
             prefix = torch.tensor([prompt])
             length = len(prompt) + tokens
-            ids, hidden = continue_text(target.causal_lm.model, prefix, length, temperature, number, states)
+            ids, hidden = continue_text(writer, prefix, length, temperature, number, states)
             text = Texts(ids, torch.tensor([len(prompt)]), torch.tensor([length]), hidden)
             found[name].append([one.agreed if temperature == 0 else one.accepted for one in objective(text)[1]])
     return {name: np.mean(rows, 0).round(3).tolist() for name, rows in found.items()}

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,11 @@ def eagle3(unrolls: int) -> Eagle3Recipe:
     return Eagle3Recipe(unrolls, draft_vocab_size=1536, taps=TAPS, from_target=True)
 
 
-EAGLE3 = [(eagle3(1), FitPlan(passes=2.5, plan=RATES)), (eagle3(3), FitPlan(passes=0.75, plan=RATES))]
+EAGLE3 = [
+    (eagle3(1), FitPlan(passes=2.5, plan=RATES)),
+    (eagle3(3), FitPlan(passes=0.75, plan=RATES)),
+    (eagle3(3), FitPlan(passes=1.25, plan=replace(RATES, muon_rate=1e-2, adamw_rate=5e-3))),
+]
 HYDRA = [(HydraRecipe(heads=4, identity_skip=True), FitPlan(passes=1.0, plan=RATES))]
 DRAFTERS: dict[str, Recipe] = {
     "eagle3": Eagle3Recipe(POSITIONS, draft_vocab_size=1536, taps=TAPS),

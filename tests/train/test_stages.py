@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts.zoo import corpus, pretrain, prompts, stages
+from scripts.zoo import corpus, drafters, pretrain, prompts, stages
 from scripts.zoo.settings import Settings
 from spec_lab.models.target import Target
 from spec_lab.propose import eagle
@@ -25,6 +25,7 @@ from spec_lab.train.export import file_sha256
 from spec_lab.train.fit import FitPlan
 from spec_lab.train.generate import Generation, Part
 from spec_lab.train.hydra import HydraRecipe
+from spec_lab.train.objectives import Measured
 from spec_lab.train.trainer import Plan, Trainer, schedule
 
 SHAPE = pretrain.Shape(hidden=32, layers=2, heads=2, intermediate=64, vocab=512, positions=256)
@@ -266,6 +267,25 @@ def test_a_phase_is_not_resumed_after_another_one_before_it(trained, tmp_path):
     shutil.rmtree(tmp_path / "eagle3" / "0")
     with pytest.raises(ValueError, match="began_from"):
         stages.eagle3(other)
+
+
+def test_acceptance_is_measured_on_the_target_s_own_text(trained):
+    model = AutoModelForCausalLM.from_pretrained(trained.zoo / "target", dtype=torch.float32)
+    prompts, seen = [[5, 9, 301, 7], [44, 3]], []
+
+    def objective(text):
+        seen.append(text)
+        return torch.zeros(()), [Measured(torch.zeros(()), 0.25 * len(seen), 0.5, 1)]
+
+    found = drafters.acceptance(model, (0, -1), objective, prompts, 6)
+    assert found == {"agreed": [0.5], "accepted": [(0.5 + 1.0) / 2]}
+    for prompt, text in zip(prompts, seen[::2], strict=True):  # the greedy ones
+        tokens = list(prompt)
+        for _ in range(6):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        assert text.ids.tolist() == [tokens] and text.first.tolist() == [len(prompt)]
+        own = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        torch.testing.assert_close(text.hidden[0], torch.cat([own[0], own[-1]], -1)[0].bfloat16(), rtol=0.02, atol=0.02)
 
 
 def test_drafters_to_compare_learn_from_equally_many_tokens(trained):
