@@ -446,7 +446,7 @@ def short(tmp_path, *more):
         ("draft", "task.passes=0.1", "task.passes"),
         ("eagle3", "task.recipe.heads=3", "task.recipe.heads"),
         ("mtp", "task.recipe.heads=32", "task.recipe.heads"),
-        ("eagle3", "+task.recipe.from_target=true task.recipe.heads=2", "from_target"),
+        ("eagle3", "task.recipe.from_target=true task.recipe.heads=2", "from_target"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_the_target_answers(quick_cli, tmp_path, name, given, option):
