@@ -137,7 +137,7 @@ def test_every_experiment_composes_and_is_a_small_delta(cli, name):
     assert config.name == name
     for peer in config.peers.values():
         inspect.signature(get_object(peer.pop("_target_"))).bind(**peer, **dict.fromkeys(GIVEN))
-    assert len(Path(conf(), "experiment", f"{name}.yaml").read_text().splitlines()) <= 20
+    assert len(Path(conf(), "experiment", f"{name}.yaml").read_text().splitlines()) <= 24  # recipes list their options
 
 
 @pytest.fixture(scope="module")
