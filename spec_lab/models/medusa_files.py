@@ -30,7 +30,7 @@ from torch import Tensor
 
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import open_weights, read_drafter_config, weight_files
-from spec_lab.models.drafter_files import flag, read_weight
+from spec_lab.models.drafter_files import flag, misfits, read_weight, refuse
 from spec_lab.models.drafter_layouts import INDEX, MEDUSA, MedusaLayout, Shapes, matrix, medusa_layout
 from spec_lab.models.target import Target
 
@@ -151,17 +151,7 @@ class _Files:
 
     def check_shapes(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse missing, misshapen and surplus tensors."""
-        for name, shape in wanted.items():
-            if name not in self.shapes:
-                some = ", ".join(sorted(self.shapes))[:300] or "none"
-                raise ValueError(f"{self.folder} holds no tensor '{name}' (it holds: {some})")
-            if self.shapes[name] != shape:
-                raise ValueError(
-                    f"{self.folder}: '{name}' has shape {self.shapes[name]}, but config.json and the other tensors "
-                    f"describe {shape}"
-                )
-        if more := sorted(self.shapes.keys() - wanted.keys()):
-            raise ValueError(f"{self.folder}: {brief(more[0])} is not a tensor of Medusa heads of this layout")
+        refuse(self.folder, misfits(wanted, self.shapes))
 
     def tensor(self, name: str) -> Tensor:
         """A tensor in the target's dtype and on its device."""

@@ -35,6 +35,7 @@ from torch import Tensor
 from spec_lab.core.files import MAX_BYTES, open_regular, read_json, write_json
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import INDEX, SINGLE, one_line
+from spec_lab.models.drafter_files import misfits
 from spec_lab.models.drafter_layouts import layout_of
 
 SUFFIXES = (".pt", ".bin", ".pth")
@@ -239,13 +240,7 @@ def _check_layout(folder: Path, tensors: Mapping[str, Tensor]) -> str:
         wanted = shapes(held)
     except ValueError as error:
         raise ValueError(f"{folder} does not hold the tensors of {name}: {error}") from None
-    problems = [f"{brief(one)} is missing" for one in wanted if one not in held]
-    problems += [f"{brief(one)} is surplus" for one in held if one not in wanted]
-    problems += [
-        f"{brief(one)} has shape {held[one]}, not {shape}"
-        for one, shape in wanted.items()
-        if one in held and held[one] != shape
-    ]
+    problems = misfits(wanted, held)
     if problems:
         raise ValueError(f"{folder} does not hold the tensors of {name}: {'; '.join(problems[:3])}")
     return name

@@ -1,5 +1,7 @@
 """Self-distillation: a draft model and Medusa heads learn the target's distributions, on plain and on generated text.
 
+The bundled draft model and Medusa heads were trained by it; other drafters learn by the recipes and ``fit``.
+
 Letters: B rows, T tokens per row, H hidden size, V vocabulary size, K heads, L residual layers of a head, W width of
 the trunk. Sources: Medusa (2401.10774, self-distillation in section 3.3); DistillSpec (2310.08461) for the draft model;
 Hydra (2402.05109) and DeepSeek-V3's multi-token prediction (2412.19437, section 2.2) for heads that read the embedding

@@ -243,9 +243,9 @@ VALUES = {
     "numbers of another kind": (lambda: changed(W, torch.Tensor.long), f"'{W}' has the data type torch.int64"),
     "complex": (lambda: changed(W, lambda t: t.to(torch.complex128)), "torch.complex128"),
     "more than it holds": (lambda: changed(W, lambda t: t[:1, :1].clone().expand(H, H)), f"'{W}' has 1024 numbers"),
-    "misshapen": (lambda: changed(W, lambda t: t[:3].clone()), f"tensors of Medusa ... '{W}' has shape (3, 32)"),
-    "missing": (lambda: {k: t for k, t in authors(H, VOCABULARY)[1].items() if k != W}, f"'{W}' is missing"),
-    "surplus": (lambda: authors(H, VOCABULARY)[1] | {"extra": torch.ones(1)}, "'extra' is surplus"),
+    "misshapen": (lambda: changed(W, lambda t: t[:3].clone()), f"tensors of Medusa ... {W} is [3, 32]"),
+    "missing": (lambda: {k: t for k, t in authors(H, VOCABULARY)[1].items() if k != W}, f"{W} is missing"),
+    "surplus": (lambda: authors(H, VOCABULARY)[1] | {"extra": torch.ones(1)}, "'extra' is in no layer"),
     "without an LM head": (lambda: {k: t for k, t in authors(H, VOCABULARY)[1].items() if k != LM}, f"'{LM}' is miss"),
     "a whole model": (lambda: tiny_target().lm.model.state_dict(), "no drafter of ... save_pretrained"),
     "EAGLE without a layer": (lambda: {"fc.weight": torch.ones(H, 2 * H)}, "tensors of EAGLE ... q_proj.weight"),
@@ -259,7 +259,7 @@ VALUES = {
         lambda: {k: t for k, t in hydra(False)[1].items() if "1.2.linear.weight" not in k}, "Hydra ... is missing",
     ),
     "Hydra of another kind": (
-        lambda: hydra(True)[1] | {"prefix_embeding_layer.cross.weight": torch.ones(H)}, "Hydra ... is surplus",
+        lambda: hydra(True)[1] | {"prefix_embeding_layer.cross.weight": torch.ones(H)}, "Hydra ... is in no layer",
     ),
     "one storage for too much": (
         lambda: {f"{k}.{n}.linear.weight": SHARED for k in range(8) for n in range(8)}
