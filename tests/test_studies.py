@@ -17,7 +17,7 @@ from hydra.utils import get_method
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-from experiments import plots
+from experiments import plots, runs
 from spec_lab.analysis import metrics
 from spec_lab.cli.main import conf, main, zoo
 from spec_lab.models.target import Target
@@ -190,7 +190,7 @@ def test_trained_drafters_are_compared_by_position(tiny_zoo, tmp_path, monkeypat
         (folder / "training" / "0").mkdir(parents=True)
         line = {"texts": 8, "seconds": 90.0, "step": 1}
         (folder / "training" / "0" / "learning.jsonl").write_text(json.dumps(line) + "\n")
-    monkeypatch.setattr(measure, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(run=run))
     monkeypatch.chdir(tmp_path)
     short = "--limit 2 --new 8 --depth 2 --threads 1 --texts code --drafters drafters --out here"
     measure.main(short.split())
@@ -216,7 +216,7 @@ def test_accepted_length_is_measured_and_estimated_by_tokens_of_training(tiny_zo
         (folder / "training" / "0").mkdir(parents=True)
         line = {"texts": int(64 * float(name)), "seconds": 600 * float(name), "step": 1}
         (folder / "training" / "0" / "learning.jsonl").write_text(json.dumps(line) + "\n")
-    monkeypatch.setattr(measure, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(run=run))
     monkeypatch.setattr(measure, "ZOO", tiny_zoo)
     monkeypatch.chdir(tmp_path)
     measure.main("--limit 2 --new 8 --threads 1 --heads heads --out here".split())
@@ -236,9 +236,10 @@ def test_trees_of_equal_size_are_compared(tiny_zoo, tmp_path, monkeypatch, capfd
     def run(arguments, check):
         assert check and command(monkeypatch, *arguments[3:], "target.dtype=float32") == 0, capfd.readouterr().err
 
-    monkeypatch.setattr(measure, "subprocess", SimpleNamespace(run=run))
+    head = written(tmp_path / "head", *eagle3(32, 61))
+    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(run=run))
     monkeypatch.chdir(tmp_path)
-    measure.main("--limit 2 --new 8 --threads 1 --nodes 4 8 --out here".split())
+    measure.main(f"--limit 2 --new 8 --threads 1 --nodes 4 8 --out here --head {head}".split())
     shutil.copy(ROOT / "experiments" / "eagle_trees" / "README.md", tmp_path)
     table = figure_of("eagle_trees").main(["here", "--folder", str(tmp_path)])
     assert len(table) == 2 * 2 * 2 * len(figure_of("eagle_trees").ARMS)  # temperatures, verifiers, sizes

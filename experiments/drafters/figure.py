@@ -10,8 +10,9 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.drafters.measure import DRAFTERS, TRAINING
+from experiments.drafters.measure import DRAFTERS
 from experiments.plots import NAMES, WORKLOADS, colours, kept, line, markdown, ordered, row_where, shown, study, swept
+from experiments.runs import TRAINING
 from spec_lab.analysis import metrics
 
 KEYS = ("prompts", "temperature")

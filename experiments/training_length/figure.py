@@ -9,8 +9,8 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.drafters.measure import TRAINING
 from experiments.plots import colours, kept, line, markdown, row_where, shown, study, swept
+from experiments.runs import TRAINING
 from spec_lab.train.objectives import expected_length
 
 KEYS = ("temperature",)

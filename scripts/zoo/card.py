@@ -15,7 +15,7 @@ from spec_lab.propose.heads import Heads
 from spec_lab.train.export import file_sha256
 from spec_lab.train.generate import continue_text
 
-from . import drafters, pretrain, prompts
+from . import acceptance, pretrain, prompts
 from .settings import Settings
 
 TEXT = """# Bundled models
@@ -133,7 +133,7 @@ def write(settings: Settings) -> dict:
     target = Target.load(str(zoo / "target"), dtype="float32")
     writer = AutoModelForCausalLM.from_pretrained(zoo / "target", dtype=torch.float32).eval()
     heads = Heads.read(str(zoo / "medusa"), Target.load(str(zoo / "target")))
-    others = drafters.objectives(target, zoo)
+    others = acceptance.objectives(target, zoo)
     sizes = json.loads((work / "held_out" / "sizes.json").read_text())
     losses = {
         n: pretrain.held_out_loss(m, work / "held_out", settings.plan.length, settings.windows)
@@ -145,7 +145,7 @@ def write(settings: Settings) -> dict:
         ids = [tokenizer(r["prompt"]).input_ids for r in rows if r["workload"] == workload]
         figures["workloads"][workload] = evaluate(models["target"], models["draft"], heads, ids, settings.tokens)
         figures["positions"][workload] = {
-            name: drafters.acceptance(writer, *other, ids, settings.tokens) for name, other in others.items()
+            name: acceptance.by_position(writer, *other, ids, settings.tokens) for name, other in others.items()
         }
     folders = ("target", "draft", "medusa", *others)
     figures["sha256"] = {name: file_sha256(zoo / name / "model.safetensors") for name in folders}
@@ -179,7 +179,7 @@ def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: 
     if heads.trunk:
         kinds["medusa"] += f"; a trunk of width {len(heads.trunk.inner[1])} mixes in the pending token"
     for name in sorted(figures["sha256"].keys() - kinds.keys()):
-        kinds[name], count[name] = drafters.described(settings.zoo, name)
+        kinds[name], count[name] = acceptance.described(settings.zoo, name)
 
     def cell(model: str, workload: str) -> str:
         loss, size = figures["loss"][model][workload], sizes[workload]
@@ -213,5 +213,5 @@ def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: 
         control=" ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in history["control"].items()),
         parts=parts["generated"] or settings.parts,
         state_parts=parts["states"],
-        positions="\n".join(drafters.table(figures["positions"])),
+        positions="\n".join(acceptance.table(figures["positions"])),
     )

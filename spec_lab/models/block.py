@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from spec_lab.models.draft_layers import DraftLayers, random_weights, ready, rms_norm, small_layer
+from spec_lab.models.draft_layers import DraftLayers, load_weights, random_weights, rms_norm, small_layer
 from spec_lab.models.services import TargetServices
 from spec_lab.models.target import Target
 
@@ -77,7 +77,7 @@ class MarkovHead(nn.Module):
 
 
 class BlockNetwork(nn.Module):
-    """The network, without weights until ``draft_layers.ready``."""
+    """The network, without weights until ``draft_layers.load_weights``."""
 
     def __init__(self, settings: BlockSettings) -> None:
         super().__init__()
@@ -154,4 +154,4 @@ class BlockNetwork(nn.Module):
 def random_network(settings: BlockSettings, target: Target, seed: int = 0) -> BlockNetwork:
     """A network with random weights, for a target."""
     network = BlockNetwork(settings)
-    return ready(network, random_weights(network, seed), target.services, target.lm.device, target.lm.dtype)
+    return load_weights(network, random_weights(network, seed), target.services, target.lm.device, target.lm.dtype)

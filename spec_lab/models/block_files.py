@@ -22,7 +22,7 @@ from typing import Any
 from spec_lab.core.options import brief
 from spec_lab.models.block import BlockNetwork, BlockSettings
 from spec_lab.models.checkpoint import open_weights, read_drafter_config, weight_files, weights_hash
-from spec_lab.models.draft_layers import ready
+from spec_lab.models.draft_layers import load_weights
 from spec_lab.models.drafter_files import misfits, read_weight, refuse, refuse_windows, taps, whole
 from spec_lab.models.target import Target
 
@@ -65,7 +65,8 @@ def read_block(path: str, target: Target) -> ReadBlock:
         wanted = {name.removeprefix("body."): (name, tuple(one.shape)) for name, one in network.named_parameters()}
         refuse(folder, misfits({name: shape for name, (_, shape) in wanted.items()}, shapes))
         tensors = {own: read_weight(folder, held, name, target.lm.dtype) for name, (own, _) in wanted.items()}
-    return ReadBlock(ready(network, tensors, target.services, target.lm.device, target.lm.dtype), weights_hash(path))
+    load_weights(network, tensors, target.services, target.lm.device, target.lm.dtype)
+    return ReadBlock(network, weights_hash(path))
 
 
 def _settings(

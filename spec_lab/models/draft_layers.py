@@ -217,7 +217,7 @@ def rms_norm(width: int, layers: DraftLayers) -> nn.RMSNorm:
 N = TypeVar("N", bound=nn.Module)
 
 
-def ready(
+def load_weights(
     network: N,
     tensors: Mapping[str, Tensor],
     services: TargetServices,

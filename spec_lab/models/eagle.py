@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_lab.models.draft_layers import DraftLayers, random_weights, ready, rms_norm, small_layer
+from spec_lab.models.draft_layers import DraftLayers, load_weights, random_weights, rms_norm, small_layer
 from spec_lab.models.services import TargetServices
 from spec_lab.models.target import Target
 
@@ -234,4 +234,4 @@ def random_network(
 ) -> Network:
     """A network with random weights."""
     network = settings.network()
-    return ready(network, random_weights(network, seed), services, device, dtype)
+    return load_weights(network, random_weights(network, seed), services, device, dtype)

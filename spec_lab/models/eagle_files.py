@@ -29,7 +29,7 @@ from torch import Tensor
 
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import SINGLE, open_weights, read_drafter_config, weight_files, weights_hash
-from spec_lab.models.draft_layers import ready
+from spec_lab.models.draft_layers import load_weights
 from spec_lab.models.drafter_files import flag, misfits, read_weight, refuse, refuse_windows, taps, whole
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, Network, Settings
 from spec_lab.models.target import Target
@@ -79,7 +79,7 @@ def read_eagle(path: str, target: Target) -> EagleHead:
     if isinstance(settings, Eagle3Settings):
         name, tokens = "eagle3", settings.draft_vocab_size or tokens
         network.ids = draft_tokens(folder, settings, tables)
-    ready(network, tensors, target.services, target.lm.device, target.lm.dtype)
+    load_weights(network, tensors, target.services, target.lm.device, target.lm.dtype)
     return EagleHead(network, name, weights_hash(path), tokens)
 
 

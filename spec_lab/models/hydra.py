@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from spec_lab.models.draft_layers import DraftLayers, random_weights, ready, rms_norm, small_layer
+from spec_lab.models.draft_layers import DraftLayers, load_weights, random_weights, rms_norm, small_layer
 from spec_lab.models.services import TargetServices
 from spec_lab.models.target import Target
 
@@ -98,7 +98,7 @@ class HydraHeads(nn.Module):
     """All heads, and the prefix layer if there is one.
 
     Args:
-        settings: what they are. The weights are on the meta device until ``draft_layers.ready``.
+        settings: what they are. The weights are on the meta device until ``draft_layers.load_weights``.
 
     Raises:
         ValueError: a config that describes no prefix layer.
@@ -141,4 +141,4 @@ class HydraHeads(nn.Module):
 def random_heads(settings: HydraSettings, target: Target, seed: int = 0) -> HydraHeads:
     """Heads for a target with random weights."""
     network = HydraHeads(settings)
-    return ready(network, random_weights(network, seed), target.services, target.lm.device, target.lm.dtype)
+    return load_weights(network, random_weights(network, seed), target.services, target.lm.device, target.lm.dtype)

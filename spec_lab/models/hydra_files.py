@@ -31,7 +31,7 @@ from torch import Tensor
 
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import MAX_LAYERS, SINGLE, open_weights, read_drafter_config, weight_files, weights_hash
-from spec_lab.models.draft_layers import ready
+from spec_lab.models.draft_layers import load_weights
 from spec_lab.models.drafter_files import flag, misfits, read_weight, refuse, whole
 from spec_lab.models.hydra import HydraHeads, HydraSettings
 from spec_lab.models.support import Unsupported
@@ -63,7 +63,7 @@ def read_hydra(path: str, target: Target) -> HydraHeads:
         network = HydraHeads(_settings(folder, config, shapes, target))
         names = _names(folder, network, shapes)
         tensors = {own: _tensor(folder, copies, held, target.lm.dtype) for own, copies in names.items()}
-    return ready(network, tensors, target.services, target.lm.device, target.lm.dtype)
+    return load_weights(network, tensors, target.services, target.lm.device, target.lm.dtype)
 
 
 def write_hydra(

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_lab.models.draft_layers import DraftLayers, random_weights, ready, small_layer
+from spec_lab.models.draft_layers import DraftLayers, load_weights, random_weights, small_layer
 from spec_lab.models.services import TargetServices
 from spec_lab.models.target import Target
 
@@ -181,7 +181,7 @@ def mtp_with_weights(
 
     (The rotary embedding stays in float32.)
     """
-    ready(network, tensors, services, device, None)
+    load_weights(network, tensors, services, device, None)
     if any(one.dtype == torch.float64 for one in network.parameters()):
         network.body.config._experts_implementation = "eager"  # the fused kernels have no float64
     return network

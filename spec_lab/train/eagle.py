@@ -106,8 +106,7 @@ class Eagle3Recipe:
         network.requires_grad_(True).train()
         own = self.unrolls, self.decay, cast(Loss, self.loss)
         objective = Eagle3Objective(network, TargetHead.of(target), target.lm.dtype, *own)
-        facts = {"taps": list(settings.taps), "draft_vocab_size": width, "from_target": self.from_target}
-        return Beginning(network, objective, facts)
+        return Beginning(network, objective, {"taps": list(settings.taps), "draft_vocab_size": width})
 
     def write(self, module: nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
         """See ``Recipe``: in the format of speculators, in bfloat16."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.options import one_of
-from spec_lab.models.draft_layers import random_weights, ready
+from spec_lab.models.draft_layers import load_weights, random_weights
 from spec_lab.models.hydra import HydraHead, HydraHeads, HydraSettings
 from spec_lab.models.hydra_files import ARCHS, write_hydra
 from spec_lab.models.target import Target
@@ -66,7 +66,7 @@ class HydraRecipe:
         prefix = None if self.arch == "mlp" else layer_of(target, None, self.intermediate_size)
         sizes = h, target.vocabulary, self.heads, self.layers
         network = HydraHeads(HydraSettings(*sizes, prefix, shared_lm_head=True, identity_skip=self.identity_skip))
-        ready(network, random_weights(network, seed), target.services, target.lm.device, torch.float32)
+        load_weights(network, random_weights(network, seed), target.services, target.lm.device, torch.float32)
         with torch.no_grad():
             for head in network.heads.children():
                 assert isinstance(head, HydraHead)
@@ -79,7 +79,7 @@ class HydraRecipe:
         own = TargetHead.of(target)
         drafts, scale = HydraDrafts(network, own), own.embedding_scale
         objective = ChainObjective(network, drafts, own, target.lm.dtype, self.decay, cast(Loss, self.loss), scale)
-        return Beginning(network, objective, {"arch": self.arch, "identity_skip": self.identity_skip})
+        return Beginning(network, objective, {"arch": self.arch})
 
     def write(self, module: torch.nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
         """See ``Recipe``: in bfloat16, for embeddings that are not scaled."""
@@ -89,7 +89,7 @@ class HydraRecipe:
         for name, one in tensors.items():
             if name.endswith(("linear.weight", "skip.weight")):
                 one[:, h:] *= scale
-        network = ready(HydraHeads(module.settings), tensors, target.services, target.lm.device, torch.float32)
+        network = load_weights(HydraHeads(module.settings), tensors, target.services, target.lm.device, torch.float32)
         return write_hydra(network, folder, target.name, facts, torch.bfloat16)
 
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts.zoo import corpus, drafters, pretrain, prompts, stages
+from scripts.zoo import acceptance, corpus, pretrain, prompts, stages
 from scripts.zoo.settings import Settings
 from spec_lab.models.target import Target
 from spec_lab.propose import eagle
@@ -277,7 +277,7 @@ def test_acceptance_is_measured_on_the_target_s_own_text(trained):
         seen.append(text)
         return torch.zeros(()), [Measured(torch.zeros(()), 0.25 * len(seen), 0.5, 1)]
 
-    found = drafters.acceptance(model, (0, -1), objective, prompts, 6)
+    found = acceptance.by_position(model, (0, -1), objective, prompts, 6)
     assert found == {"agreed": [0.5], "accepted": [(0.5 + 1.0) / 2]}
     for prompt, text in zip(prompts, seen[::2], strict=True):  # the greedy ones
         tokens = list(prompt)

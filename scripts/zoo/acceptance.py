@@ -53,7 +53,7 @@ def hydra(target: Target, folder: Path) -> Measure:
 
 
 @torch.inference_mode()
-def acceptance(
+def by_position(
     writer: LlamaForCausalLM, states: tuple[int, ...], objective: Objective, prompts: Sequence[list[int]], tokens: int
 ) -> dict[str, list[float]]:
     """Return by draft position, on the target's own continuations of the prompts: the share of greedy drafts that agree
