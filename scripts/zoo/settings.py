@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,8 @@ def eagle3(unrolls: int) -> Eagle3Recipe:
 
 
 EAGLE3 = [
-    (eagle3(1), FitPlan(passes=2.5, plan=RATES)),
-    (eagle3(3), FitPlan(passes=0.75, plan=RATES)),
-    (eagle3(3), FitPlan(passes=1.25, plan=replace(RATES, muon_rate=1e-2, adamw_rate=5e-3))),
+    (eagle3(1), FitPlan(passes=3.0, decay=0.0, plan=RATES)),
+    (eagle3(POSITIONS), FitPlan(passes=1.0, decay=0.6, plan=RATES)),
 ]
 HYDRA = [(HydraRecipe(heads=4, identity_skip=True), FitPlan(passes=1.0, plan=RATES))]
 DRAFTERS: dict[str, Recipe] = {
@@ -75,6 +74,7 @@ class Settings:
         drafters, drafters_fit: the drafters of ``experiments/drafters``, and the training of each.
         lengths: passes over the text of the heads of ``experiments/training_length``.
         parts: number of parts of generated text.
+        dtype: in which the stages from ``states`` to ``lengths`` compute; master weights are float32.
         windows: maximum number of windows of each held-out stream that the card measures.
         tokens: length of each continuation that the card measures.
         screened: length of the continuations in which repeated 8-grams are counted.
@@ -105,6 +105,7 @@ class Settings:
     drafters_fit: FitPlan = FitPlan(passes=0.25, part=8, plan=RATES)
     lengths: tuple[float, ...] = (0.03125, 0.0625, 0.125, 0.25, 0.5)
     parts: int = 241
+    dtype: torch.dtype = torch.float32
     windows: int = 1_000_000
     tokens: int = 96
     screened: int = 64

@@ -64,6 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--decay-steps", type=int, default=Control.decay_steps)
     parser.add_argument("--rate", type=float, default=Control.rate, help="factor of the target's learning rates")
     parser.add_argument("--parts", type=int, default=Settings.parts, help="parts of generated text")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32",
+        help="of the stages from states to lengths; bfloat16 is faster on CPUs that have instructions for it",
+    )  # fmt: skip
     chosen = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     # Their threads compute parts of a batch in parallel.
@@ -71,7 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1 if training else chosen.threads)
     options = {"threads": chosen.threads} if training else {}
     control = Control(chosen.grow_step, chosen.stable_steps, chosen.decay_steps, chosen.rate)
-    STAGES[chosen.stage](Settings(chosen.work, chosen.zoo, control=control, parts=chosen.parts, options=options))
+    dtype = getattr(torch, chosen.dtype)
+    STAGES[chosen.stage](
+        Settings(chosen.work, chosen.zoo, control=control, parts=chosen.parts, dtype=dtype, options=options)
+    )
 
 
 def corpus(settings: Settings) -> None:
@@ -120,11 +127,10 @@ def generate(settings: Settings) -> None:
 
 
 def states(settings: Settings) -> None:
-    """Let the target continue training text, and keep the hidden states that EAGLE-3 and Hydra heads read.
-
-    In float32: the weights are the same, and many CPUs have no instructions for bfloat16.
-    """
-    model = settings.trained_target().eval().float()
+    """Let the target continue training text, and keep the hidden states that EAGLE-3 and Hydra heads read."""
+    model = settings.trained_target().eval().to(settings.dtype)
+    if settings.dtype == torch.bfloat16:
+        model.set_attn_implementation("eager")  # torch's fused attention of one row is several times as slow there
     plan = replace(settings.generation, states=settings.states())
     writing.generate(model, settings.work / "train", settings.work / "states", plan, settings.parts)
 
@@ -170,7 +176,7 @@ def _learn(settings: Settings, phases: Sequence[tuple[Recipe, FitPlan]], trainin
     held, weights, tokens = settings.states(), None, 0
     for number, (recipe, plan) in enumerate(phases):
         begun = recipe.begin(target, paths, plan.plan.seed)
-        known = settings_of(recipe, target, begun)
+        known = settings_of(recipe, target, begun) | {"dtype": str(settings.dtype)}
         if weights is not None:
             begun.module.load_state_dict(weights)
             known["began_from"] = sha256(save({name: one.clone() for name, one in weights.items()})).hexdigest()
@@ -181,9 +187,9 @@ def _learn(settings: Settings, phases: Sequence[tuple[Recipe, FitPlan]], trainin
             hidden = text.hidden.unflatten(-1, (len(held), -1))[..., read, :].flatten(-2)
             return begun.objective(replace(text, first=torch.zeros_like(text.first), hidden=hidden))
 
-        trainer = Trainer(begun.module, plan.plan, settings.options.get("threads", 1), torch.float32)
+        trainer = Trainer(begun.module, plan.plan, settings.options.get("threads", 1), settings.dtype)
         fit(trainer, objective, paths, training / str(number), plan, known)
-        weights = begun.module.state_dict()
+        weights = begun.module.state_dict() | {name: one.detach() for name, one in trainer.masters.items()}
         tokens += trainer.step * plan.rows * settings.generation.length
     facts = {
         "target_sha256": files.file_sha256(settings.zoo / "target" / "model.safetensors"),

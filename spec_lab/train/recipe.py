@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,6 +89,7 @@ class TargetHead:
     """
 
     model: Any
+    _copies: dict[torch.dtype, nn.Module] = field(default_factory=dict)
 
     @staticmethod
     def of(target: Target) -> TargetHead:
@@ -116,20 +117,17 @@ class TargetHead:
         return found
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """``[.., H] -> [.., V]``, computed in the dtype of ``hidden``: the target's or float32."""
+        """``[.., H] -> [.., V]``, computed in the dtype of ``hidden``."""
         own = self.model.get_output_embeddings()
-        found: Tensor = (own if hidden.dtype == own.weight.dtype else self._float32)(hidden)
+        if hidden.dtype != own.weight.dtype and hidden.dtype not in self._copies:
+            self._copies[hidden.dtype] = deepcopy(own).to(hidden.dtype)
+        found: Tensor = self._copies.get(hidden.dtype, own)(hidden)
         return found
 
     @cached_property
     def embedding_scale(self) -> float:
         """See ``distill.embedding_scale``."""
         return embedding_scale(self.model)
-
-    @cached_property
-    def _float32(self) -> nn.Module:
-        copy: nn.Module = deepcopy(self.model.get_output_embeddings()).float()
-        return copy
 
 
 def layer_of(target: Target, heads: int | None, intermediate_size: int | None) -> dict[str, Any]:

@@ -269,6 +269,23 @@ def test_a_phase_is_not_resumed_after_another_one_before_it(trained, tmp_path):
         stages.eagle3(other)
 
 
+def test_bfloat16_keeps_the_master_weights_between_phases(trained, tmp_path):
+    shutil.copytree(trained.zoo / "target", tmp_path / "zoo" / "target")
+    work = tmp_path / "work"
+    work.mkdir()
+    for name in ("train", "target"):
+        shutil.copytree(trained.work / name, work / name)
+    half = replace(trained, work=work, zoo=tmp_path / "zoo", dtype=torch.bfloat16)
+    for stage in (stages.states, stages.eagle3, stages.hydra, stages.drafters):
+        stage(half)
+    before, after = (load_file(work / "eagle3" / phase / "checkpoint.safetensors") for phase in "01")
+    learned = [name for name in before if name.startswith("master.")]
+    assert all(torch.equal(before[name], after[name]) for name in learned)  # the second phase has rates of 0
+    assert not all(torch.equal(before[name], before[name].bfloat16().float()) for name in learned)
+    with pytest.raises(ValueError, match="dtype"):
+        stages.eagle3(replace(half, dtype=torch.float32))
+
+
 def test_acceptance_is_measured_on_the_target_s_own_text(trained):
     model = AutoModelForCausalLM.from_pretrained(trained.zoo / "target", dtype=torch.float32)
     prompts, seen = [[5, 9, 301, 7], [44, 3]], []
