@@ -142,6 +142,8 @@ def finite_(logits: Tensor) -> Tensor | None:  # [n, V] -> [n] bool
     if logits.device.type == "cpu" and math.isfinite(float(logits.sum())):  # so are all its parts
         return None
     broken = ~torch.isfinite(logits.amax(-1))  # NaN wins, then +inf; -inf is the largest only of its own kind
+    if logits.device.type == "cpu" and not broken.any():  # tokens without mass, as beyond a draft vocabulary
+        return None
     logits.masked_fill_(broken[:, None], 0.0)
     return broken
 

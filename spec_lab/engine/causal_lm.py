@@ -87,6 +87,7 @@ class CausalLM:
             "dtype": str(self.dtype).removeprefix("torch."),
             "attention": self.attention,
             "graphs": self.fixed,
+            "packed": any(parameter.is_mkldnn for parameter in parameters),
         }
 
     @property

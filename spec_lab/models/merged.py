@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names that transformers gives to layers with the same input, in the order in which its modules call them."""
@@ -26,16 +25,16 @@ class MergedLinear(nn.Module):
     def __init__(self, layers: list[nn.Linear]) -> None:
         super().__init__()
         self.sizes = [layer.out_features for layer in layers]
-        self.weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]), requires_grad=False)
         biases = [layer.bias for layer in layers]
-        self.bias = None
+        self.all = nn.Linear(layers[0].in_features, sum(self.sizes), biases[0] is not None, device="meta")
+        self.all.weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]), requires_grad=False)
         if biases[0] is not None:
-            self.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
+            self.all.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
         self.rest: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """``[.., in] -> [.., out]`` of the first layer."""
-        first, *self.rest = linear(x, self.weight, self.bias).split(self.sizes, -1)
+        first, *self.rest = self.all(x).split(self.sizes, -1)
         return first
 
 

@@ -19,6 +19,7 @@ from spec_lab.engine.runner import Runner
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
 from spec_lab.models.merged import merge
+from spec_lab.models.packed import pack
 from spec_lab.models.services import ModelServices, TargetServices
 from spec_lab.models.support import Unsupported, checked, model_context
 
@@ -97,10 +98,12 @@ class Target:
         """
         own = self.lm if isinstance(self.lm, CausalLM) else None
         if own is None:
+            pack(model)
             checked(model, "spans", sha256, self.cache)
             return CausalLM(model)
         if own.fixed:
             merge(model)
+        pack(model)
         checked(model, own.attention, sha256, self.cache, own.fixed)
         return CausalLM(model, own.attention, own.chunk, own.fixed)
 
@@ -199,6 +202,7 @@ class Target:
         cache = ProcessCache() if cache is None else cache
         if graphs:
             merge(model)
+        pack(model)
         error = checked(model, attention, sha256, cache, graphs)
         lm = CausalLM(model, attention, chunk, graphs)
         return Target(lm, tokenizer, path, context or limit, sha256, error, cache)

@@ -139,7 +139,7 @@ class BestFirst:
     def _shape(self) -> Shape:
         return Shape(len(self.keys), np.array(self.parent, dtype=np.int64))
 
-    def _draw(self, rows: Sequence[int], logits: Tensor) -> list[int]:
+    def _draw(self, rows: Sequence[int], logits: Tensor) -> range:
         """Draw the children of ``rows`` ``[n]`` from draft logits ``[n, V]``; return the children's rows."""
         samplings = [self.samplings[self._tree[row]] for row in rows]
         own, ask = logits.to(probs_dtype(logits.dtype), copy=True), {}
@@ -153,32 +153,39 @@ class BestFirst:
         if self.drawn == "point":  # path probabilities are those at temperature 1, whatever the request's temperature
             samplings = [Sampling(1.0, repetition_penalty=one.repetition_penalty) for one in samplings]
         q = logits_to_probs(own, samplings, self._seen(rows, samplings, own), scratch=own)
-        ask["support"] = support = (q > 0).sum(-1)
-        token = likeliest(q, self.budget.children) if self.drawn == "point" else self._sample(rows, q, support)
+        if self.drawn == "point":
+            token = likeliest(q, self.budget.children)
+        else:
+            ask["support"] = support = (q > 0).sum(-1)
+            token = self._sample(rows, q, support)
         ask["token"], ask["mass"] = token, q.gather(-1, token)
         host = dict(zip(ask, self.read(*ask.values()), strict=True))
         if "without" in host:
             self.broken |= {self._tree[rows[place]]: BROKEN for place in np.flatnonzero(host["without"]).tolist()}
-        first, new = sum(map(len, self._q)), []
+        if self.drawn == "point":  # the largest first, so that those without mass are the last
+            count = (host["mass"] > 0).sum(-1)
+        else:
+            count = sum(exists(host["support"], rank, self.drawn) for rank in range(self.budget.children))
+        if "possible" in host:
+            count = np.where(host["possible"], count, 0)
+        first, begin = sum(map(len, self._q)), len(self.parent)
         if self.drawn != "point":
             self._q.append(q)
-        for place, row in enumerate(rows):
-            if "possible" in host and not host["possible"][place]:
+        with np.errstate(divide="ignore"):
+            gains = np.log(host["mass"], dtype=np.float64)
+        for place, (row, children) in enumerate(zip(rows, count.tolist(), strict=True)):
+            if not children:
                 continue
             self._q_row[row] = first + place
-            for rank in range(self.budget.children):
-                if not exists(host["support"][place], rank, self.drawn):
-                    break
-                new.append(len(self.keys) + len(self.parent))
-                self.parent.append(row)
-                self.token.append(int(host["token"][place, rank]))
-                self._score.append(self._score[row] + float(np.log(host["mass"][place, rank])))
-                tree = self._tree[row]
-                self._tree.append(tree)
-                self._depth.append(self._depth[row] + 1)
-                self._nodes[tree] += 1
-                self._place.append(self._nodes[tree])
-        return new
+            self.parent += [row] * children
+            self.token += host["token"][place, :children].tolist()
+            self._score += (self._score[row] + gains[place, :children]).tolist()
+            tree = self._tree[row]
+            self._tree += [tree] * children
+            self._depth += [self._depth[row] + 1] * children
+            self._place += range(self._nodes[tree] + 1, self._nodes[tree] + 1 + children)
+            self._nodes[tree] += children
+        return range(len(self.keys) + begin, len(self.keys) + len(self.parent))
 
     def _seen(self, rows: Sequence[int], samplings: Sequence[Sampling], like: Tensor) -> Tensor | None:  # [n, V]
         """Return which tokens occur before each row's children; None without repetition penalties."""

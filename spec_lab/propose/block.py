@@ -24,6 +24,7 @@ from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.block import BlockNetwork
 from spec_lab.models.block_files import read_block
+from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.features import Features, FeatureState, observe_features
@@ -77,6 +78,7 @@ class BlockDrafter(Lifecycle):
         plan = TreePlan.read(**options)
         plan.check_width(target.vocabulary)
         read = read_block(path, target)
+        pack(read.network)
         return BlockDrafter(read.network, target, plan, read.sha256)
 
     def check_sampling(self, request: Sampling) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Unpack
 
 from spec_lab.models.eagle_files import read_eagle
+from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
@@ -29,4 +30,5 @@ def load(target: Target, path: str, **options: Unpack[TreeOptions]) -> FeatureDr
     plan = TreePlan.read(**options)
     head = read_eagle(path, target)
     plan.check_width(head.tokens)
+    pack(head.network)
     return FeatureDrafter(head.network, target, plan, head.name, head.sha256)

@@ -18,12 +18,13 @@ from functools import cached_property
 from pathlib import Path as File
 
 import torch
-from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from spec_lab.core import files
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.medusa_files import read_medusa
+from spec_lab.models.packed import linear_of
 from spec_lab.models.target import Target
 
 
@@ -43,7 +44,16 @@ class Trunk:
     def __call__(self, hidden: Tensor, token: Tensor) -> Tensor:
         """States ``[B, H]`` and tokens ``[B]`` -> ``[B, H]``."""
         both = torch.cat([hidden, self.embed(token)], -1)
-        return hidden + linear(silu(linear(both, *self.inner)), *self.outer)
+        mixed: Tensor = self._outer(silu(self._inner(both)))
+        return hidden + mixed
+
+    @cached_property
+    def _inner(self) -> nn.Module:
+        return linear_of(*self.inner)
+
+    @cached_property
+    def _outer(self) -> nn.Module:
+        return linear_of(*self.outer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +146,7 @@ class Heads:
             hidden = self.trunk(hidden, token)
         x = hidden[:, None].expand(batch, count, width)
         if layers:
-            x = x + silu(linear(hidden, *self._stacked)).view(batch, count, width)
+            x = x + silu(self._stacked(hidden)).view(batch, count, width)
         for weight, bias in self._later:
             inner = torch.baddbmm(bias, x.transpose(0, 1), weight.transpose(1, 2))  # [K, B, H]
             x = x + silu(inner).transpose(0, 1)
@@ -145,9 +155,9 @@ class Heads:
         return self.lm_head(x.reshape(batch * count, width)).view(batch, count, -1).to(hidden.device)
 
     @cached_property
-    def _stacked(self) -> tuple[Tensor, Tensor]:  # [K * H, H], [K * H]
-        """The heads' first layers as one matrix and one bias."""
-        return self.weight[:, 0].flatten(0, 1).contiguous(), self.bias[:, 0].flatten().contiguous()
+    def _stacked(self) -> nn.Module:
+        """The heads' first layers as one, ``[B, H] -> [B, K * H]``."""
+        return linear_of(self.weight[:, 0].flatten(0, 1).contiguous(), self.bias[:, 0].flatten().contiguous())
 
     @cached_property
     def _later(self) -> list[tuple[Tensor, Tensor]]:

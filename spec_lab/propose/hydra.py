@@ -25,6 +25,7 @@ from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.hydra import HydraHeads
 from spec_lab.models.hydra_files import read_hydra
+from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.features import Features
@@ -94,7 +95,9 @@ class Hydra(Lifecycle):
         """
         plan = TreePlan.read(**options)
         plan.check_width(target.vocabulary)
-        return Hydra(read_hydra(path, target), target, plan, weights_hash(path))
+        heads = read_hydra(path, target)
+        pack(heads)
+        return Hydra(heads, target, plan, weights_hash(path))
 
     def check_sampling(self, request: Sampling) -> None:
         """See ``TreePlan.check_sampling``."""

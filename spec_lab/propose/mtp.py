@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Unpack
 
 from spec_lab.models.mtp_files import read_mtp
+from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
@@ -29,4 +30,5 @@ def load(target: Target, path: str | None = None, **options: Unpack[TreeOptions]
     plan = TreePlan.read(**options)
     plan.check_width(target.vocabulary)
     modules = read_mtp(path, target)
+    pack(modules.network)
     return FeatureDrafter(modules.network, target, plan, "mtp", modules.sha256)

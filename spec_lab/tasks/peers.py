@@ -23,6 +23,7 @@ from spec_lab.engine.request import Request
 from spec_lab.models import ranks
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
+from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.propose.draft_loading import check_same_tokens
 from spec_lab.results.writer import Outcome
@@ -108,6 +109,7 @@ class Generate:
             config.assistant_confidence_threshold = share("confidence", confidence)
         lm = target.lm
         assistant, tokenizer = load_model(path, str(lm.device), str(lm.dtype).removeprefix("torch."))
+        pack(assistant)
         check_same_tokens(target, int(assistant.get_output_embeddings().weight.shape[0]), tokenizer, path)
         assistant.generation_config = config
         return Generate(target, sampling, seed, assistant=assistant, sha256=weights_hash(path))

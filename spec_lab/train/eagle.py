@@ -168,7 +168,7 @@ def begin_as_target(network: Eagle3, target: Any) -> None:
         ValueError: its last layer has other tensors, or other shapes.
     """
     h, own = network.settings.hidden_size, dict(network.body.layers[0].named_parameters())
-    given = dict(target.layers[-1].named_parameters())
+    given = {name: one.to_dense() for name, one in target.layers[-1].named_parameters()}  # they may be packed
     halves = {f"self_attn.{name}_proj.weight" for name in "qkv"}
     shapes = {name: (len(one), h) if name in halves else tuple(one.shape) for name, one in own.items()}
     if shapes != {name: tuple(one.shape) for name, one in given.items()}:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from spec_lab.models.packed import dense
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
@@ -118,10 +118,9 @@ class TargetHead:
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """``[.., H] -> [.., V]``, computed in the dtype of ``hidden``."""
-        own = self.model.get_output_embeddings()
-        if hidden.dtype != own.weight.dtype and hidden.dtype not in self._copies:
-            self._copies[hidden.dtype] = deepcopy(own).to(hidden.dtype)
-        found: Tensor = self._copies.get(hidden.dtype, own)(hidden)
+        if hidden.dtype not in self._copies:
+            self._copies[hidden.dtype] = dense(self.model.get_output_embeddings()).to(hidden.dtype)
+        found: Tensor = self._copies[hidden.dtype](hidden)
         return found
 
     @cached_property
