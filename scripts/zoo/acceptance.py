@@ -24,7 +24,8 @@ from spec_lab.train.hydra import HydraDrafts
 from spec_lab.train.recipe import TargetHead
 from spec_lab.train.texts import Texts
 
-POSITIONS = 4
+from .settings import POSITIONS
+
 NAMES = {"eagle3": "EAGLE-3", "hydra": "Hydra"}
 
 

@@ -128,8 +128,10 @@ def generate(settings: Settings) -> None:
 
 def states(settings: Settings) -> None:
     """Let the target continue training text, and keep the hidden states that EAGLE-3 and Hydra heads read."""
-    model = settings.trained_target().eval().to(settings.dtype)
-    if settings.dtype == torch.bfloat16:
+    model = settings.trained_target().eval()
+    if settings.dtype == torch.float32:
+        model = model.float()
+    else:
         model.set_attn_implementation("eager")  # torch's fused attention of one row is several times as slow there
     plan = replace(settings.generation, states=settings.states())
     writing.generate(model, settings.work / "train", settings.work / "states", plan, settings.parts)
@@ -178,7 +180,7 @@ def _learn(settings: Settings, phases: Sequence[tuple[Recipe, FitPlan]], trainin
         begun = recipe.begin(target, paths, plan.plan.seed)
         known = settings_of(recipe, target, begun) | {"dtype": str(settings.dtype)}
         if weights is not None:
-            begun.module.load_state_dict(weights)
+            begun.module.load_state_dict(weights, strict=False)  # masters name tied weights once
             known["began_from"] = sha256(save({name: one.clone() for name, one in weights.items()})).hexdigest()
         read = [held.index(state) for state in recipe.states(target)]
 
@@ -189,7 +191,7 @@ def _learn(settings: Settings, phases: Sequence[tuple[Recipe, FitPlan]], trainin
 
         trainer = Trainer(begun.module, plan.plan, settings.options.get("threads", 1), settings.dtype)
         fit(trainer, objective, paths, training / str(number), plan, known)
-        weights = begun.module.state_dict() | {name: one.detach() for name, one in trainer.masters.items()}
+        weights = {name: one.detach() for name, one in trainer.masters.items()}
         tokens += trainer.step * plan.rows * settings.generation.length
     facts = {
         "target_sha256": files.file_sha256(settings.zoo / "target" / "model.safetensors"),

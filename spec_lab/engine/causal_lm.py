@@ -79,11 +79,12 @@ class CausalLM:
     @property
     def facts(self) -> dict[str, Any]:
         """What the seconds of a forward depend on, for records (``core.protocols.Described``)."""
-        parameters = list(self.model.parameters())
+        parameters, head = list(self.model.parameters()), self.model.get_output_embeddings().weight
+        copied = head.is_mkldnn and self.model.config.tie_word_embeddings  # from the embedding (``models.packed``)
         devices = sorted({parameter.device for parameter in parameters} | {torch.device(self.device)}, key=str)
         return {
             "devices": [torch.cuda.get_device_name(one) if one.type == "cuda" else str(one) for one in devices],
-            "parameters": sum(parameter.numel() for parameter in parameters),
+            "parameters": sum(one.numel() for one in parameters) - (head.numel() if copied else 0),
             "dtype": str(self.dtype).removeprefix("torch."),
             "attention": self.attention,
             "graphs": self.fixed,

@@ -26,15 +26,15 @@ class MergedLinear(nn.Module):
         super().__init__()
         self.sizes = [layer.out_features for layer in layers]
         biases = [layer.bias for layer in layers]
-        self.all = nn.Linear(layers[0].in_features, sum(self.sizes), biases[0] is not None, device="meta")
-        self.all.weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]), requires_grad=False)
+        self.joint = nn.Linear(layers[0].in_features, sum(self.sizes), biases[0] is not None, device="meta")
+        self.joint.weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]), requires_grad=False)
         if biases[0] is not None:
-            self.all.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
+            self.joint.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
         self.rest: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """``[.., in] -> [.., out]`` of the first layer."""
-        first, *self.rest = self.all(x).split(self.sizes, -1)
+        first, *self.rest = self.joint(x).split(self.sizes, -1)
         return first
 
 

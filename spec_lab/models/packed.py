@@ -1,12 +1,13 @@
 """Linear layers on a CPU with weights in the layout that oneDNN's kernels read.
 
-``torch.nn.functional.linear`` gets its weights row by row. For the few rows of a decoding step the kernels then read
-memory at half the speed or less; weights that were laid out for them once take no more memory, and the same
-arithmetic. It is what torch's own compiler does with frozen weights (``torch._inductor.fx_passes.mkldnn_fusion``).
+``torch.nn.functional.linear`` gets its weights row by row. For the few rows of a decoding step its kernels then read
+memory at half the speed or less of those that read weights laid out for them once. The results agree up to rounding. It
+is what torch's own compiler does with frozen weights (``torch._inductor.fx_passes.mkldnn_fusion``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 
 import torch
@@ -37,7 +38,8 @@ class PackedLinear(nn.Module):
         """
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
-                "a packed linear layer has no gradients: call the model in torch.inference_mode(), or use packed.dense"
+                "a packed linear layer has no gradients: call the model in torch.inference_mode(), or use "
+                "packed.dense_copy"
             )
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return out
@@ -46,15 +48,37 @@ class PackedLinear(nn.Module):
 def pack(module: nn.Module) -> int:
     """Pack the linear layers of a module in place; return how many.
 
-    Left as they are: layers on other devices or split over ranks, of a dtype for which this CPU has no instructions,
-    with hooks, and those that are not plain ``nn.Linear`` (quantised ones, say).
+    Left as they are: layers on other devices or split over ranks, of a dtype for which oneDNN has no kernels here, with
+    hooks or another forward, and those that are not plain ``nn.Linear`` (quantised ones, say). A weight that is tied to
+    an embedding is copied, since the embedding still reads its rows.
     """
-    changed, dtypes = 0, _dtypes()
-    for parent in list(module.modules()):
-        for name, layer in list(parent.named_children()):
-            if type(layer) is nn.Linear and layer.weight.dtype in dtypes and _plain(layer):
-                setattr(parent, name, PackedLinear(layer))
-                changed += 1
+    dtypes = _dtypes()
+
+    def packed(layer: nn.Module) -> PackedLinear | None:
+        return PackedLinear(layer) if type(layer) is nn.Linear and _plain(layer, dtypes) else None
+
+    return _replace(module, packed)
+
+
+def unpack(module: nn.Module) -> int:
+    """Undo ``pack`` in place, for models whose code reads the weights of linear layers itself; return how many."""
+    return _replace(module, lambda layer: dense_copy(layer) if isinstance(layer, PackedLinear) else None)
+
+
+def _replace(module: nn.Module, other: Callable[[nn.Module], nn.Module | None]) -> int:
+    """Replace layers by others, wherever they are shared; return how many. No more than one is held twice at a time."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in module.modules():
+        for name, layer in parent._modules.items():
+            if layer is not None:
+                places.setdefault(id(layer), []).append((parent, name))
+    changed = 0
+    for shared in places.values():
+        made = other(shared[0][0]._modules[shared[0][1]])  # type: ignore[arg-type]
+        if made is not None:
+            for parent, name in shared:
+                setattr(parent, name, made)
+            changed += 1
     return changed
 
 
@@ -62,10 +86,10 @@ def linear_of(weight: Tensor, bias: Tensor) -> nn.Module:
     """A layer of a weight ``[out, in]`` and a bias ``[out]``, packed where that is possible."""
     made = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
     made.weight, made.bias = (nn.Parameter(one, requires_grad=False) for one in (weight, bias))
-    return PackedLinear(made) if weight.dtype in _dtypes() and _plain(made) else made
+    return PackedLinear(made) if _plain(made, _dtypes()) else made
 
 
-def dense(layer: nn.Module) -> nn.Module:
+def dense_copy(layer: nn.Module) -> nn.Module:
     """A copy of a layer, of a packed one as a plain linear layer. It shares no weights."""
     if not isinstance(layer, PackedLinear):
         return deepcopy(layer)
@@ -88,6 +112,7 @@ def _dtypes() -> set[torch.dtype]:
     return found
 
 
-def _plain(layer: nn.Linear) -> bool:
-    whole = type(layer.weight.data) is Tensor and layer.weight.device.type == "cpu"
-    return whole and not (layer._forward_hooks or layer._forward_pre_hooks or "_hf_hook" in vars(layer))
+def _plain(layer: nn.Linear, dtypes: set[torch.dtype]) -> bool:
+    weight = layer.weight
+    whole = weight.dtype in dtypes and type(weight.data) is Tensor and weight.device.type == "cpu"
+    return whole and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))

@@ -19,7 +19,7 @@ from spec_lab.engine.runner import Runner
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
 from spec_lab.models.merged import merge
-from spec_lab.models.packed import pack
+from spec_lab.models.packed import pack, unpack
 from spec_lab.models.services import ModelServices, TargetServices
 from spec_lab.models.support import Unsupported, checked, model_context
 
@@ -98,13 +98,11 @@ class Target:
         """
         own = self.lm if isinstance(self.lm, CausalLM) else None
         if own is None:
-            pack(model)
-            checked(model, "spans", sha256, self.cache)
+            _pack_checked(model, "spans", sha256, self.cache)
             return CausalLM(model)
         if own.fixed:
             merge(model)
-        pack(model)
-        checked(model, own.attention, sha256, self.cache, own.fixed)
+        _pack_checked(model, own.attention, sha256, self.cache, own.fixed)
         return CausalLM(model, own.attention, own.chunk, own.fixed)
 
     @torch.inference_mode()
@@ -202,10 +200,27 @@ class Target:
         cache = ProcessCache() if cache is None else cache
         if graphs:
             merge(model)
-        pack(model)
-        error = checked(model, attention, sha256, cache, graphs)
+        if tensor_parallel:  # other ranks would compute replicated layers otherwise
+            error = checked(model, attention, sha256, cache, graphs)
+        else:
+            error = _pack_checked(model, attention, sha256, cache, graphs)
         lm = CausalLM(model, attention, chunk, graphs)
         return Target(lm, tokenizer, path, context or limit, sha256, error, cache)
+
+
+def _pack_checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache, fixed: bool = False) -> float:
+    """Pack a model's linear layers, and return its ``checked``; unpacked if its code reads the weights itself.
+
+    Raises:
+        Unsupported: it fails the self-check.
+    """
+    pack(model)
+    try:
+        return checked(model, attention, sha256, cache, fixed)
+    except Unsupported:
+        if not unpack(model):
+            raise
+        return checked(model, attention, sha256, cache, fixed)
 
 
 def end_tokens(vocabulary: int, tokenizer: Any, model: Any, stops: Iterable[int] = ()) -> frozenset[int]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from spec_lab.core.options import one_of, whole
+from spec_lab.models.packed import dense_copy
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.propose.medusa import Medusa
@@ -118,7 +119,7 @@ class MedusaNetwork(nn.Module):
             nn.init.zeros_(parameter)
         self.counts, self.target, self.lm_heads = (heads, layers), target, nn.ModuleList()
         if own:
-            rows = target.model.get_output_embeddings().weight
+            rows = cast(nn.Linear, dense_copy(target.model.get_output_embeddings())).weight
             for _ in range(heads):
                 lm_head = linear(hidden, len(rows), bias=False)
                 lm_head.weight.data.copy_(rows)

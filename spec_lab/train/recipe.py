@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from spec_lab.models.packed import dense
+from spec_lab.models.packed import dense_copy
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
@@ -118,9 +118,14 @@ class TargetHead:
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """``[.., H] -> [.., V]``, computed in the dtype of ``hidden``."""
+        own = self.model.get_output_embeddings()
+        if hidden.dtype == own.weight.dtype and not own.weight.is_mkldnn:
+            found: Tensor = own(hidden)
+            return found
         if hidden.dtype not in self._copies:
-            self._copies[hidden.dtype] = dense(self.model.get_output_embeddings()).to(hidden.dtype)
-        found: Tensor = self._copies[hidden.dtype](hidden)
+            with torch.inference_mode(False):  # tensors of inference mode could not be kept for gradients
+                self._copies[hidden.dtype] = dense_copy(own).to(hidden.dtype)
+        found = self._copies[hidden.dtype](hidden)
         return found
 
     @cached_property

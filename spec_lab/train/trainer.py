@@ -66,7 +66,9 @@ class Trainer(Generic[M]):
     def __init__(self, model: M, plan: Plan, threads: int = 1, dtype: torch.dtype = torch.bfloat16):
         self.plan, self.threads, self.step, self.sequences = plan, threads, 0, 0
         self.masters = {n: torch.nn.Parameter(p.detach().float().clone()) for n, p in model.named_parameters()}
-        self.model = model.to(dtype)
+        self.model = model
+        for parameter in model.parameters():  # and no buffers: rotary embeddings stay in float32
+            parameter.data = parameter.data.to(dtype)
         self.weights = dict(self.model.named_parameters())
         self.pool = ThreadPoolExecutor(threads)
         edges = {n for n in self.masters if "embed_tokens" in n or "lm_head" in n}

@@ -58,13 +58,20 @@ class UnrollAttention:
     kind: AttentionKind = FULL
 
     def attend(self, query: Tensor, scaling: float | None) -> Tensor:
-        """``[B, heads, C, d] -> [B, C, heads, d]``."""
+        """``[B, heads, C, d] -> [B, C, heads, d]``, computed in float32 at least.
+
+        In bfloat16 the gradients of queries and keys are differences of rounded numbers: mostly noise.
+        """
         columns, groups = query.shape[2], query.shape[1] // self.keys[0].shape[1]
+        given, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
         keys, values = (
-            [one[:, :, :columns].repeat_interleave(groups, 1) if groups > 1 else one[:, :, :columns] for one in some]
+            [
+                (one[:, :, :columns].repeat_interleave(groups, 1) if groups > 1 else one[:, :, :columns]).to(wide)
+                for one in some
+            ]
             for some in (self.keys, self.values)
         )
-        query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        query = query.to(wide) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         future = torch.ones(columns, columns, dtype=torch.bool, device=query.device).triu(1)
         scores = [(query @ keys[0].transpose(2, 3)).masked_fill(future, -torch.inf)]
         scores += [(query * key).sum(-1, keepdim=True) for key in keys[1:]]
@@ -72,7 +79,7 @@ class UnrollAttention:
         mixed = share[..., :columns] @ values[0]
         for number, value in enumerate(values[1:]):
             mixed = mixed + share[..., columns + number, None] * value
-        return mixed.transpose(1, 2)
+        return mixed.transpose(1, 2).to(given)
 
 
 def eagle3_losses(

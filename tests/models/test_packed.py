@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from spec_lab.models.merged import merge
-from spec_lab.models.packed import PackedLinear, dense, linear_of, pack
+from spec_lab.models.packed import PackedLinear, dense_copy, linear_of, pack, unpack
 from spec_lab.models.target import Target
 from tests import checkpoints
 from tests.tiny import FAMILIES, tiny_model
@@ -46,7 +46,7 @@ def test_packed_weights_are_the_weights(dtype):
     bias = layers[0].bias.detach().clone()
     packed, x = pack(layers), torch.randn(3, 32).to(dtype)
     assert packed in (0, 2) and (packed or dtype != torch.float32)
-    copies = [dense(layer) for layer in layers]
+    copies = [dense_copy(layer) for layer in layers]
     for layer, made, weight in zip(layers, copies, weights, strict=True):
         assert type(made) is nn.Linear and torch.equal(made.weight, weight)
         assert layer.weight.shape == weight.shape and layer.weight.dtype == dtype
@@ -80,6 +80,21 @@ def test_layers_that_are_not_plain_stay():
     assert type(layers[4]) is PackedLinear
 
 
+def test_a_shared_layer_stays_shared_and_unpacking_gives_the_weights_back():
+    layer = nn.Linear(8, 8)
+    weight, parents = layer.weight.detach().clone(), nn.ModuleList([nn.Sequential(layer, layer), nn.Sequential(layer)])
+    assert pack(parents) == 1
+    assert parents[0][0] is parents[0][1] is parents[1][0] and type(parents[0][0]) is PackedLinear
+    assert unpack(parents) == 1 and unpack(parents) == 0
+    assert parents[0][0] is parents[1][0] and torch.equal(parents[0][0].weight, weight)
+
+
+def test_a_replaced_forward_is_kept():
+    layers = nn.Sequential(nn.Linear(8, 8))
+    layers[0].forward = lambda x: torch.zeros_like(x)
+    assert pack(layers) == 0 and not layers(torch.ones(2, 8)).any()
+
+
 def test_merged_layers_are_packed():
     model = tiny_model(dtype=torch.float32)
     tokens = torch.tensor([[3, 1, 4, 1, 5]])
@@ -88,7 +103,7 @@ def test_merged_layers_are_packed():
         merge(model)
         assert pack(model) > 0
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=1e-5)
-    kinds = {type(module.all) for module in model.modules() if hasattr(module, "rest")}
+    kinds = {type(module.joint) for module in model.modules() if hasattr(module, "rest")}
     assert kinds == {PackedLinear}
 
 
@@ -106,3 +121,15 @@ def test_a_loaded_target_is_packed(tmp_path):
     model = target.causal_lm.model
     assert not [name for name, one in model.named_modules() if type(one) is nn.Linear]
     assert target.self_check < 1e-3 and target.services.hidden_size == 32
+    plain = tiny_model(dtype=torch.float32)
+    assert target.lm.facts["parameters"] == sum(one.numel() for one in plain.parameters())
+    assert target.lm.facts["packed"]
+
+
+def test_a_model_whose_code_reads_the_weights_itself_is_not_packed(tmp_path):
+    target = Target.load(str(checkpoints.checkpoint(tmp_path / "target")), dtype="float32")
+    draft = tiny_model(dtype=torch.float32, seed=3)
+    mlp = draft.model.layers[0].mlp
+    mlp.forward = lambda x: x + nn.functional.linear(nn.functional.linear(x, mlp.up_proj.weight), mlp.down_proj.weight)
+    runner = target.draft_runner(draft, "")
+    assert not runner.facts["packed"] and type(draft.model.layers[1].mlp.up_proj) is nn.Linear

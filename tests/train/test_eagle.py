@@ -10,7 +10,7 @@ from spec_lab.models.eagle_files import published_name
 from spec_lab.train.eagle import Eagle3Objective, Eagle3Recipe, begin_as_target
 from spec_lab.train.objectives import LOSSES, Truth, expected_length, measure
 from spec_lab.train.texts import Texts
-from spec_lab.train.unroll import eagle1_losses, eagle3_losses
+from spec_lab.train.unroll import UnrollAttention, eagle1_losses, eagle3_losses
 from tests.oracles import eagle as oracle
 from tests.tiny import tiny_model, tiny_target
 
@@ -214,3 +214,19 @@ def test_rows_whose_best_token_is_not_drafted_count_as_rejections_but_have_no_lo
 def test_the_expected_length_is_the_sum_of_products():
     assert expected_length([0.5, 0.4, 0.25]) == pytest.approx(0.5 + 0.2 + 0.05)
     assert expected_length([]) == 0
+
+
+def test_attention_has_exact_gradients_in_bfloat16():
+    """Values share a large part, which cancels in the gradients of queries and keys."""
+    shape = 1, 2, 24, 8
+    given = [random(*shape, seed=seed).bfloat16() for seed in range(3)]
+    given[2] = given[2] + 30
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        query, key, value = (one.detach().to(dtype).requires_grad_() for one in given)
+        mixed = UnrollAttention([key], [value]).attend(query, None)
+        assert mixed.dtype == dtype and mixed.shape == (1, 24, 2, 8)
+        weights = random(*mixed.shape, seed=5).bfloat16().to(dtype)
+        found.append(torch.autograd.grad((mixed * weights).sum(), (query, key, value)))
+    for one, exact in zip(*found, strict=True):
+        assert float((one.double() - exact).norm() / exact.norm()) < 0.01

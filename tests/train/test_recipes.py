@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.models.packed import unpack
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.train import task
@@ -501,3 +502,19 @@ def test_a_training_uses_the_run_s_threads(quick_cli, tmp_path, monkeypatch, thr
         torch.set_num_threads(before)
     assert code == 0, errors
     assert set(seen) == {(threads, *[1] * threads)}
+
+
+@every_recipe
+def test_a_packed_target_gives_the_same_loss_and_gradients(name, tmp_path):
+    folder = str(checkpoints.checkpoint(tmp_path / "target"))
+    packed, plain = (Target.load(folder, dtype="float32") for _ in "12")
+    assert unpack(plain.causal_lm.model)
+    paths, found = files(plain, tmp_path / "texts"), []
+    for target in (packed, plain):
+        own = RECIPES[name].begin(target, paths, 0)
+        loss = own.objective(Texts.read(paths[0]))[0]
+        found.append([loss, *torch.autograd.grad(loss, list(own.module.parameters()), allow_unused=True)])
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
