@@ -78,10 +78,10 @@ python scripts/train_zoo.py distill  --work DIR
 python scripts/train_zoo.py export   --work DIR
 python scripts/train_zoo.py screen   --work DIR
 python scripts/train_zoo.py calibrate --work DIR
-python scripts/train_zoo.py states   --work DIR --parts {state_parts}
-python scripts/train_zoo.py eagle3   --work DIR
-python scripts/train_zoo.py hydra    --work DIR
-python scripts/train_zoo.py card     --work DIR
+python scripts/train_zoo.py states   --work DIR --parts {state_parts} --dtype {dtype}
+python scripts/train_zoo.py eagle3   --work DIR --dtype {dtype}
+python scripts/train_zoo.py hydra    --work DIR --dtype {dtype}
+python scripts/train_zoo.py card     --work DIR --dtype {dtype}
 ```
 """
 
@@ -213,5 +213,6 @@ def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: 
         control=" ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in history["control"].items()),
         parts=parts["generated"] or settings.parts,
         state_parts=parts["states"],
+        dtype=str(settings.dtype).removeprefix("torch."),
         positions="\n".join(acceptance.table(figures["positions"])),
     )
