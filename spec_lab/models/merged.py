@@ -64,7 +64,7 @@ def merge(model: Any) -> int:
     which only some have a bias.
     """
     changed = 0
-    for module in list(model.modules()):
+    for module in [one for one in model.modules() if type(one) is not nn.Linear]:  # whose weights are not kept alive
         children = dict(module.named_children())
         for names in TOGETHER:
             layers = [layer for name in names if type(layer := children.get(name)) is nn.Linear]
