@@ -13,7 +13,11 @@ from typing import Any
 
 from safetensors import safe_open
 
+import spec_lab
 from spec_lab.train.generate import Generation
+
+ZOO = Path(spec_lab.__file__).parent / "zoo"
+"""The folder of the bundled models."""
 
 TRAINING = "training.json"
 """The file beside the runs that states what each drafter learned from."""

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.propose.eagle_heads import eagle3, written
 from tests.tiny import tiny_model
 
 LETTERS = string.ascii_letters + " .,:\n"
@@ -31,7 +32,7 @@ def checkpoint(folder: Path, dtype: torch.dtype = torch.float32, **changes) -> P
 
 
 def zoo(folder: Path | str) -> Path:
-    """Everything that the bundled models' configs name: target, draft, heads with accuracies, prompts."""
+    """Everything that the bundled models' configs name: target, draft, heads (Medusa's with accuracies), prompts."""
     folder = Path(folder)
     checkpoint(folder / "target")
     checkpoint(folder / "draft", seed=1, num_hidden_layers=1)
@@ -42,6 +43,7 @@ def zoo(folder: Path | str) -> Path:
     save_file(weights, folder / "medusa" / "model.safetensors")
     accuracy = {"accuracy": [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.1]]}
     (folder / "medusa" / "calibration.json").write_text(json.dumps(accuracy))
+    written(folder / "eagle3", *eagle3(32, 61))
     (folder / "prompts").mkdir()
     for workload in ("code", "json", "prose"):
         prompts(folder / "prompts" / f"{workload}.jsonl")

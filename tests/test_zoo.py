@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from scripts.zoo import corpus, prompts, records, words
@@ -136,12 +137,18 @@ def test_weights_are_small_and_of_one_family():
     config = json.loads((ZOO / "medusa" / "config.json").read_text())
     assert config["hidden_size"] == target.config.hidden_size and config["vocab_size"] == target.config.vocab_size
     assert config["num_heads"] >= 4 and config["shared_lm_head"] is True
-    assert config["target_sha256"] == hashlib.sha256((ZOO / "target" / "model.safetensors").read_bytes()).hexdigest()
+    digest = hashlib.sha256((ZOO / "target" / "model.safetensors").read_bytes()).hexdigest()
+    assert config["target_sha256"] == digest
+    for name, most in (("eagle3", 11e6),):
+        assert (ZOO / name / "model.safetensors").stat().st_size < most
+        assert '"/' not in (ZOO / name / "config.json").read_text()  # no path of the machine that trained it
+        with safe_open(ZOO / name / "model.safetensors", "pt") as file:
+            assert file.metadata()["target_sha256"] == digest
 
 
 def test_the_card_names_the_weights_of_its_folder():
     card = (ZOO / "README.md").read_text()
-    for model in ("target", "draft", "medusa"):
+    for model in ("target", "draft", "medusa", "eagle3"):
         assert hashlib.sha256((ZOO / model / "model.safetensors").read_bytes()).hexdigest() in card
 
 

@@ -1,4 +1,4 @@
-"""Compare an EAGLE-3 head's trees at equal numbers of nodes: python -m experiments.eagle_trees.measure --head DIR.
+"""Compare an EAGLE-3 head's trees at equal numbers of nodes: python -m experiments.eagle_trees.measure.
 
 All trees of a size are arms of one run, and alternate; a sweep over verifiers and sampling for each size. The same
 command resumes; ``figure.py`` reads the runs.
@@ -45,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         CalledProcessError: a run failed; its message is on the terminal.
     """
     parser = runs.parser(__doc__, "outputs/eagle_trees", 12)
-    parser.add_argument("--head", type=Path, required=True, help="folder of an EAGLE-3 head for the bundled target")
+    parser.add_argument(
+        "--head", type=Path, default=runs.ZOO / "eagle3", help="folder of an EAGLE-3 head (the bundled one)"
+    )
     parser.add_argument("--text", default="code", help="prompts that are decoded (code)")
     parser.add_argument("--nodes", type=int, nargs="+", choices=list(STATIC), default=list(STATIC))
     chosen = parser.parse_args(arguments)

@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-import spec_lab
 from experiments import runs
+from experiments.runs import ZOO
 from scripts.zoo import acceptance
 from spec_lab.models.target import Target
-
-ZOO = Path(spec_lab.__file__).parent / "zoo"
 
 
 def heads(folder: Path) -> dict[str, Path]:

@@ -173,7 +173,8 @@ def _learn(settings: Settings, phases: Sequence[tuple[Recipe, FitPlan]], trainin
         training: folder of the checkpoints.
         out: folder of the drafter.
     """
-    target = Target.load(str(settings.zoo / "target"), dtype="float32")
+    loaded = Target.load(str(settings.zoo / "target"), dtype="float32")
+    target = replace(loaded, name="spec_lab/zoo/target")  # which the drafters' configs state
     paths = sorted((settings.work / "states").glob("part-*.safetensors"))
     held, weights, tokens = settings.states(), None, 0
     for number, (recipe, plan) in enumerate(phases):
