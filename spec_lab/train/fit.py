@@ -57,7 +57,7 @@ class FitPlan:
     decay: float = 0.4
     every: int = 20
     save_seconds: float = 120
-    plan: Plan = field(default_factory=lambda: Plan(muon_rate=4e-3, adamw_rate=2e-3, weight_decay=0.0, seed=2))
+    plan: Plan = field(default_factory=lambda: Plan(muon_rate=4e-3, adamw_rate=2e-3, weight_decay=0.1, seed=2))
 
     def __post_init__(self) -> None:
         for name, value in (("task.rows", self.rows), ("part", self.part), ("every", self.every)):

@@ -42,6 +42,7 @@ def train(
     rows: int = 16,
     held_out: float = 0.1,
     learning_rate: float = 4e-3,
+    weight_decay: float = 0.1,
     warmup_steps: int = 30,
     decay: float = 0.4,
     save_seconds: float = 120,
@@ -64,6 +65,8 @@ def train(
         rows: texts of a training step.
         held_out: share of the prompts that the drafter does not learn from.
         learning_rate: peak, of Muon for matrices; that of AdamW, for everything else, is half of it.
+        weight_decay: of matrices, times the learning rate in each step. At 0 the queries and keys of a drafter may grow
+            until each position attends to one other only.
         warmup_steps: in which the rates rise; at most half of the steps before they fall.
         decay: share of the steps in which they fall.
         save_seconds: seconds between two checkpoints.
@@ -79,7 +82,7 @@ def train(
     console = console or Console()
     for name, value in (("answers", answers), ("rows", rows), ("warmup_steps", warmup_steps)):
         whole(f"task.{name}", value)
-    for name, part_of in (("held_out", held_out), ("decay", decay)):
+    for name, part_of in (("held_out", held_out), ("decay", decay), ("weight_decay", weight_decay)):
         share(f"task.{name}", part_of)
     rates = {"passes": passes, "learning_rate": learning_rate, "save_seconds": save_seconds}
     for name, number in rates.items():
@@ -110,7 +113,7 @@ def train(
     part = rows // 2 if rows % 2 == 0 else rows
     plan = FitPlan(
         passes, rows, part, warmup_steps, decay, save_seconds=save_seconds,
-        plan=Plan(muon_rate=learning_rate, adamw_rate=learning_rate / 2, weight_decay=0.0, seed=settings.seed),
+        plan=Plan(muon_rate=learning_rate, adamw_rate=learning_rate / 2, weight_decay=weight_decay, seed=settings.seed),
     )  # fmt: skip
     out, states = settings.output_dir, recipe.states(lab.target)
 
