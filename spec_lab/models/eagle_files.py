@@ -32,6 +32,7 @@ from spec_lab.models.checkpoint import SINGLE, open_weights, read_drafter_config
 from spec_lab.models.draft_layers import load_weights
 from spec_lab.models.drafter_files import flag, misfits, read_weight, refuse, refuse_windows, taps, whole
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, Network, Settings
+from spec_lab.models.services import CastServices
 from spec_lab.models.target import Target
 
 log = logging.getLogger(__name__)
@@ -58,8 +59,13 @@ class EagleHead:
     tokens: int
 
 
-def read_eagle(path: str, target: Target) -> EagleHead:
-    """Read a head for a target, into its dtype and onto its device.
+def read_eagle(path: str, target: Target, dtype: torch.dtype | None = None) -> EagleHead:
+    """Read a head for a target, onto its device.
+
+    Args:
+        path: folder of the head.
+        target: the target.
+        dtype: of the head; None: the target's.
 
     Raises:
         OSError: a file is missing, truncated or corrupt.
@@ -67,19 +73,22 @@ def read_eagle(path: str, target: Target) -> EagleHead:
             surplus, misshapen, NaN or infinite; ``d2t`` is no offset; the head is for another hidden size, another
             vocabulary or hidden states that the target does not have.
     """
+    theirs = target.lm.dtype
+    dtype = dtype or theirs
     folder, config = read_drafter_config(path, "an EAGLE head")
     with open_weights(weight_files(folder)) as held:
         shapes = {name: tuple(one.get_shape()) for name, one in held.items()}
         settings = _settings(folder, config, shapes, target)
         network = settings.network()
         names = _names(folder, network, shapes)
-        tensors = {own: read_weight(folder, held, name, target.lm.dtype) for name, own in names.items()}
+        tensors = {own: read_weight(folder, held, name, dtype) for name, own in names.items()}
         tables = {name: held[name][:] for name in TABLES if name in shapes}
     name, tokens = "eagle", target.vocabulary
     if isinstance(settings, Eagle3Settings):
         name, tokens = "eagle3", settings.draft_vocab_size or tokens
         network.ids = draft_tokens(folder, settings, tables)
-    load_weights(network, tensors, target.services, target.lm.device, target.lm.dtype)
+    services = target.services if dtype == theirs else CastServices(target.services, theirs, dtype)
+    load_weights(network, tensors, services, target.lm.device, dtype)
     return EagleHead(network, name, weights_hash(path), tokens)
 
 

@@ -78,7 +78,7 @@ class HydraHead(nn.Module):
     def __init__(self, number: int, settings: HydraSettings) -> None:
         super().__init__()
         h, wide = settings.hidden_size, (number + 2) * settings.hidden_size
-        self.repeats = settings.layers - 1
+        self.width, self.repeats = h, settings.layers - 1
         self.linear = nn.Linear(wide, h, device="meta")
         self.skip = None if settings.identity_skip else nn.Linear(wide, h, device="meta")
         self.block = nn.Linear(h, h, device="meta") if self.repeats else None
@@ -86,7 +86,7 @@ class HydraHead(nn.Module):
 
     def forward(self, x: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
         """``[n, (i + 2)H]`` -> logits ``[n, V]``; ``lm_head`` stands in for an LM head of its own."""
-        skipped = x[:, : self.linear.out_features] if self.skip is None else self.skip(x)
+        skipped = x[:, : self.width] if self.skip is None else self.skip(x)
         x = skipped + silu(self.linear(x))
         for _ in range(self.repeats):
             assert self.block is not None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from spec_lab.core.inference import inference
@@ -102,6 +103,43 @@ class ModelServices:
             f"model type '{self.model.config.model_type}' has no final norm under a known name "
             f"({', '.join(FINAL_NORMS)}): choose a proposer that does not require the final norm, or another target"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class CastServices:
+    """The services of a target for a drafter of another dtype.
+
+    Args:
+        services: the target's.
+        own: dtype of the target's modules.
+        dtype: of the drafter.
+    """
+
+    services: TargetServices
+    own: torch.dtype
+    dtype: torch.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """As ``TargetServices`` says."""
+        return self.services.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        """As ``TargetServices`` says."""
+        return self.services.num_layers
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """As ``TargetServices`` says, in the drafter's dtype."""
+        return self.services.embed(tokens).to(self.dtype)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """As ``TargetServices`` says, in the drafter's dtype."""
+        return self.services.final_norm(hidden.to(self.own)).to(self.dtype)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """As ``TargetServices`` says; logits keep the target's dtype."""
+        return self.services.lm_head(hidden.to(self.own))
 
 
 @dataclass(frozen=True, eq=False)

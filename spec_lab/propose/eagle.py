@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from typing import Unpack
 
+from spec_lab.core.options import one_of
 from spec_lab.models.eagle_files import read_eagle
+from spec_lab.models.loading import DTYPES
 from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
 
 
-def load(target: Target, path: str, **options: Unpack[TreeOptions]) -> FeatureDrafter:
+def load(target: Target, path: str, dtype: str | None = None, **options: Unpack[TreeOptions]) -> FeatureDrafter:
     """Read an EAGLE head and choose its trees.
 
     Args:
         target: whose hidden states the head reads.
         path: folder of the head, in one of the formats of ``models.eagle_files``.
+        dtype: of the head, "bfloat16", "float16", "float32" or "float64"; None: the target's.
         options: of the trees.
 
     Raises:
@@ -28,7 +31,8 @@ def load(target: Target, path: str, **options: Unpack[TreeOptions]) -> FeatureDr
         OSError: a file is missing.
     """
     plan = TreePlan.read(**options)
-    head = read_eagle(path, target)
+    own = None if dtype is None else DTYPES[one_of("proposer.dtype", dtype, tuple(DTYPES))]
+    head = read_eagle(path, target, own)
     plan.check_width(head.tokens)
     pack(head.network)
-    return FeatureDrafter(head.network, target, plan, head.name, head.sha256)
+    return FeatureDrafter(head.network, target, plan, head.name, head.sha256, own)

@@ -80,16 +80,23 @@ class FeatureDrafter(Lifecycle):
         plan: the trees, and how their tokens are drawn.
         name: as in records.
         sha256: of the network's weights.
+        dtype: of the network; None: the target's.
     """
 
     def __init__(
-        self, network: FeatureNetwork, target: Target, plan: TreePlan, name: str, sha256: str | None = ""
+        self,
+        network: FeatureNetwork,
+        target: Target,
+        plan: TreePlan,
+        name: str,
+        sha256: str | None = "",
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.network, self.plan, self.name, self.sha256 = network, plan, name, sha256
         self.drawn: Drawn = plan.drawn
         self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
         self.requires, self.context = Requires(hidden=network.hidden), target.context
-        self.lm = FeatureLM(network, network.layers, target.lm.device, target.lm.dtype)
+        self.lm = FeatureLM(network, network.layers, target.lm.device, dtype or target.lm.dtype)
 
     def check_sampling(self, request: Sampling) -> None:
         """See ``TreePlan.check_sampling``."""
@@ -102,7 +109,8 @@ class FeatureDrafter(Lifecycle):
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        return self.plan.facts | {"hidden_states": list(self.network.hidden)}
+        own = {"hidden_states": list(self.network.hidden), "dtype": str(self.lm.dtype).removeprefix("torch.")}
+        return self.plan.facts | own
 
     def init(self, request: Request) -> FeatureState:
         """An empty state."""
@@ -111,7 +119,7 @@ class FeatureDrafter(Lifecycle):
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Keep the features of every computed position."""
-        observe_features(observed, self.network.features)
+        observe_features(observed, lambda hidden: self.network.features(hidden.to(self.lm.dtype)))
 
     def fork(self, state: FeatureState) -> FeatureState:
         """Share the stable part, drop the tentative part."""

@@ -213,6 +213,39 @@ def test_sampled_nodes_are_never_reranked():
             TreePlan((), drawn, budget=Budget(4, 2, 2, 2, True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("rerank", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_likeliest_tokens_are_drawn_fast_as_they_are_drawn_slowly(seed, rerank, dtype, monkeypatch):
+    generator = torch.Generator().manual_seed(seed)
+    table = 3 * torch.randn(40, V, generator=generator)
+    table[torch.rand(40, V, generator=generator) < 0.3] = -torch.inf  # as beyond a draft vocabulary
+    table[5], table[9, 2], table[12, 1], table[17, 1:] = -torch.inf, torch.nan, torch.inf, -torch.inf
+    table = table.to(dtype)
+
+    def tree():
+        grown = BestFirst(
+            Budget(9, 3, 4, 2, rerank), "point", CounterDraws(0), [(0, 0, 0), (1, 0, 0)], [WARM] * 2, [4, 3]
+        )
+        drawn = grown.grow(table[:2], lambda shape, rows, token: RowLogits.of(table[rows % 40]))
+        return [
+            grown.parent,
+            grown.token,
+            drawn.token.tolist(),
+            drawn.shape.parent.tolist(),
+            grown.broken,
+        ], grown._score
+
+    def slowly(self, rows, logits):
+        return self._draw_any(rows, logits)
+
+    found, scores = tree()
+    monkeypatch.setattr(BestFirst, "_draw", slowly)
+    expected, truth = tree()
+    assert found == expected and len(found[0]) > 4
+    np.testing.assert_allclose(scores, truth, rtol=1e-5, atol=1e-5)
+
+
 def test_ties_are_expanded_in_drawing_order():
     """Where every path of a length is as likely as any other, a tree grows breadth first."""
     draft = Table(spread=0.0).grow("point", Budget(10, 2, width=1))

@@ -94,6 +94,7 @@ WAYS = [
     {"depth": 4},
     {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "point"},
     {"nodes": 7, "drawn": "without", "temperature": 1.0},
+    {"nodes": 7, "drawn": "point", "dtype": "bfloat16"},
 ]
 
 
@@ -105,6 +106,26 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, option
     assert emitted(group) == truth
     assert all(info.draft.shape.nodes == 0 for info in steps[:1]), "no position is computed before the first step"
     assert sum(info.draft.shape.nodes for info in steps) > 60
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "eagle3-two-layers-all-tokens", "eagle3-every-flag"])
+def test_a_head_may_have_another_dtype_than_the_target(target, folders, name):
+    proposer = eagle.load(target, folders[name], tree=TREE, drawn="without", dtype="bfloat16")
+    assert proposer.facts["dtype"] == "bfloat16" and target.lm.dtype == torch.float64
+    assert {one.dtype for one in proposer.network.parameters()} == {torch.bfloat16}
+
+    def expected(text, path):
+        return reference(name, target, text, path)
+
+    compare_stated(target, proposer, requests(WARM, new=9), expected, atol=0.06, check_dtype=False)
+    with pytest.raises(AssertionError, match="not close"):
+        compare_stated(target, proposer, requests(WARM, new=9), expected, check_dtype=False)
+
+
+def test_an_unknown_dtype_is_named(target, folders):
+    with pytest.raises(ValueError, match=r"proposer\.dtype must be one of bfloat16, .*'int4'"):
+        eagle.load(target, folders["eagle1"], depth=2, dtype="int4")
 
 
 @torch.no_grad()

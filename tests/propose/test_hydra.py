@@ -57,6 +57,15 @@ def folders(tmp_path_factory):
     return {name: written(tmp_path_factory.mktemp(name), *head) for name, head in VARIANTS.items()}
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_packed_heads_emit_the_target_s_tokens(folders, name):
+    """In float64 linear layers are not packed."""
+    target = tiny_target(dtype=torch.float32)
+    truth = [plain_greedy(target.lm.model, one.tokens, 12) for one in requests(new=12)]
+    group, steps = decode(target, Hydra.load(target, folders[name], tree=TREE, drawn="point"), requests(new=12))
+    assert emitted(group) == truth and sum(info.draft.shape.nodes for info in steps) > 40
+
+
 def with_copies(config, w):
     """All tensors of a file with a prefix layer that holds only the first of the repeated layers."""
     if config["hydra_head_arch"] == "mlp":
