@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.propose.eagle_heads import eagle3, written
+from tests.propose.hydra_heads import hydra
 from tests.tiny import tiny_model
 
 LETTERS = string.ascii_letters + " .,:\n"
@@ -44,6 +45,7 @@ def zoo(folder: Path | str) -> Path:
     accuracy = {"accuracy": [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.1]]}
     (folder / "medusa" / "calibration.json").write_text(json.dumps(accuracy))
     written(folder / "eagle3", *eagle3(32, 61))
+    written(folder / "hydra", *hydra(32, 61, layers=1, shared=True, identity=True))
     (folder / "prompts").mkdir()
     for workload in ("code", "json", "prose"):
         prompts(folder / "prompts" / f"{workload}.jsonl")

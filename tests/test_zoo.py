@@ -139,7 +139,7 @@ def test_weights_are_small_and_of_one_family():
     assert config["num_heads"] >= 4 and config["shared_lm_head"] is True
     digest = hashlib.sha256((ZOO / "target" / "model.safetensors").read_bytes()).hexdigest()
     assert config["target_sha256"] == digest
-    for name, most in (("eagle3", 11e6),):
+    for name, most in (("eagle3", 11e6), ("hydra", 8e6)):
         assert (ZOO / name / "model.safetensors").stat().st_size < most
         assert '"/' not in (ZOO / name / "config.json").read_text()  # no path of the machine that trained it
         with safe_open(ZOO / name / "model.safetensors", "pt") as file:
@@ -148,7 +148,7 @@ def test_weights_are_small_and_of_one_family():
 
 def test_the_card_names_the_weights_of_its_folder():
     card = (ZOO / "README.md").read_text()
-    for model in ("target", "draft", "medusa", "eagle3"):
+    for model in ("target", "draft", "medusa", "eagle3", "hydra"):
         assert hashlib.sha256((ZOO / model / "model.safetensors").read_bytes()).hexdigest() in card
 
 

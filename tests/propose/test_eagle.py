@@ -111,16 +111,14 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, option
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "eagle3-two-layers-all-tokens", "eagle3-every-flag"])
 def test_a_head_may_have_another_dtype_than_the_target(target, folders, name):
-    proposer = eagle.load(target, folders[name], tree=TREE, drawn="without", dtype="bfloat16")
-    assert proposer.facts["dtype"] == "bfloat16" and target.lm.dtype == torch.float64
-    assert {one.dtype for one in proposer.network.parameters()} == {torch.bfloat16}
+    proposer = eagle.load(target, folders[name], tree=TREE, drawn="without", dtype="float32")
+    assert proposer.facts["dtype"] == "float32" and target.lm.dtype == torch.float64
+    assert {one.dtype for one in proposer.network.parameters()} == {torch.float32}
 
     def expected(text, path):
         return reference(name, target, text, path)
 
-    compare_stated(target, proposer, requests(WARM, new=9), expected, atol=0.06, check_dtype=False)
-    with pytest.raises(AssertionError, match="not close"):
-        compare_stated(target, proposer, requests(WARM, new=9), expected, check_dtype=False)
+    compare_stated(target, proposer, requests(WARM, new=9), expected, atol=1e-5, check_dtype=False)
 
 
 def test_an_unknown_dtype_is_named(target, folders):
