@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,18 @@ def chain(proposer: str, folder: Path, depth: int) -> Arm:
 
 
 def trained(folder: Path) -> dict[str, Any]:
-    """Return the parameters of a drafter of ``scripts/train_zoo.py``, and the last line of its learning curve."""
+    """Return the parameters of a drafter of ``scripts/train_zoo.py``, and the last line of its learning curve.
+
+    ``seconds`` are those of all steps at the pace of the fastest between two lines: training may have been paused.
+    """
     with safe_open(folder / "model.safetensors", "pt") as file:
         parameters = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     lines = (folder / "training" / "0" / "learning.jsonl").read_text().splitlines()
-    return {"parameters": parameters, "tokens_of_a_text": Generation.length, **json.loads(lines[-1])}
+    curve = [json.loads(line) for line in lines]
+    paces = [(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in pairwise(curve)]
+    seconds = min(paces) * curve[-1]["step"] if paces else curve[-1]["seconds"]
+    own = {"parameters": parameters, "tokens_of_a_text": Generation.length}
+    return own | curve[-1] | {"seconds": seconds}
 
 
 def write_training(out: Path, facts: Mapping[str, Mapping[str, Any]]) -> None:

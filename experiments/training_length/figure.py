@@ -47,6 +47,8 @@ def draw(table: pd.DataFrame) -> Figure:
         axes.set(
             title=f"T = {temperature:g}", xlabel="tokens of training", ylabel="accepted tokens per step", xscale="log"
         )
+        axes.set_xticks(here["tokens_learned"], [f"{one / 1e6:.2g} M" for one in here["tokens_learned"]])
+        axes.minorticks_off()
         axes.set_ylim(bottom=0)
         axes.legend(fontsize=8)
     figure.suptitle("chains of 4 tokens, 95 % bands over prompts", fontsize=10)
