@@ -92,9 +92,7 @@ def written(table: pd.DataFrame) -> str:
                     continue
                 first = rows[0]
                 cells.append(f"{shown(first)}, {first['tau_pooled']:.2f}, {first['step_cost']:.2f}")
-                falls.append(
-                    [workload, f"{temperature:g}", NAMES[arm], *(shown(row, "accepted") for row in rows)]
-                )
+                falls.append([workload, f"{temperature:g}", NAMES[arm], *(shown(row, "accepted") for row in rows)])
             speed.append([workload, f"{temperature:g}", *cells])
     return "\n\n".join(map(markdown, (learned, speed, falls)))
 
