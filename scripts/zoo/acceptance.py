@@ -85,7 +85,8 @@ def described(zoo: Path, name: str) -> tuple[str, float]:
     if name == "hydra":
         layers = config["hydra_num_layers"]
         kind = f"{config['hydra_num_heads']} Hydra heads of {layers} layer{'s' * (layers > 1)}, the target's LM head"
-        kind += "; they add to the state itself (`identity_skip`)" * config.get("identity_skip", False)
+        if config.get("identity_skip", False):
+            kind += "; they add to the state itself (`identity_skip`), unlike published heads"
     else:
         kind = f"EAGLE-3 head in the format of speculators, which drafts {shapes['d2t'][0]} tokens"
     learned = (
