@@ -54,7 +54,7 @@ one; rank r is the share of tokens that were the head's r-th choice.
 
 **EAGLE-3 and Hydra heads** learned later, from the target's hidden states on text of the same kinds (half of it written
 greedily, half at temperature 1, every fifth part plain text; what precedes the target's own counts too), the former by
-training-time test with one unroll and then with three. Acceptance by draft position, each after the target's own tokens:
+training-time test with one unroll and then with three. Acceptance by draft position, each after the target's own text:
 share of agreement of the likeliest tokens (greedy), and alpha.
 
 {positions}
