@@ -145,7 +145,8 @@ class BestFirst:
         if plain and self.drawn == "point" and logits.device.type == "cpu":
             token, gains, broken = likeliest_with_gains(logits, self.budget.children)
             self.broken |= {self._tree[rows[place]]: BROKEN for place in broken}
-            return self._add(rows, token, gains, (gains > -np.inf).sum(-1))
+            mass = np.exp(gains).astype(np.float64 if logits.dtype == torch.float64 else np.float32)
+            return self._add(rows, token, gains, (mass > 0).sum(-1))
         return self._draw_any(rows, logits)
 
     def _draw_any(self, rows: Sequence[int], logits: Tensor) -> range:
@@ -260,13 +261,10 @@ def likeliest_with_gains(logits: Tensor, width: int) -> tuple[np.ndarray, np.nda
         without a distribution, which count as uniform.
     """
     x = logits.to(probs_dtype(logits.dtype))
-    array = x.numpy()
-    token = likeliest_of(array, width)
-    top = np.take_along_axis(array, token, -1)
-    # NaN is larger than all other numbers, and -inf the largest of its own kind only.
-    broken = np.flatnonzero(~np.isfinite(top[:, 0])).tolist()
-    if broken:
+    peak = x.numpy().max(-1)  # NaN if any logit is, -inf if all are
+    if broken := np.flatnonzero(~np.isfinite(peak)).tolist():
         x = x.clone()
         x[broken] = 0.0
-        return *likeliest_with_gains(x, width)[:2], broken
-    return token, top.astype(np.float64) - x.logsumexp(-1, keepdim=True).double().numpy(), []
+    token = likeliest_of(x.numpy(), width)
+    top = np.take_along_axis(x.numpy(), token, -1)
+    return token, top.astype(np.float64) - x.logsumexp(-1, keepdim=True).double().numpy(), broken

@@ -13,7 +13,7 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.engine import fixed_group
-from spec_lab.propose.best_first import BestFirst, Budget
+from spec_lab.propose.best_first import BestFirst, Budget, likeliest_with_gains
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.tree_plan import TreePlan
@@ -221,6 +221,7 @@ def test_likeliest_tokens_are_drawn_fast_as_they_are_drawn_slowly(seed, rerank, 
     table = 3 * torch.randn(40, V, generator=generator)
     table[torch.rand(40, V, generator=generator) < 0.3] = -torch.inf  # as beyond a draft vocabulary
     table[5], table[9, 2], table[12, 1], table[17, 1:] = -torch.inf, torch.nan, torch.inf, -torch.inf
+    table[3] = torch.tensor([0.0, -200, -200, -1e4, -1e4, -1e4, -1e4])  # their float32 probabilities are 0
     table = table.to(dtype)
 
     def tree():
@@ -244,6 +245,14 @@ def test_likeliest_tokens_are_drawn_fast_as_they_are_drawn_slowly(seed, rerank, 
     expected, truth = tree()
     assert found == expected and len(found[0]) > 4
     np.testing.assert_allclose(scores, truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_a_broken_row_is_found_beside_a_row_with_too_few_tokens(broken):
+    logits = torch.tensor([[1.0, broken, 2.0, 0.0], [0.0, -torch.inf, -torch.inf, -torch.inf], [-torch.inf] * 4])
+    token, gains, without = likeliest_with_gains(logits, 2)
+    assert without == [0, 2] and token[1, 0] == 0
+    np.testing.assert_allclose(gains, [[-np.log(4)] * 2, [0, -np.inf], [-np.log(4)] * 2], rtol=1e-6)
 
 
 def test_ties_are_expanded_in_drawing_order():
