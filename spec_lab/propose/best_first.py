@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, Shape
-from spec_lab.core.probabilities import Sampling, finite_, likeliest, likeliest_of, logits_to_probs, probs_dtype
+from spec_lab.core.probabilities import Sampling, finite_, likeliest, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Draws, Key, Purpose
 from spec_lab.core.readback import Readback
 from spec_lab.engine.sequence import DraftMasks
@@ -141,16 +141,6 @@ class BestFirst:
 
     def _draw(self, rows: Sequence[int], logits: Tensor) -> range:
         """Draw the children of ``rows`` ``[n]`` from draft logits ``[n, V]``; return the children's rows."""
-        plain = self.masks is None and all(one.repetition_penalty == 1 for one in self.samplings)
-        if plain and self.drawn == "point" and logits.device.type == "cpu":
-            token, gains, broken = likeliest_with_gains(logits, self.budget.children)
-            self.broken |= {self._tree[rows[place]]: BROKEN for place in broken}
-            mass = np.exp(gains).astype(np.float64 if logits.dtype == torch.float64 else np.float32)
-            return self._add(rows, token, gains, (mass > 0).sum(-1))
-        return self._draw_any(rows, logits)
-
-    def _draw_any(self, rows: Sequence[int], logits: Tensor) -> range:
-        """``_draw`` for every way of drawing, with masks and penalties, on any device."""
         samplings = [self.samplings[self._tree[row]] for row in rows]
         own, ask = logits.to(probs_dtype(logits.dtype), copy=True), {}
         if (without := finite_(own)) is not None:
@@ -178,20 +168,17 @@ class BestFirst:
             count = sum(exists(host["support"], rank, self.drawn) for rank in range(self.budget.children))
         if "possible" in host:
             count = np.where(host["possible"], count, 0)
-        with np.errstate(divide="ignore"):
-            gains = np.log(host["mass"], dtype=np.float64)
-        first = sum(map(len, self._q))
+        first, begin = sum(map(len, self._q)), len(self.parent)
         if self.drawn != "point":
             self._q.append(q)
-            self._q_row |= {row: first + place for place, row in enumerate(rows) if count[place]}
-        return self._add(rows, host["token"], gains, count)
-
-    def _add(self, rows: Sequence[int], token: np.ndarray, gains: np.ndarray, count: np.ndarray) -> range:
-        """Add the first ``count`` ``[n]`` children of rows ``[n]``, their tokens and log-probabilities given."""
-        begin = len(self.parent)
+        with np.errstate(divide="ignore"):
+            gains = np.log(host["mass"], dtype=np.float64)
         for place, (row, children) in enumerate(zip(rows, count.tolist(), strict=True)):
+            if not children:
+                continue
+            self._q_row[row] = first + place
             self.parent += [row] * children
-            self.token += token[place, :children].tolist()
+            self.token += host["token"][place, :children].tolist()
             self._score += (self._score[row] + gains[place, :children]).tolist()
             tree = self._tree[row]
             self._tree += [tree] * children
@@ -247,24 +234,3 @@ class BestFirst:
             best[row] = left[tree] > 0
             left[tree] -= 1
         return best
-
-
-def likeliest_with_gains(logits: Tensor, width: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """The likeliest tokens of each row on a CPU, in fewer passes over the logits than ``_draw_any`` takes.
-
-    Args:
-        logits: ``[n, V]``, not written to.
-        width: k, how many of each row.
-
-    Returns:
-        Tokens ``[n, k]``, the likeliest first; their log-probabilities at temperature 1 ``[n, k]`` float64; the rows
-        without a distribution, which count as uniform.
-    """
-    x = logits.to(probs_dtype(logits.dtype))
-    peak = x.numpy().max(-1)  # NaN if any logit is, -inf if all are
-    if broken := np.flatnonzero(~np.isfinite(peak)).tolist():
-        x = x.clone()
-        x[broken] = 0.0
-    token = likeliest_of(x.numpy(), width)
-    top = np.take_along_axis(x.numpy(), token, -1)
-    return token, top.astype(np.float64) - x.logsumexp(-1, keepdim=True).double().numpy(), broken

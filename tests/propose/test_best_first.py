@@ -13,7 +13,7 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.engine import fixed_group
-from spec_lab.propose.best_first import BestFirst, Budget, likeliest_with_gains
+from spec_lab.propose.best_first import BestFirst, Budget
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.tree_plan import TreePlan
@@ -211,48 +211,6 @@ def test_sampled_nodes_are_never_reranked():
     for drawn in ("iid", "without"):
         with pytest.raises(ValueError, match=r"proposer\.rerank .*proposer\.drawn=point"):
             TreePlan((), drawn, budget=Budget(4, 2, 2, 2, True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("rerank", [True, False])
-@pytest.mark.parametrize("seed", range(4))
-def test_likeliest_tokens_are_drawn_fast_as_they_are_drawn_slowly(seed, rerank, dtype, monkeypatch):
-    generator = torch.Generator().manual_seed(seed)
-    table = 3 * torch.randn(40, V, generator=generator)
-    table[torch.rand(40, V, generator=generator) < 0.3] = -torch.inf  # as beyond a draft vocabulary
-    table[5], table[9, 2], table[12, 1], table[17, 1:] = -torch.inf, torch.nan, torch.inf, -torch.inf
-    table[3] = torch.tensor([0.0, -200, -200, -1e4, -1e4, -1e4, -1e4])  # their float32 probabilities are 0
-    table = table.to(dtype)
-
-    def tree():
-        grown = BestFirst(
-            Budget(9, 3, 4, 2, rerank), "point", CounterDraws(0), [(0, 0, 0), (1, 0, 0)], [WARM] * 2, [4, 3]
-        )
-        drawn = grown.grow(table[:2], lambda shape, rows, token: RowLogits.of(table[rows % 40]))
-        return [
-            grown.parent,
-            grown.token,
-            drawn.token.tolist(),
-            drawn.shape.parent.tolist(),
-            grown.broken,
-        ], grown._score
-
-    def slowly(self, rows, logits):
-        return self._draw_any(rows, logits)
-
-    found, scores = tree()
-    monkeypatch.setattr(BestFirst, "_draw", slowly)
-    expected, truth = tree()
-    assert found == expected and len(found[0]) > 4
-    np.testing.assert_allclose(scores, truth, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-def test_a_broken_row_is_found_beside_a_row_with_too_few_tokens(broken):
-    logits = torch.tensor([[1.0, broken, 2.0, 0.0], [0.0, -torch.inf, -torch.inf, -torch.inf], [-torch.inf] * 4])
-    token, gains, without = likeliest_with_gains(logits, 2)
-    assert without == [0, 2] and token[1, 0] == 0
-    np.testing.assert_allclose(gains, [[-np.log(4)] * 2, [0, -np.inf], [-np.log(4)] * 2], rtol=1e-6)
 
 
 def test_ties_are_expanded_in_drawing_order():
