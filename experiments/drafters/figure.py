@@ -11,14 +11,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.drafters.measure import DRAFTERS
-from experiments.plots import NAMES as USUAL
-from experiments.plots import WORKLOADS, colours, kept, line, markdown, ordered, row_where, shown, study, swept
+from experiments.plots import NAMES, WORKLOADS, colours, kept, line, markdown, ordered, row_where, shown, study, swept
 from experiments.runs import TRAINING
 from spec_lab.analysis import metrics
 
 KEYS = ("prompts", "temperature")
 LEARNED = ("parameters", "texts", "seconds")
-NAMES = {name: USUAL[name] for name in DRAFTERS} | {"medusa": "Medusa"}
+ARM_NAMES = NAMES | {"medusa": "Medusa"}
 
 
 def results(runs: Path) -> pd.DataFrame:
@@ -58,7 +57,7 @@ def draw(table: pd.DataFrame) -> Figure:
         for axes, workload in zip(panels, workloads, strict=True):
             here = table[(table["prompts"] == workload) & (table["temperature"] == temperature)]
             for arm in ordered(list(here["arm"]), tuple(DRAFTERS)):
-                line(axes, here[here["arm"] == arm], "position", "accepted", colour[arm], NAMES[arm])
+                line(axes, here[here["arm"] == arm], "position", "accepted", colour[arm], ARM_NAMES[arm])
             axes.set_title(f"{workload}, T = {temperature:g}")
             axes.set_ylim(0, 1)
         panels[0].set_ylabel("accepted, of those reached")
@@ -75,12 +74,12 @@ def written(table: pd.DataFrame) -> str:
     arms = ordered(list(table["arm"]), tuple(DRAFTERS))
     last = int(table["position"].max())
     learned = [["drafter", "parameters", "texts", "training"]]
-    speed = [["text", "T", *(NAMES[arm] for arm in arms)]]
+    speed = [["text", "T", *(ARM_NAMES[arm] for arm in arms)]]
     falls = [["text", "T", "drafter", *(f"position {place}" for place in range(1, last + 1))]]
     for arm in arms:
         own = dict(table[table["arm"] == arm].iloc[0])
         minutes = f"{own['seconds'] / 60:.0f} min"
-        learned.append([NAMES[arm], f"{own['parameters'] / 1e6:.2f} M", f"{own['texts']:.0f}", minutes])
+        learned.append([ARM_NAMES[arm], f"{own['parameters'] / 1e6:.2f} M", f"{own['texts']:.0f}", minutes])
     for workload in ordered(list(table["prompts"]), WORKLOADS):
         for temperature in sorted(table["temperature"].unique()):
             place = {"prompts": workload, "temperature": temperature}
@@ -92,7 +91,7 @@ def written(table: pd.DataFrame) -> str:
                     continue
                 first = rows[0]
                 cells.append(f"{shown(first)}, {first['tau_pooled']:.2f}, {first['step_cost']:.2f}")
-                falls.append([workload, f"{temperature:g}", NAMES[arm], *(shown(row, "accepted") for row in rows)])
+                falls.append([workload, f"{temperature:g}", ARM_NAMES[arm], *(shown(row, "accepted") for row in rows)])
             speed.append([workload, f"{temperature:g}", *cells])
     return "\n\n".join(map(markdown, (learned, speed, falls)))
 

@@ -114,7 +114,7 @@ class Eagle(nn.Module):
 
     def inputs(self, token: Tensor, feature: Tensor) -> Tensor:
         """Tokens ``[n]`` and the features before them ``[n, H]`` -> inputs ``[n, H]``."""
-        mixed: Tensor = self.fc(torch.cat([_bound(self.services).embed(token), feature], -1))
+        mixed: Tensor = self.fc(torch.cat([_bound(self.services).embed(token).to(feature.dtype), feature], -1))
         return mixed
 
     def forward(self, x: Tensor, positions: Tensor, cache: Any, mask: Any = None) -> Tensor:
@@ -187,7 +187,8 @@ class Eagle3(nn.Module):
     def inputs(self, token: Tensor, feature: Tensor) -> Tensor:
         """Tokens ``[n]`` and the features before them ``[n, H]`` -> inputs ``[n, 2H]``."""
         own = self.embed_tokens
-        return torch.cat([_bound(self.services).embed(token) if own is None else own(token), feature], -1)
+        embedded = _bound(self.services).embed(token) if own is None else own(token)
+        return torch.cat([embedded.to(feature.dtype), feature], -1)
 
     def forward(self, x: Tensor, positions: Tensor, cache: Any, mask: Any = None) -> Tensor:
         """Inputs ``[b, N, 2H]`` at positions ``[b, N]`` -> outputs before the final norm ``[b, N, H]``."""

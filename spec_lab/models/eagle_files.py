@@ -32,7 +32,6 @@ from spec_lab.models.checkpoint import SINGLE, open_weights, read_drafter_config
 from spec_lab.models.draft_layers import load_weights
 from spec_lab.models.drafter_files import flag, misfits, read_weight, refuse, refuse_windows, taps, whole
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, Network, Settings
-from spec_lab.models.services import CastServices
 from spec_lab.models.target import Target
 
 log = logging.getLogger(__name__)
@@ -73,8 +72,7 @@ def read_eagle(path: str, target: Target, dtype: torch.dtype | None = None) -> E
             surplus, misshapen, NaN or infinite; ``d2t`` is no offset; the head is for another hidden size, another
             vocabulary or hidden states that the target does not have.
     """
-    theirs = target.lm.dtype
-    dtype = dtype or theirs
+    dtype = dtype or target.lm.dtype
     folder, config = read_drafter_config(path, "an EAGLE head")
     with open_weights(weight_files(folder)) as held:
         shapes = {name: tuple(one.get_shape()) for name, one in held.items()}
@@ -87,8 +85,7 @@ def read_eagle(path: str, target: Target, dtype: torch.dtype | None = None) -> E
     if isinstance(settings, Eagle3Settings):
         name, tokens = "eagle3", settings.draft_vocab_size or tokens
         network.ids = draft_tokens(folder, settings, tables)
-    services = target.services if dtype == theirs else CastServices(target.services, theirs, dtype)
-    load_weights(network, tensors, services, target.lm.device, dtype)
+    load_weights(network, tensors, target.services, target.lm.device, dtype)
     return EagleHead(network, name, weights_hash(path), tokens)
 
 

@@ -20,6 +20,8 @@ FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "layer_nor
 class TargetServices(Protocol):
     """Parts of the target that a drafter calls on hidden states of its own (EAGLE 2401.15077, Medusa 2401.10774).
 
+    They compute in the target's dtype, whatever the dtype of the hidden states, and return it.
+
     Scaling and soft-capping that some families apply outside of these parts (Gemma's embeddings; Granite's, Cohere's
     and Gemma 2's logits) are left out.
     """
@@ -83,14 +85,19 @@ class ModelServices:
     @inference
     def final_norm(self, hidden: Tensor) -> Tensor:
         """As ``TargetServices`` says; the norm must be known by name."""
-        normed: Tensor = self._final_norm()(hidden)
+        normed: Tensor = self._final_norm()(hidden.to(self._dtype))
         return normed
 
     @inference
     def lm_head(self, hidden: Tensor) -> Tensor:
         """As ``TargetServices`` says."""
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        logits: Tensor = self.model.get_output_embeddings()(hidden.to(self._dtype))
         return logits
+
+    @cached_property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     def _final_norm(self) -> nn.Module:
         base = self.model.base_model
@@ -103,43 +110,6 @@ class ModelServices:
             f"model type '{self.model.config.model_type}' has no final norm under a known name "
             f"({', '.join(FINAL_NORMS)}): choose a proposer that does not require the final norm, or another target"
         )
-
-
-@dataclass(frozen=True, eq=False)
-class CastServices:
-    """The services of a target for a drafter of another dtype.
-
-    Args:
-        services: the target's.
-        own: dtype of the target's modules.
-        dtype: of the drafter.
-    """
-
-    services: TargetServices
-    own: torch.dtype
-    dtype: torch.dtype
-
-    @property
-    def hidden_size(self) -> int:
-        """As ``TargetServices`` says."""
-        return self.services.hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        """As ``TargetServices`` says."""
-        return self.services.num_layers
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """As ``TargetServices`` says, in the drafter's dtype."""
-        return self.services.embed(tokens).to(self.dtype)
-
-    def final_norm(self, hidden: Tensor) -> Tensor:
-        """As ``TargetServices`` says, in the drafter's dtype."""
-        return self.services.final_norm(hidden.to(self.own)).to(self.dtype)
-
-    def lm_head(self, hidden: Tensor) -> Tensor:
-        """As ``TargetServices`` says; logits keep the target's dtype."""
-        return self.services.lm_head(hidden.to(self.own))
 
 
 @dataclass(frozen=True, eq=False)

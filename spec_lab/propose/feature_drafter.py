@@ -103,7 +103,7 @@ class FeatureDrafter(Lifecycle):
         self.plan.check_sampling(request)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> FeatureDrafter:
-        """The same proposer with a random network and another tree. See ``CertifiableProposer``."""
+        """The same proposer with a random network in the toy's dtype, and another tree. See ``CertifiableProposer``."""
         return FeatureDrafter(self.network.toy(target), target, self.plan.toy(tree), self.name, None)
 
     @property

@@ -58,12 +58,14 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_packed_heads_emit_the_target_s_tokens(folders, name):
-    """In float64 linear layers are not packed."""
-    target = tiny_target(dtype=torch.float32)
-    truth = [plain_greedy(target.lm.model, one.tokens, 12) for one in requests(new=12)]
-    group, steps = decode(target, Hydra.load(target, folders[name], tree=TREE, drawn="point"), requests(new=12))
-    assert emitted(group) == truth and sum(info.draft.shape.nodes for info in steps) > 40
+def test_packed_heads_draft_as_heads_that_are_not(folders, name):
+    """In float32 linear layers are packed, in float64 they are not."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        target = tiny_target(dtype=dtype)
+        group, steps = decode(target, Hydra.load(target, folders[name], tree=TREE, drawn="point"), requests(new=12))
+        found.append((emitted(group), [info.draft.token.tolist() for info in steps]))
+    assert found[0] == found[1] and sum(map(len, found[0][1])) > 40
 
 
 def with_copies(config, w):
