@@ -379,6 +379,18 @@ def test_arms_of_two_runs_are_paired_prompt_by_prompt():
     assert plots.speed_over(both, "a", "b").mean == pytest.approx(np.prod([4, 4, 4, 8]) ** 0.25 / 8 / 2)
 
 
+def test_seconds_of_a_training_leave_its_pauses_out(tmp_path):
+    save_file({"a": torch.zeros(2, 3), "b": torch.zeros(5)}, tmp_path / "model.safetensors")
+    (tmp_path / "training" / "0").mkdir(parents=True)
+    times = {10: 30.0, 20: 50.0, 40: 1000.0, 50: 1020.0}  # slow at first, and paused between steps 20 and 40
+    lines = [json.dumps({"step": step, "seconds": seconds, "tokens": 7 * step}) for step, seconds in times.items()]
+    (tmp_path / "training" / "0" / "learning.jsonl").write_text("\n".join(lines[:1]))
+    assert runs.trained(tmp_path)["seconds"] == 30
+    (tmp_path / "training" / "0" / "learning.jsonl").write_text("\n".join(lines))
+    found = runs.trained(tmp_path)
+    assert (found["parameters"], found["tokens"], found["seconds"]) == (11, 350, 100)
+
+
 def test_the_fastest_of_a_run_is_ahead_of_the_next(tmp_path, monkeypatch):
     seconds = {"speculative": [0.5, 0.5, 0.5], "draft_chain": [0.8, 1.0, 0.8], "ngram_chain": [0.05, 2.0, 2.0]}
     every = [rows(arm, [8, 8, 8], own) for arm, own in seconds.items()] + [rows("baseline", [8, 8, 8], [1.0] * 3)]

@@ -53,9 +53,9 @@ one; rank r is the share of tokens that were the head's r-th choice.
 {accuracies}
 
 **EAGLE-3 and Hydra heads** learned later, from the target's hidden states on text of the same kinds (half of it written
-greedily, half at temperature 1, every fifth part plain text; what precedes the target's own counts too), the former by
-training-time test with one unroll and then with three. Acceptance by draft position, each after the target's own text:
-share of agreement of the likeliest tokens (greedy), and alpha.
+greedily, half at temperature 1, every fifth part plain text; the prefix that the target continued is in the loss too).
+EAGLE-3 learned by training-time test, first with one unroll and then with three. Acceptance by draft position, each
+after the target's own text: share of agreement of the likeliest tokens (greedy), and alpha.
 
 {positions}
 
