@@ -69,11 +69,12 @@ class Proposer(Protocol):
     """Drafts a tree below each sequence. It never sees the verifier. ``Lifecycle`` has defaults for most methods.
 
     Further abilities are Protocols of their own, asked for with ``isinstance``: ``Branching``, ``DrawsSeveralWays``,
-    ``DraftsForcedTokens``, ``ChecksSampling``, ``CertifiableProposer``, and ``Described`` and ``Hashed`` of
-    ``core.protocols``.
+    ``DraftsForcedTokens``, ``LearnsAcrossRequests``, ``ChecksSampling``, ``CertifiableProposer``, and ``Described`` and
+    ``Hashed`` of ``core.protocols``.
 
     A draft must follow from the sequences, from the states, from stores that are declared, and from the random choices
-    of the batch (``batch.draws``) only: the same text gets the same draft when it is replayed.
+    of the batch (``batch.draws``) only: the same text gets the same draft when it is replayed. Stores that requests
+    share are declared by ``LearnsAcrossRequests``.
 
     Order of calls: ``init`` when a request is admitted; in each step ``propose``, then ``observe`` (for sequences that
     end with this step as well, not for those whose logits are broken), then ``fork``, then ``rewind``; ``close`` at the
@@ -184,6 +185,24 @@ class DraftsForcedTokens(Protocol):
 
 
 @runtime_checkable
+class LearnsAcrossRequests(Protocol):
+    """A proposer with a store that requests share, so that a draft depends on what was decoded before and beside it.
+
+    Verification makes every sequence's distribution the same whatever was drafted, but not its tokens: at a temperature
+    above 0 they may differ when other requests are decoded with it.
+    """
+
+    @property
+    def shared_store(self) -> str:
+        """What requests share, in a few words for the manifest; empty where nothing is shared with these options."""
+        ...
+
+    def forget(self) -> None:
+        """Empty the store, as after a warm-up, which decodes requests that are measured later."""
+        ...
+
+
+@runtime_checkable
 class ChecksSampling(Protocol):
     """A proposer that cannot draft for every way of sampling."""
 
@@ -209,6 +228,13 @@ class CertifiableProposer(Protocol):
             tree: the shape to draft, for proposers that have a static one: nodes as paths of child ranks.
         """
         ...
+
+
+def forget(proposer: Proposer) -> None:
+    """Let a proposer that ``LearnsAcrossRequests`` empty its store."""
+    if isinstance(proposer, LearnsAcrossRequests):
+        with attributed("proposer", proposer):
+            proposer.forget()
 
 
 def check_sampling(proposer: Proposer, sampling: Sampling) -> None:

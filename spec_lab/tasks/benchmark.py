@@ -23,7 +23,7 @@ from tqdm import tqdm
 from spec_lab.analysis import metrics, show, tracking
 from spec_lab.analysis.names import names_in_manifest, renamed, with_names
 from spec_lab.core.roofline import Roofline
-from spec_lab.engine.proposer import most_at_once
+from spec_lab.engine.proposer import forget, most_at_once
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.results import writer
@@ -124,10 +124,15 @@ def _waiting(arms: Mapping[str, Arm], size: int) -> Iterator[str]:
 
 
 def _warm_up(arms: Mapping[str, Arm], requests: Sequence[Request], tokens: int) -> None:
-    """Let every arm decode a little, unmeasured: memory is allocated and code paths are chosen on first use."""
+    """Let every arm decode a little, unmeasured: memory is allocated and code paths are chosen on first use.
+
+    What proposers have learned from these requests is forgotten, since the same ones are measured.
+    """
     short = [replace(one, max_new_tokens=min(tokens, one.max_new_tokens)) for one in requests]
     for arm in arms.values():
         arm.decode(short)
+        if isinstance(arm, Loop):
+            forget(arm.proposer)
 
 
 def _decode_group(

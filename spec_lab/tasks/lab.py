@@ -30,7 +30,7 @@ from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
-from spec_lab.propose import Null, Proposer, branches, check_requires, check_sampling, draws_of
+from spec_lab.propose import LearnsAcrossRequests, Null, Proposer, branches, check_requires, check_sampling, draws_of
 from spec_lab.results import writer
 from spec_lab.results.writer import Outcome
 from spec_lab.text.detokenizer import Rules, plain
@@ -278,7 +278,10 @@ class Lab:
         """What the proposers report, such as the tree they chose, by the name of their arm."""
         own = {} if isinstance(self.proposer, Null) else {"speculative": self.proposer}
         proposers = {**own, **self.more_proposers}
-        return {name: {"name": one.name, "drawn": one.drawn, **facts_of(one)} for name, one in proposers.items()}
+        return {
+            name: {"name": one.name, "drawn": one.drawn, **shared_store(one), **facts_of(one)}
+            for name, one in proposers.items()
+        }
 
     def parts(self) -> list[Any]:
         """The objects that decode, and those that they are compared with."""
@@ -304,6 +307,12 @@ class Lab:
                 json.dumps(self.applied.facts, sort_keys=True, default=str).encode()
             ).hexdigest()
         return found
+
+
+def shared_store(proposer: Proposer) -> dict[str, str]:
+    """Return what the manifest records of a store that requests share; empty without one."""
+    what = proposer.shared_store if isinstance(proposer, LearnsAcrossRequests) else ""
+    return {"shared_store": what} if what else {}
 
 
 def requests_of(

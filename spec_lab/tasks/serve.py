@@ -27,6 +27,7 @@ from spec_lab.core.options import one_of, whole
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.roofline import Roofline
 from spec_lab.engine.engine import Engine, Limits
+from spec_lab.engine.proposer import forget
 from spec_lab.engine.request import BROKEN, Request
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import StepInfo
@@ -240,10 +241,14 @@ def segments_of(stream: Sequence[Request], times: Sequence[float], size: int) ->
 
 
 def warm_up(arms: Mapping[str, Loop], requests: Sequence[Request], tokens: int, limits: Limits) -> None:
-    """Let every arm serve a few tokens of these requests together, so that memory for a batch is allocated."""
+    """Let every arm serve a few tokens of these requests together, so that memory for a batch is allocated.
+
+    What proposers have learned from them is forgotten, since the same requests are measured.
+    """
     short = [replace(one, max_new_tokens=min(tokens, one.max_new_tokens)) for one in requests]
     for arm in arms.values():
         serve_segment(arm, short, [0.0] * len(short), limits)
+        forget(arm.proposer)
 
 
 def serve_with_every_arm(

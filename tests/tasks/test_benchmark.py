@@ -231,6 +231,33 @@ def test_an_interrupted_run_is_resumed(done, tmp_path, capsys):
     assert all(map(np.array_equal, resumed["tokens"], whole["tokens"]))
 
 
+class Shares(Repeat):
+    """Remembers requests, and notes what it knows when each of the prompts is admitted."""
+
+    shared_store = "the requests of the run"
+
+    def __init__(self):
+        super().__init__()
+        self.known, self.seen = [], []
+
+    def init(self, request):
+        if request.name.startswith("p"):  # no toy of a certificate
+            self.seen.append(list(self.known))
+            self.known.append(request.id)
+
+    def forget(self):
+        self.known.clear()
+
+
+def test_what_a_proposer_learned_in_the_warm_up_is_forgotten_and_its_shared_store_is_recorded(tmp_path):
+    sharing = Shares()
+    one = settings(tmp_path, warmup=4, batch_size=1, baseline=False)
+    assert run(lab(texts=("one", "two", "six"), proposer=sharing), one, CONFIG, quiet()) == 0
+    assert sharing.seen == [[], [], [0], [0, 1]]
+    facts = json.loads((tmp_path / "manifest.json").read_text())["proposers"]
+    assert facts["speculative"]["shared_store"] == sharing.shared_store
+
+
 @pytest.mark.parametrize("warmup", [0, 5])
 def test_warm_up_decodes_a_little_with_every_arm_and_leaves_no_rows(tmp_path, monkeypatch, warmup):
     plain, decoded = Loop.decode, []

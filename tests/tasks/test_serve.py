@@ -418,6 +418,13 @@ def test_every_arm_warms_up_with_a_full_batch_of_short_requests(tmp_path, monkey
         assert seen[:2] == [(ids, {2}, {0.0})] * 2 and [new for _, new, _ in seen[2:]] == [{4}, {4}]
 
 
+def test_what_a_proposer_learned_in_the_warm_up_is_forgotten(tmp_path, monkeypatch):
+    forgetful = []
+    monkeypatch.setattr(module, "forget", lambda proposer: forgetful.append(proposer.name))
+    run(tmp_path / "out", changes={"warmup": 2})
+    assert len(forgetful) == 2  # once for each arm
+
+
 def test_warming_up_leaves_no_rows(tmp_path):
     assert run(tmp_path / "out", changes={"warmup": 2}) == 0
     assert len(pd.read_parquet(tmp_path / "out" / "served.parquet")) == 2 * len(TEXTS)
