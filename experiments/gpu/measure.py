@@ -209,7 +209,7 @@ def forwards(
                     lm.run(lm.prepare(sequences, [[2]] * batch, draft))
                 lm.clock.synchronise()
                 spans = [
-                    lm.clock.seconds(one.start, one.end) for one in lm.clock.take() if one.name == "target_forward"
+                    lm.clock.seconds(start, end) for name, start, end in lm.clock.take() if name == "target_forward"
                 ]
                 for one in sequences:
                     one.accept()

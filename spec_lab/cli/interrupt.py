@@ -17,6 +17,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from types import FrameType
     from typing import Literal, NoReturn
 
 CODE = 130
@@ -57,12 +58,33 @@ class Leave:
 
 
 class Raise:
-    """A handler that raises ``KeyboardInterrupt`` once; a second Ctrl-C ends the process at once."""
+    """A handler that raises ``KeyboardInterrupt`` once; a second Ctrl-C ends the process at once.
 
-    def __call__(self, *_: object) -> None:
+    Args:
+        within: the first part of the name of a module; outside of its functions, and of those that they call, Ctrl-C
+            ends the process at once. Empty: it is raised everywhere.
+        outside: what happens outside.
+    """
+
+    def __init__(self, within: str = "", outside: Leave | None = None) -> None:
+        self.within = within
+        self.outside = outside or Leave()
+
+    def __call__(self, _: object = None, frame: FrameType | None = None) -> None:
         """Install the handler of the next Ctrl-C, and raise."""
+        if not _is_within(self.within, frame):
+            self.outside()
         signal.signal(signal.SIGINT, Leave("Interrupted again.", stage="interrupted"))
         raise KeyboardInterrupt
+
+
+def _is_within(module: str, frame: FrameType | None) -> bool:
+    """Return whether a function of a module of this name, or one that it calls, is running."""
+    while module and frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(module):
+            return True
+        frame = frame.f_back
+    return not module
 
 
 class Raising:

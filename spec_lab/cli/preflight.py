@@ -80,10 +80,11 @@ class Preflight(Callback):
             raise SystemExit(f"spec_lab: {reason(error)}") from error
         blank(config)
         atexit.register(print_resume_hint, out)
+        leave = interrupt.Leave(f"Interrupted.\n{_resume_hint(out)}")
         if str(config.hydra.launcher["_target_"]).endswith(".BasicLauncher"):
-            interrupt.change(interrupt.Leave(f"Interrupted.\n{_resume_hint(out)}"))
-        else:  # other launchers end their workers, or print what happens to their jobs
-            interrupt.change(interrupt.Raise())
+            interrupt.change(leave)
+        else:  # other launchers, plugins of Hydra, end their workers, or print what happens to their jobs
+            interrupt.change(interrupt.Raise("hydra_plugins", leave))
             if interrupt.raises() and str(config.hydra.launcher["_target_"]).endswith(".JoblibLauncher"):
                 from joblib.externals.loky.backend.resource_tracker import ensure_running
 

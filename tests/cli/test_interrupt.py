@@ -99,6 +99,26 @@ def test_the_exit_code_is_130_whatever_became_of_the_exception(tmp_path, code, e
     assert "Traceback" not in done.stderr
 
 
+def test_ctrl_c_outside_of_a_launcher_ends_the_process_and_inside_is_raised(tmp_path):
+    """Outside, where Hydra composes configs, a raised ``KeyboardInterrupt`` may be turned into another error."""
+    script = tmp_path / "script.py"
+    for module, exit_code, errors in (("launcher.core", 7, ""), ("composing", 130, "\nleft\n")):
+        script.write_text(
+            "import os, signal, sys, types\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+            "from spec_lab.cli import interrupt\n"
+            "interrupt.install(interrupt.Leave())\n"
+            "interrupt.change(interrupt.Raise('launcher', interrupt.Leave('left')))\n"
+            f"module = types.ModuleType({module!r})\n"
+            "exec('def work(then): then()', vars(module))\n"
+            "try:\n    module.work(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+            "except KeyboardInterrupt:\n    os._exit(7)\n"
+        )
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (exit_code, errors)
+
+
 def test_a_ctrl_c_handler_of_the_caller_is_left_in_place():
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:

@@ -189,7 +189,8 @@ def test_no_cell_of_a_sliding_window_is_lost_to_a_rewind(library, tmp_path, wind
         text += pending
         path = draft.shape.path(int(generator.integers(0, draft.shape.rows)))
         own = draft.token[np.array(path, dtype=np.int64) - 1].tolist()
-        assert worst(found[[0, *path]], decoded(plain, text + own, len(path) + 1)) < 1e-3
+        # the random model amplifies rounding to 0.002 at some steps (AVX-512); another token in a window: about 1
+        assert worst(found[[0, *path]], decoded(plain, text + own, len(path) + 1)) < 1e-2
         sequence.accept([node - 1 for node in path])
         text += own
         if step % 10 == 9:

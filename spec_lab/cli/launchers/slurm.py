@@ -11,20 +11,23 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 import submitit
-from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.core.utils import FailedJobError, FailedSubmissionError, UncompletedJobError
 
 from spec_lab.cli.build import Refused
 from spec_lab.cli.launchers import Job, JobEnded, Queued
+from spec_lab.core.faults import Passing
 from spec_lab.core.files import read_json, write_json
 from spec_lab.core.options import whole
 
@@ -172,6 +175,22 @@ class Slurm:
                     yield JobEnded(n, failure=f"cancelled, as it would never start: {reason}")
 
 
+class NotRestarted(Passing):
+    """The job ran out of time once more than it may be restarted."""
+
+
+def _handle(handler: Callable[..., object], *given: object) -> None:
+    """Call a handler of submitit's, whose error, at any place of the job's code, is not that of the part there.
+
+    Raises:
+        NotRestarted: in place of ``UncompletedJobError``.
+    """
+    try:
+        handler(*given)
+    except UncompletedJobError as error:
+        raise NotRestarted(str(error)) from None
+
+
 class _Again:
     """A job that submitit can restart."""
 
@@ -179,6 +198,9 @@ class _Again:
         self.job = job
 
     def __call__(self) -> Any:
+        for one in (signal.SIGUSR1, signal.SIGUSR2):
+            if callable(handler := signal.getsignal(one)):
+                signal.signal(one, partial(_handle, handler))
         return self.job()
 
     def checkpoint(self) -> Any:
@@ -285,6 +307,6 @@ def _result(n: int, job: submitit.Job[Any]) -> JobEnded:
     trace = str(failed).partition("----------------------")[2].rpartition("----------------------")[0]
     said = [line for line in trace.splitlines() if line.strip()][-1]
     kind, _, text = said.partition(": ")
-    if kind.endswith("UncompletedJobError"):
+    if kind.endswith(("UncompletedJobError", "NotRestarted")):
         return JobEnded(n, failure=text.removeprefix("Job not requeued because: ").rstrip("."))
     return JobEnded(n, error=Refused(text if kind.endswith("Refused") else f"spec_lab: {said}"))
