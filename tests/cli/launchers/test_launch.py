@@ -9,10 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from submitit.core.utils import UncompletedJobError
 
 from spec_lab.cli.build import Refused
-from spec_lab.cli.launchers import JobEnded, Queued, slurm
+from spec_lab.cli.launchers import JobEnded, Queued
 from spec_lab.core.faults import attributed
 from spec_lab.core.files import read_json, write_json
 from spec_lab.results import sweep
@@ -333,9 +332,9 @@ def test_a_job_is_submitted_with_its_cores_and_only_the_user_s_options_of_the_cl
     assert read_json(job.paths.folder.parent / "runs.json") == {"runs": ["seed=1"]}
 
 
-def test_submitit_s_error_inside_a_part_is_not_the_part_s_error():
+def test_submitit_s_error_inside_a_part_is_not_the_part_s_error(slurm):
     def times_out(*_):
-        raise UncompletedJobError("Job not requeued because: timed-out too many times.")
+        raise slurm.UncompletedJobError("Job not requeued because: timed-out too many times.")
 
     def job():
         with attributed("verifier", object()):
