@@ -334,7 +334,7 @@ def test_a_job_is_submitted_with_its_cores_and_only_the_user_s_options_of_the_cl
 
 def test_submitit_s_error_inside_a_part_is_not_the_part_s_error(slurm):
     def times_out(*_):
-        raise slurm.UncompletedJobError("Job not requeued because: timed-out too many times.")
+        raise slurm.module.UncompletedJobError("Job not requeued because: timed-out too many times.")
 
     def job():
         with attributed("verifier", object()):
@@ -342,7 +342,7 @@ def test_submitit_s_error_inside_a_part_is_not_the_part_s_error(slurm):
 
     before = signal.signal(signal.SIGUSR2, times_out)
     try:
-        with pytest.raises(slurm.NotRestarted, match="timed-out too many times"):
-            slurm._Again(job)()
+        with pytest.raises(slurm.module.NotRestarted, match="timed-out too many times"):
+            slurm.module._Again(job)()
     finally:
         signal.signal(signal.SIGUSR2, before)
