@@ -131,6 +131,9 @@ def build(config: DictConfig, part: str, **live: Any) -> Any:
         Refused: what went wrong, with the part where it did; if a file is at fault, with the part's path.
     """
     named = part_config(config, part)
+    if OmegaConf.is_dict(named.get("parts")):  # of a hybrid, which are built first
+        live |= {"parts": build_each(config, f"{part}.parts", **live)}
+        named = OmegaConf.masked_copy(named, [str(key) for key in named if key != "parts"])
     try:
         made = instantiate(named, _partial_=True, _convert_="all")(**live)
         if made is None and part == "constraint":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 MAX_TEMPERATURE = 1e6
@@ -74,6 +75,28 @@ def share(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ValueError(f"{name} must be a number between 0 and 1, not {brief(value)}")
     return float(value)
+
+
+def number(name: str, value: Any, least: float) -> float:
+    """Return ``value`` as a float if it is a finite number of at least ``least``.
+
+    Raises:
+        ValueError: it is not; names the option.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+        raise ValueError(f"{name} must be a number of at least {least:g}, not {brief(value)}")
+    return float(value)
+
+
+def true_or_false(name: str, value: Any) -> bool:
+    """Return ``value`` if it is a bool.
+
+    Raises:
+        ValueError: it is not; names the option.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, not {brief(value)}")
+    return value
 
 
 def file_name(option: str, value: Any) -> str:

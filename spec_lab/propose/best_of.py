@@ -1,0 +1,198 @@
+"""In each step one of several proposers drafts for a sequence: the one that promises most tokens for its time.
+
+Choosing by what was known before anything was drawn is exact (SAM-Decoding 2411.10666 and SuffixDecoding 2411.04975
+choose between a suffix match and a model by the match's score). A part that can tell the expected accepted tokens of
+its next draft (``Scored``) is asked; of others it is the moving average of what was accepted when they drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.options import number, share
+from spec_lab.core.probabilities import Sampling
+from spec_lab.engine.proposer import Observation, Proposer, Requires
+from spec_lab.engine.request import Request
+from spec_lab.engine.runner import DraftRunner
+from spec_lab.engine.sequence import Batch
+from spec_lab.models.target import Target
+from spec_lab.propose.parts import Parts, PartStates, join, note
+from spec_lab.propose.trees import Choices
+
+
+@runtime_checkable
+class Scored(Protocol):
+    """A proposer that knows before it draws anything how many of its tokens will be accepted."""
+
+    def scores(self, batch: Batch) -> Sequence[float]:
+        """Expected accepted tokens for each sequence, ``[B]``; ``propose`` is called next, perhaps with fewer."""
+        ...
+
+
+@dataclass
+class Record:
+    """What was accepted of a sequence's parts so far.
+
+    Args:
+        accepted: for each part the moving average of accepted tokens in steps in which it drafted.
+        chosen: the part that drafts in this step.
+    """
+
+    accepted: list[float]
+    chosen: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class BestOf:
+    """Lets the part draft that promises most: the maximum of (1 + expected accepted tokens) / (1 + cost).
+
+    Args:
+        parts: the proposers.
+        costs: for each, seconds that a step with its draft takes in addition, relative to an autoregressive step.
+        start: accepted tokens that a part without scores is expected to have before it has drafted.
+        memory: weight of the past in the moving average, from 0 to 1.
+    """
+
+    parts: Parts
+    costs: tuple[float, ...]
+    start: float
+    memory: float
+    name: str = "best_of"
+
+    @staticmethod
+    def load(
+        target: Target,
+        parts: Mapping[str, Proposer],
+        costs: Mapping[str, float] | None = None,
+        start: float = 2.0,
+        memory: float = 0.8,
+    ) -> BestOf:
+        """Return the hybrid of proposers that are loaded already.
+
+        Args:
+            target: of all of them.
+            parts: by name; the first of several equally good ones drafts.
+            costs: see the class; 0 for parts that are not named.
+            start, memory: see the class.
+
+        Raises:
+            ValueError: fewer than two parts, a part drawn "gumbel", a cost of no part, a number out of range.
+        """
+        own = Parts(dict(parts))
+        if len(own.all) < 2:
+            raise ValueError("proposer.parts must name at least two proposers")
+        if "gumbel" in own.draws:
+            raise ValueError("proposer.parts: a part drawn 'gumbel' shares its noise with the verifier; choose another")
+        given = dict(costs or {})
+        if unknown := given.keys() - parts.keys():
+            raise ValueError(f"proposer.costs names {', '.join(sorted(unknown))}, but the parts are {', '.join(parts)}")
+        each = tuple(number(f"proposer.costs.{name}", given.get(name, 0.0), 0.0) for name in parts)
+        return BestOf(own, each, number("proposer.start", start, 0.0), share("proposer.memory", memory))
+
+    @property
+    def drawn(self) -> Drawn:
+        """How a part that samples does; "point" without one."""
+        return self.parts.drawn
+
+    @property
+    def draws(self) -> frozenset[Drawn]:
+        """See ``DrawsSeveralWays``."""
+        return self.parts.draws
+
+    @property
+    def branches(self) -> bool:
+        """Whether a part may draft trees."""
+        return self.parts.branches
+
+    @property
+    def nodes(self) -> int:
+        """Most rows that a part adds below one root."""
+        return max(one.nodes for one in self.parts.all)
+
+    @property
+    def forced_nodes(self) -> int:
+        """See ``DraftsForcedTokens``."""
+        return self.parts.forced_nodes
+
+    @property
+    def requires(self) -> Requires:
+        """What any part requires."""
+        return self.parts.requires
+
+    @property
+    def sha256(self) -> str | None:
+        """See ``Hashed``."""
+        return self.parts.sha256
+
+    @property
+    def shared_store(self) -> str:
+        """See ``LearnsAcrossRequests``."""
+        return self.parts.shared_store
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        costs = dict(zip(self.parts.named, self.costs, strict=True))
+        return {"costs": costs, "start": self.start, "memory": self.memory, "parts": self.parts.facts}
+
+    def forget(self) -> None:
+        """See ``LearnsAcrossRequests``."""
+        self.parts.forget()
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """See ``ChecksSampling``."""
+        self.parts.check_sampling(sampling)
+
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> BestOf:
+        """See ``CertifiableProposer``."""
+        return replace(self, parts=self.parts.toy(target, draft, tree))
+
+    def init(self, request: Request) -> PartStates:
+        """See ``Proposer``."""
+        return self.parts.init(request, Record([self.start] * len(self.costs)))
+
+    def observe(self, observed: Sequence[Observation]) -> None:
+        """Learn how many tokens of the part that drafted were accepted; then let the parts observe."""
+        for one in observed:
+            state: PartStates = one.sequence.state
+            record: Record = state.own
+            if state.nodes.get(record.chosen):
+                before = record.accepted[record.chosen]
+                record.accepted[record.chosen] = self.memory * before + (1 - self.memory) * len(one.accepted)
+        self.parts.observe(observed)
+        for one in observed:
+            one.sequence.state.nodes = {}  # what is observed next may be a part of a prompt
+
+    def fork(self, state: PartStates) -> PartStates:
+        """See ``Proposer``."""
+        return self.parts.fork(state, replace(state.own, accepted=list(state.own.accepted)))
+
+    def rewind(self, state: PartStates, length: int) -> None:
+        """See ``Proposer``."""
+        self.parts.rewind(state, length)
+
+    def close(self, state: PartStates) -> None:
+        """See ``Proposer``."""
+        self.parts.close(state)
+
+    def propose(self, batch: Batch) -> Draft:
+        """Choose a part for each sequence, and let each draft for its own."""
+        expected = [[one.state.own.accepted[n] for one in batch.sequences] for n in range(len(self.costs))]
+        for n, part in enumerate(self.parts.all):
+            if isinstance(part, Scored):
+                expected[n] = list(part.scores(self.parts.view(batch, n)))
+        drafts, parts, owners = [], [], []
+        for tree, sequence in enumerate(batch.sequences):
+            promises = [(1 + own[tree]) / (1 + cost) for own, cost in zip(expected, self.costs, strict=True)]
+            sequence.state.own.chosen = promises.index(max(promises))
+        for n, part in enumerate(self.parts.all):
+            if own := [tree for tree, one in enumerate(batch.sequences) if one.state.own.chosen == n]:
+                drafts.append(part.propose(self.parts.view(batch, n, own)))
+                parts.append(n)
+                owners.append(own)
+        joined, found = join(batch, drafts, owners)
+        note(batch, joined, parts, owners, found)
+        return drafts[0] if len(drafts) == 1 else joined
