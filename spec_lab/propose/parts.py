@@ -176,10 +176,12 @@ class Parts:
             if node not in place:
                 break
             accepted.append(place[node])
-        if not observed.rows:
-            return replace(seen, accepted=accepted)
-        if len(observed.rows) != state.rows:  # the step cut the draft: which rows are left is not known
+        if (
+            observed.rows and len(observed.rows) != state.rows
+        ):  # the step cut the draft: which rows are left is not known
             return replace(seen, rows=(), logits=None, top_k=None, accepted=())
+        if not observed.rows or not (requires.logits or requires.top_k):
+            return replace(seen, rows=(), logits=None, top_k=None, accepted=accepted)
         rows = [0, *(node + 1 for node in nodes)]
         logits = observed.logits[torch.tensor(rows)] if requires.logits and observed.logits is not None else None
         top_k = observed.top_k[rows, : requires.top_k] if requires.top_k and observed.top_k is not None else None

@@ -20,6 +20,7 @@ from spec_lab.models.hydra import HydraSettings, random_heads
 from spec_lab.models.mtp import MtpSettings, random_mtp
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
+from spec_lab.propose.best_of import BestOf
 from spec_lab.propose.block import BlockDrafter
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.feature_drafter import FeatureDrafter
@@ -30,6 +31,7 @@ from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.pard import Pard
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
+from spec_lab.propose.union import Union
 from spec_lab.propose.vocabularies import SharedTokens, one_to_one
 from spec_lab.tasks.certify.certificate import Control, Proof, grade, in_short, prove
 from spec_lab.tasks.certify.exact import Finding, examine
@@ -53,6 +55,14 @@ def shared_tokens():
 
 def medusa(trunk, own_lm_heads=False):
     return Medusa(Heads.random(TARGET, 2, trunk, own_lm_heads=own_lm_heads), parse("2x1"))
+
+
+def union(*parts, **options):
+    return Union.load(TARGET, {str(n): one for n, one in enumerate(parts)}, **options)
+
+
+def best_of(*parts, **options):
+    return BestOf.load(TARGET, {str(n): one for n, one in enumerate(parts)}, **options)
 
 
 def eagle(settings, tree="2x1", drawn="point", **options):
@@ -117,6 +127,11 @@ PROPOSERS = {
     "PARD tree point": pard("2x1", "point"),
     "n-gram chain": Ngram(3, 3, 1),
     "n-gram tree": NgramTree(5, 3, 3, 1),
+    "union of points": union(Ngram(2, 3, 1), medusa(8)),
+    "union with a sampled chain": union(NgramTree(2, 2, 2, 1), draft_model("1x1", "iid")),
+    "union with a sampled tree": union(Ngram(2, 2, 1), draft_model("2x1", "without")),
+    "union with a sampled tree that may repeat points": union(Ngram(2, 2, 1), draft_model("2", "iid"), exclude=False),
+    "best of an n-gram and a chain": best_of(Ngram(2, 2, 1), draft_model("1x1", "iid"), start=1.0, memory=0.5),
 }
 """Every shipped proposer."""
 
@@ -132,6 +147,12 @@ def require_exact(proof: Proof):
     assert proof.missing == ()
     assert proof.worst.tv < 1e-12
     assert all(abs(one.mass - 1) < 1e-12 for one in proof.findings)
+
+
+@pytest.mark.parametrize("exclude", [True, False])
+def test_traversal_verification_is_exact_for_sampled_nodes_beside_points(exclude):
+    both = union(NgramTree(2, 2, 2, 1), draft_model("2x1", "without"), exclude=exclude)
+    require_exact(prove(both, Traversal(), QUICK))
 
 
 @pytest.mark.one_in(5)

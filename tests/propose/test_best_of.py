@@ -1,0 +1,97 @@
+"""The best of several proposers: who drafts follows from scores and from what was accepted before."""
+
+import pytest
+import torch
+
+from spec_lab.core.draft import Draft, chain, forest
+from spec_lab.engine.proposer import Lifecycle
+from spec_lab.propose.best_of import BestOf
+from spec_lab.propose.ngram import Ngram
+from tests.propose.lab import COLD, WARM, batch_of, decode, draft_model, emitted, requests
+
+
+class Says(Lifecycle):
+    """Drafts its token, and promises so many accepted ones, by the number of tokens of the text."""
+
+    drawn, branches, name, nodes = "point", False, "says", 1
+
+    def __init__(self, token, promise):
+        self.token, self.promise = token, promise
+
+    def scores(self, batch):
+        return [self.promise(len(one.tokens)) for one in batch.sequences]
+
+    def propose(self, batch):
+        return Draft(forest((chain(1),) * len(batch.sequences)), torch.full((len(batch.sequences),), self.token))
+
+
+class Truth(Lifecycle):
+    """Drafts what the target will emit, ``depth`` tokens of it, or something else."""
+
+    drawn, branches, name = "point", False, "truth"
+
+    def __init__(self, truth, depth, right=True):
+        self.truth, self.nodes, self.right = truth, depth, right
+
+    def propose(self, batch):
+        tokens = []
+        for one in batch.sequences:
+            emitted_so_far = len(one.emitted)
+            after = (self.truth[one.request.id] + [0] * self.nodes)[emitted_so_far:][: self.nodes]
+            tokens += [token if self.right else (token + 1) % 50 for token in after]
+        return Draft(forest((chain(self.nodes),) * len(batch.sequences)), torch.tensor(tokens))
+
+
+def best_of(*parts, **options):
+    return BestOf.load(None, {f"p{n}": one for n, one in enumerate(parts)}, **options)
+
+
+def test_the_part_with_the_best_score_drafts_for_each_sequence(target):
+    both = best_of(Says(1, lambda length: 2), Says(2, lambda length: length))
+    batch = batch_of(target, requests(prompts=((5,), (6, 7, 8))), both)
+    assert both.propose(batch).token.tolist() == [1, 2]
+    dear = best_of(Says(1, lambda length: 2), Says(2, lambda length: length), costs={"p1": 1.0})
+    assert dear.propose(batch_of(target, requests(prompts=((5,), (6, 7, 8))), dear)).token.tolist() == [1, 1]
+
+
+def test_a_part_that_disappoints_is_left_for_one_that_is_accepted(target, truth):
+    both = best_of(Truth(truth, 3, right=False), Truth(truth, 3), start=2.0, memory=0.5)
+    group, steps = decode(target, both, requests())
+    assert emitted(group) == truth
+    accepted = [[len(done.path) for done in one.committed] for one in steps]
+    assert accepted[0] == [0, 0, 0] and accepted[1] == accepted[2] == [3, 3, 3]
+
+
+def test_a_fork_learns_by_itself(target):
+    both = best_of(Says(1, lambda _: 0), Ngram(3, 2, 1))
+    state = both.init(None)
+    copy = both.fork(state)
+    copy.own.accepted[1] = 9.0
+    assert state.own.accepted == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("sampling", [COLD, WARM], ids=["cold", "warm"])
+def test_parts_that_sample_and_parts_that_do_not_take_turns_in_one_batch(target, truth, sampling):
+    both = best_of(Says(1, lambda length: length % 3), draft_model("1x1"), start=1.0)
+    group, steps = decode(target, both, requests(sampling))
+    ways = [one.draft.ways for one in steps if one.draft.shape.nodes]
+    if sampling is COLD:
+        assert emitted(group) == truth
+    assert {"iid", "point"} in ways
+    assert not both.parts.all[1].lm.cells.references.any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"costs": {"heads": 1.0}}, "proposer.costs names heads, but the parts are p0, p1"),
+        ({"costs": {"p0": -1}}, "proposer.costs.p0"),
+        ({"start": "many"}, "proposer.start"),
+        ({"memory": 2}, "proposer.memory"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        best_of(Ngram(3, 2, 1), Ngram(2, 2, 1), **options)
+    with pytest.raises(ValueError, match="at least two"):
+        best_of(Ngram(3, 2, 1))

@@ -1,0 +1,226 @@
+"""The union of proposers: deterministic trees merged, sampled nodes beside them, each part as it is alone."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_lab.core.draft import POINT, Shape, chain, forest
+from spec_lab.core.draft import Draft as CoreDraft
+from spec_lab.engine.proposer import Lifecycle, Requires
+from spec_lab.propose.ngram import Ngram, NgramTree
+from spec_lab.propose.parts import Parts, join
+from spec_lab.propose.union import Excluding, Trie, Union
+from spec_lab.verify import Token, Traversal
+from tests.propose.lab import COLD, PROMPTS, WARM, batch_of, decode, draft_model, emitted, path_tokens, requests
+
+TREE = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 2)), max_size=8).map(
+    lambda nodes: ([min(above, n) for n, (above, _) in enumerate(nodes)], [token for _, token in nodes])
+)
+
+
+NOTHING = Requires()
+
+
+class Fixed(Lifecycle):
+    """Drafts the same chain everywhere, and keeps what it observes."""
+
+    drawn, branches = "point", False
+
+    def __init__(self, *tokens, requires=NOTHING):
+        self.tokens, self.nodes, self.requires, self.name = tokens, len(tokens), requires, "fixed"
+        self.seen = []
+
+    def init(self, request):
+        return []
+
+    def propose(self, batch):
+        count = len(batch.sequences)
+        return CoreDraft(forest((chain(self.nodes),) * count), torch.tensor(self.tokens * count, dtype=torch.long))
+
+    def observe(self, observed):
+        self.seen += observed
+        for one in observed:
+            one.sequence.state.append(one)
+
+
+def union(*parts, nodes=None, **options):
+    return Union.load(None, {f"p{n}": one for n, one in enumerate(parts)}, nodes, **options)
+
+
+def paths(draft, tree):
+    return [tuple(path_tokens(draft, row)) for row in draft.shape.trees[tree][1:].tolist()]
+
+
+def of_tree(parent, token):
+    """The paths of a tree that a Trie merges."""
+    every = [()]
+    for above, own in zip(parent, token, strict=True):
+        every.append((*every[above], own))
+    return every[1:]
+
+
+@given(st.lists(TREE, max_size=4), st.integers(1, 12))
+def test_a_trie_has_each_path_once_and_says_where_each_node_is(trees, most):
+    trie, row = Trie([], []), {}
+    expected = []
+    for parent, token in trees:
+        found = trie.add(row, parent, token, most)
+        for path in of_tree(parent, token):
+            if path not in expected and path[:-1] in [(), *expected] and len(expected) < most:
+                expected.append(path)
+        complete = all(path in expected for path in of_tree(parent, token))
+        assert (found is not None) == complete
+        if found is not None:
+            own = of_tree(*trie)
+            assert [own[node] for node in found] == of_tree(parent, token)
+    assert of_tree(*trie) == expected
+
+
+def test_equal_tokens_are_drafted_once_and_the_last_part_s_nodes_are_dropped_first(target):
+    both = union(Fixed(1, 2, 3), Fixed(1, 2, 4), Fixed(5))
+    batch = batch_of(target, requests(), both)
+    draft = both.propose(batch)
+    assert draft.ways == {"point"}
+    for tree in range(len(PROMPTS)):
+        assert paths(draft, tree) == [(1,), (1, 2), (1, 2, 3), (1, 2, 4), (5,)]
+    fewer = union(Fixed(1, 2, 3), Fixed(1, 2, 4), Fixed(5), nodes=4)
+    assert paths(fewer.propose(batch_of(target, requests(), fewer)), 0) == [(1,), (1, 2), (1, 2, 3), (1, 2, 4)]
+
+
+def test_sampled_nodes_stand_behind_the_points_and_never_repeat_one_at_the_root(target):
+    both = union(Fixed(1, 2), Fixed(3), draft_model("4x1", "without"))
+    draft = both.propose(batch_of(target, requests(WARM), both))
+    for tree, rows in enumerate(draft.shape.trees):
+        ways = draft.codes[rows[1:] - draft.shape.roots]
+        assert (ways[:3] == POINT).all() and (ways[3:] != POINT).all()
+        assert paths(draft, tree)[:3] == [(1,), (1, 2), (3,)]
+        below_root = [path[0] for path in paths(draft, tree)[3:] if len(path) == 1]
+        assert not {*below_root} & {1, 3}
+        assert draft.q[draft.q_row[tree]][[1, 3]].tolist() == [0, 0]
+        assert draft.q[draft.q_row[tree]].sum() == pytest.approx(1)
+    kept = union(Fixed(1, 2), draft_model("1x1"), exclude=False)
+    draft = kept.propose(batch_of(target, requests(WARM), kept))
+    assert (draft.q[draft.q_row[0]][1] > 0).item()
+
+
+def test_a_draft_model_at_temperature_0_is_merged_as_points_are(target):
+    alone = draft_model("1x1x1")
+    chain_of = paths(alone.propose(batch_of(target, requests(COLD), alone)), 0)
+    both = union(Fixed(chain_of[0][0], 0), draft_model("1x1x1"))
+    draft = both.propose(batch_of(target, requests(COLD), both))
+    assert draft.ways == {"point"}
+    assert paths(draft, 0) == [(chain_of[0][0],), (chain_of[0][0], 0), *chain_of[1:]]
+
+
+@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda one: one.name)
+@pytest.mark.parametrize("drawn", ["iid", "point"])
+def test_greedy_output_is_the_target_s(target, truth, verifier, drawn):
+    tree = "1x1x1" if drawn == "iid" else "2x1"
+    group, _ = decode(target, union(NgramTree(6, 3, 3, 1), Ngram(4, 2, 1), draft_model(tree, drawn)), requests())
+    assert emitted(group) == truth
+
+
+def test_parts_observe_their_own_rows_as_if_they_were_alone(target):
+    wants = Requires(hidden=(1,), top_k=2), Requires(hidden=(2, 1), logits=True), Requires()
+    parts = [Fixed(1, 2, requires=wants[0]), Fixed(1, 3, requires=wants[1]), Fixed(4, requires=wants[2])]
+    alone = [Fixed(*one.tokens, requires=one.requires) for one in parts]
+    decode(target, union(*parts), requests(new=8))
+    for part, single in zip(parts, alone, strict=True):
+        decode(target, single, requests(new=8))
+        mine = {(one.sequence.request.id, one.start): one for one in part.seen}
+        compared = 0
+        for other in single.seen:
+            one = mine.get((other.sequence.request.id, other.start))
+            if one is None:
+                continue  # another part's accepted tokens led past this position
+            assert [*one.rows] == [*other.rows]
+            for a, b in ((one.logits, other.logits), (one.top_k, other.top_k), (one.hidden, other.hidden)):
+                assert (a is None) == (b is None)
+                if a is not None:
+                    width = min(len(a), len(b))
+                    np.testing.assert_allclose(a[:width], b[:width], atol=1e-9)
+            compared += 1
+        assert compared >= 3
+
+
+def test_rows_are_not_handed_on_where_the_step_cut_the_draft(target):
+    part = Fixed(1, 2, 3, requires=Requires(top_k=1))
+    decode(replace(target, context=12), union(part, Fixed(2)), requests(new=8))
+    cut = [one for one in part.seen if not one.rows and not one.accepted]
+    assert cut and all(len(one.rows) in (0, 4) for one in part.seen)
+
+
+def test_forks_and_rewinds_reach_every_part(target):
+    calls = []
+
+    class Notes(Fixed):
+        def fork(self, state):
+            calls.append("fork")
+            return [*state, "forked"]
+
+        def rewind(self, state, length):
+            calls.append(("rewind", length))
+
+        def close(self, state):
+            calls.append("close")
+
+    both = union(Notes(1), Notes(2))
+    state = both.init(None)
+    copy = both.fork(state)
+    assert copy.each == [["forked"], ["forked"]] and state.each == [[], []]
+    both.rewind(copy, 3)
+    both.close(copy)
+    assert calls == ["fork"] * 2 + [("rewind", 3)] * 2 + ["close"] * 2
+
+
+def test_excluding_masks_only_roots_and_keeps_a_constraint_s_mask():
+    def even(shape, rows, token):
+        allowed = np.zeros((len(rows), 6), dtype=bool)
+        allowed[:, ::2] = True
+        return allowed
+
+    even.forces = True
+    shape = Shape(2, np.array([0, 1]))
+    found = Excluding(even, [[2], [0, 4]], 6)(shape, np.array([0, 1, 2]), np.array([2, 3]))
+    assert [np.flatnonzero(row).tolist() for row in found] == [[0, 4], [2], [0, 2, 4]]
+    assert Excluding(even, [[], []], 6).forces and not Excluding(None, [[], []], 6).forces
+
+
+def test_joined_drafts_keep_trees_tokens_and_distributions(target):
+    one, other = draft_model("2x1", "without"), draft_model("1x1", "iid")
+    batch = batch_of(target, requests(WARM), one)
+    first = one.propose(replace(batch, sequences=batch.sequences[:2]))
+    last = batch_of(target, requests(WARM), other)
+    second = other.propose(replace(last, sequences=last.sequences[2:]))
+    joined, places = join(batch, [first, second], [[1, 0], [2]])
+    assert paths(joined, 1) == paths(first, 0) and paths(joined, 0) == paths(first, 1)
+    assert paths(joined, 2) == paths(second, 0)
+    assert torch.equal(joined.q[joined.q_row[2]], second.q[second.q_row[0]])
+    assert torch.equal(joined.q[joined.q_row[1]], first.q[first.q_row[0]])
+    assert places == [[[0, 1, 2, 3], [0, 1, 2, 3]], [[0, 1]]]
+
+
+@pytest.mark.parametrize(
+    ("parts", "options", "message"),
+    [
+        ([Fixed(1)], {}, "at least two"),
+        ([draft_model("1"), draft_model("1x1")], {}, "p0, p1 sample"),
+        ([Fixed(1), draft_model("1x1", "gumbel")], {}, "gumbel"),
+        ([Fixed(1), draft_model("1x1x1")], {"nodes": 2}, "proposer.nodes is 2, but part p1 samples 3"),
+        ([Fixed(1), Fixed(2)], {"exclude": "no"}, "proposer.exclude"),
+    ],
+)
+def test_parts_that_cannot_be_united_are_refused(parts, options, message):
+    with pytest.raises(ValueError, match=message):
+        union(*parts, **options)
+
+
+def test_what_parts_declare_is_declared_together():
+    parts = Parts({"a": Fixed(1, requires=Requires(hidden=(2,), top_k=3)), "b": draft_model("2x1", "without")})
+    assert parts.requires == Requires(hidden=(2,), top_k=3)
+    assert parts.draws == {"point", "without"} and parts.drawn == "without" and parts.branches
+    assert parts.facts["b"]["drawn"] == "without"
