@@ -13,6 +13,7 @@ from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.roofline_text import roofline_notes
 from spec_lab.analysis.text import COLUMNS, WIDE, interval, losslessness, margin_notes, number, table
 from spec_lab.core.terminal import visible
+from spec_lab.results.manifest import with_parts
 
 Arm = Mapping[str, Any]
 FIGURES = (
@@ -47,27 +48,30 @@ def show(summary: Mapping[str, Any], console: Console, verbose: bool = False) ->
 
 
 def chosen_trees(now: Mapping[str, Arm], begun: Mapping[str, Arm]) -> list[str]:
-    """Return a line for each arm whose draft tree was chosen by measured costs, with the option that repeats it.
+    """Return a line for each arm, and each part of a hybrid, whose draft tree was chosen by measured costs, with the
+    option that repeats it.
 
     Args:
         now: the proposers' facts, by arm, the main arm first.
         begun: the same in the manifest; of a resumed run, from when it began.
     """
     lines, names = [], arm_names({arm: facts.get("name") for arm, facts in begun.items()})
-    for number_of_arm, (arm, facts) in enumerate(begun.items()):
+    main, now = next(iter(begun), ""), with_parts(now)
+    for name, facts in with_parts(begun).items():
         if "costs_measured" not in facts:
             continue
-        tree, option = facts["tree"], f"arms.{arm}.tree" if number_of_arm else "proposer.tree"
+        arm, dot, part = name.partition(".")
+        tree, option = facts["tree"], f"{'proposer' if arm == main else f'arms.{arm}'}{dot}{part}.tree"
         depth = 0 if tree == "none" else max(path.count(".") + 1 for path in tree.split())
         busy = "" if facts.get("costs_steady", True) else ", on a busy machine"
-        if "costs_measured" not in now.get(arm, {}):
+        if "costs_measured" not in now.get(name, {}):
             origin = f"chosen when this run began{busy}"
         elif facts["costs"] == "cached":
             origin = f"step costs from the cache, measured {facts['costs_measured']}"
         else:
             origin = f"step costs measured now{busy}{' and not cached' if busy else ''}"
         lines.append(
-            f"{names[arm]}: calibrated tree of {facts['nodes']} nodes, depth {depth}, expected tau "
+            f"{names[arm]}{dot}{part}: calibrated tree of {facts['nodes']} nodes, depth {depth}, expected tau "
             f"{facts['expected_tokens']:.2f} ({origin}); repeat it with {option}='{tree}'"
         )
     return lines

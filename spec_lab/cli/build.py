@@ -195,12 +195,13 @@ def build_each(config: DictConfig, group: str, **live: Any) -> dict[str, Any]:
 
 
 def with_trees(config: DictConfig, trees: Mapping[str, str]) -> DictConfig:
-    """Return the config with the trees, by arm, that the run calibrated when it began, so that a resumed run is not
-    calibrated again.
+    """Return the config with the trees that the run calibrated when it began, so that a resumed run is not calibrated
+    again. They are named as by ``manifest.begun_trees``.
     """
     config = deepcopy(config)
-    for arm, tree in trees.items():
-        option = "proposer.tree" if arm == "speculative" else f"arms.{arm}.tree"
+    for name, tree in trees.items():
+        arm, dot, part = name.partition(".")
+        option = f"{'proposer' if arm == 'speculative' else f'arms.{arm}'}{dot}{part}.tree"
         if OmegaConf.select(config, option) == "calibrated":
             OmegaConf.update(config, option, tree)
     return config

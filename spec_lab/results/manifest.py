@@ -198,7 +198,9 @@ def without_groups(out: Path, facts: Mapping[str, Any]) -> str:
 
 
 def begun_trees(out: Path, config: Mapping[str, Any], config_sha256: str = "") -> dict[str, str]:
-    """Return the draft trees of the run in ``out``, by arm; empty unless it began with this configuration.
+    """Return the draft trees of the run in ``out``; empty unless it began with this configuration.
+
+    They are named by their arm, those of a hybrid's parts ``arm.parts.name``.
 
     A tree that is chosen by timing may come out differently the next time. A resumed run must decode with
     the tree that it began with.
@@ -211,12 +213,29 @@ def begun_trees(out: Path, config: Mapping[str, Any], config_sha256: str = "") -
         return {}
     if config_sha256 and there.get("config_sha256", config_sha256) != config_sha256:
         return {}
-    return {arm: one["tree"] for arm, one in there["proposers"].items() if isinstance(one.get("tree"), str)}
+    return {
+        name: one["tree"] for name, one in with_parts(there["proposers"]).items() if isinstance(one.get("tree"), str)
+    }
+
+
+def with_parts(proposers: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the facts of proposers by arm, and of the parts of hybrids by ``arm.parts.name``, arm by arm."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, facts in proposers.items():
+        if isinstance(facts, Mapping):
+            found[name] = facts
+            parts = facts.get("parts")
+            found |= (
+                with_parts({f"{name}.parts.{part}": one for part, one in parts.items()})
+                if isinstance(parts, Mapping)
+                else {}
+            )
+    return found
 
 
 def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return what must agree for a run to be resumed: everything that may change a token or a timing."""
-    proposers = facts["proposers"].items()
+    proposers = with_parts(facts["proposers"]).items()
     return {
         "config": _configuration(facts["config"]),
         **{name: facts[name] for name in ("seed", "arms", "weights_sha256", "prompts_sha256", "commit", "versions")},
@@ -263,8 +282,12 @@ def _configuration(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_measuring(proposer: Any) -> Any:
-    """Return the options of a proposer without ``MEASURING``, if it is Medusa."""
-    if not isinstance(proposer, Mapping) or proposer.get("_target_") != MEDUSA:
+    """Return the options of a proposer without ``MEASURING``, if it is Medusa; so of a hybrid's parts."""
+    if not isinstance(proposer, Mapping):
+        return proposer
+    if isinstance(parts := proposer.get("parts"), Mapping):
+        return {**proposer, "parts": {name: _without_measuring(one) for name, one in parts.items()}}
+    if proposer.get("_target_") != MEDUSA:
         return proposer
     return {key: value for key, value in proposer.items() if key not in MEASURING}
 

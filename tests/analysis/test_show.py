@@ -152,6 +152,17 @@ def test_the_line_of_a_tree_names_the_proposer():
     assert show.chosen_trees({}, {"speculative": facts})[0].startswith("medusa: ")
 
 
+def test_the_trees_of_a_hybrid_s_parts_are_options_of_its_parts():
+    facts = {"tree": "0", "nodes": 1, "expected_tokens": 1.5, "costs": "cached", "costs_measured": "now"}
+    hybrid = {"name": "union", "parts": {"heads": facts, "suffix": {"name": "ngram"}}}
+    lines = show.chosen_trees({}, {"speculative": hybrid, "b": hybrid})
+    assert [line.partition(":")[0] for line in lines] == ["union.parts.heads", "b.parts.heads"]
+    assert [line.partition("with ")[2] for line in lines] == [
+        "proposer.parts.heads.tree='0'",
+        "arms.b.parts.heads.tree='0'",
+    ]
+
+
 def test_the_trees_of_further_arms_are_options_of_their_own():
     facts = {"tree": "0", "nodes": 1, "expected_tokens": 1.5, "costs": "cached", "costs_measured": "now"}
     lines = show.chosen_trees({"a": facts, "b": facts}, {"a": facts, "b": facts})

@@ -141,6 +141,17 @@ def test_a_file_that_is_not_a_manifest_is_refused_by_name(tmp_path, text):
             ask()
 
 
+def test_trees_of_a_hybrid_s_parts_are_named_by_part_and_part_of_the_run_s_identity(tmp_path):
+    def hybrid(tree):
+        parts = {"heads": {"name": "medusa", "tree": tree}, "chain": {"name": "ngram"}}
+        return facts() | {"proposers": {"speculative": {"name": "union", "drawn": "point", "parts": parts}}}
+
+    claim(tmp_path, hybrid("0 1"))
+    assert begun_trees(tmp_path, CONFIG) == {"speculative.parts.heads": "0 1"}
+    with pytest.raises(ValueError, match="tree"):
+        claim(tmp_path, hybrid("0 1 2"))
+
+
 def test_trees_are_those_of_a_run_of_the_same_configuration(tmp_path):
     assert begun_trees(tmp_path, CONFIG) == {}
     claim(tmp_path, facts())
