@@ -90,3 +90,34 @@ def test_an_error_inside_a_lazy_import_is_reported_in_place_of_the_module_that_i
         raise ModuleNotFoundError("Could not import module 'AttentionInterface'.") from cause
     assert reason(raised.value) == str(cause)
     assert reason(ModuleNotFoundError("No module named 'absent'")) == "No module named 'absent'"
+
+
+NGRAM = {"_target_": "spec_lab.propose.ngram.Ngram.load"}
+
+
+def test_the_parts_of_a_hybrid_are_built_first_and_may_be_hybrids():
+    inner = {"_target_": "spec_lab.propose.best_of.BestOf.load", "parts": {"c": NGRAM, "d": NGRAM | {"depth": 3}}}
+    outer = {"_target_": "spec_lab.propose.union.Union.load", "parts": {"a": NGRAM, "b": inner}, "nodes": 8}
+    made = build(OmegaConf.create({"proposer": outer}), "proposer", target=None)
+    assert [one.name for one in made.parts.all] == ["ngram", "best_of"]
+    assert [one.depth for one in made.parts.named["b"].parts.all] == [10, 3]
+    assert made.facts["parts"]["b"]["costs"] == {"c": 0.0, "d": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"a": NGRAM, "b": NGRAM | {"depth": -1}}, "proposer.*depth"),
+        (
+            {"a": NGRAM, "b": {"_target_": "types.SimpleNamespace"}},
+            r"proposer\.parts\.b\._target_=types.SimpleNamespace",
+        ),
+        ({"a": NGRAM, "b": {"depth": 3}}, r"proposer\.parts\.b must be a mapping whose _target_"),
+        ({"a": NGRAM}, "at least two"),
+        (None, "proposer"),
+    ],
+)
+def test_wrong_parts_of_a_hybrid_are_refused_by_name(parts, message):
+    wrong = {"_target_": "spec_lab.propose.union.Union.load", "parts": parts}
+    with pytest.raises(Refused, match=message):
+        build(OmegaConf.create({"proposer": wrong}), "proposer", target=None)

@@ -27,7 +27,7 @@ from tests import checkpoints
 
 ROOT = Path(__file__).parents[2]
 RUNS = [
-    "autoregressive", "draft_chain", "draft_tree", "eagle3", "medusa_tree", "ngram_chain", "ngram_tree", "peers",
+    "autoregressive", "draft_chain", "draft_tree", "eagle3", "hybrids", "medusa_tree", "ngram_chain", "ngram_tree", "peers",
     "proposers",
 ]  # fmt: skip
 CERTIFY = ["task.samples=500", "task.tokens=12", "max_new_tokens=6"]
@@ -46,7 +46,7 @@ STUDIES = [
 TRAIN = [f"train_{name}" for name in ("draft", "eagle1", "eagle3", "hydra", "medusa", "mtp", "pard")]
 """They are run by tests/train."""
 EXPERIMENTS = sorted([*RUNS, *TASKS, *STUDIES, "constraint_placement", "llama_cpp_peers", "stream", *TRAIN])
-GIVEN = {"target", "sampling", "seed"}
+GIVEN = {"parts", "target", "sampling", "seed"}
 """Arguments that the command line passes at the call."""
 LAB = {"lab", "settings", "config"}
 """Those that it passes to a task."""
@@ -71,6 +71,7 @@ def options() -> list[Path]:
 @pytest.mark.parametrize("file", options(), ids=lambda file: f"{file.parent.name}={file.stem}")
 def test_every_option_fits_the_arguments_of_what_it_names(file):
     config = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    config.pop("defaults", None)  # of a hybrid: its parts, which are given to it
     signature = inspect.signature(get_object(config.pop("_target_")))
     live = {"proposer": GIVEN & set(signature.parameters), "constraint": {"vocabulary"}, "task": LAB}.get(
         file.parent.name, ()
