@@ -27,8 +27,8 @@ from tests import checkpoints
 
 ROOT = Path(__file__).parents[2]
 RUNS = [
-    "autoregressive", "draft_chain", "draft_tree", "eagle3", "hybrids", "medusa_tree", "ngram_chain", "ngram_tree", "peers",
-    "proposers",
+    "autoregressive", "draft_chain", "draft_tree", "eagle3", "hybrids", "ngram_chain", "ngram_tree", "peers",
+    "medusa_tree", "proposers",
 ]  # fmt: skip
 CERTIFY = ["task.samples=500", "task.tokens=12", "max_new_tokens=6"]
 TASKS = {

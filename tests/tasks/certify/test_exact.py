@@ -29,6 +29,7 @@ from spec_lab.propose.hydra import Hydra
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.pard import Pard
+from spec_lab.propose.recycling import Recycling
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.propose.union import Union
@@ -127,6 +128,7 @@ PROPOSERS = {
     "PARD tree point": pard("2x1", "point"),
     "n-gram chain": Ngram(3, 3, 1),
     "n-gram tree": NgramTree(5, 3, 3, 1),
+    "token recycling": Recycling(4, parse("2x1")),
     "union of points": union(Ngram(2, 3, 1), medusa(8)),
     "union with a sampled chain": union(NgramTree(2, 2, 2, 1), draft_model("1x1", "iid")),
     "union with a sampled tree": union(Ngram(2, 2, 1), draft_model("2x1", "without")),

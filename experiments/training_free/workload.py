@@ -1,0 +1,77 @@
+"""Write a repetitive workload, as agents have: code that is edited, and records that change from turn to turn.
+
+    python -m experiments.training_free.workload OUT.jsonl
+
+Every prompt is made of one of the bundled held-out prompts. An edit: a piece of code, then the same piece in which one
+identifier has another name, as far as its first third; the model goes on with the copy. A conversation: a record, twice
+more with a number changed, then its beginning once more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import keyword
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from experiments.runs import ZOO
+
+NAME = re.compile(r"\b[a-z][a-z_]{3,}\b")
+NUMBER = re.compile(r"\b\d{2,}\b")
+
+
+def edited(code: str) -> str | None:
+    """Return the code with its most frequent identifier renamed; None where none occurs twice."""
+    names = Counter(one for one in NAME.findall(code) if not keyword.iskeyword(one))
+    if not names or names.most_common(1)[0][1] < 2:
+        return None
+    name = names.most_common(1)[0][0]
+    return re.sub(rf"\b{name}\b", f"new_{name}", code)
+
+
+def edits(code: str) -> str | None:
+    """Return a prompt in which code is being copied with one name changed."""
+    after = edited(code)
+    if after is None:
+        return None
+    lines = after.splitlines(keepends=True)
+    return f"{code.rstrip()}\n\n\n{''.join(lines[: max(2, len(lines) // 3)])}"
+
+
+def turns(record: str) -> str | None:
+    """Return a prompt in which a record is repeated with one number changed from turn to turn."""
+    found = NUMBER.search(record)
+    if found is None:
+        return None
+    start, end = found.span()
+    each = [f"{record[:start]}{int(found[0]) + turn}{record[end:]}".rstrip() for turn in range(4)]
+    lines = each[3].splitlines(keepends=True)
+    return "\n".join(each[:3]) + "\n" + "".join(lines[: max(2, len(lines) // 4)])
+
+
+def workload() -> Iterator[dict[str, str]]:
+    """Yield the prompts, edits and conversations in turn."""
+    made = []
+    for kind, make in (("code", edits), ("json", turns)):
+        lines = (ZOO / "prompts" / f"{kind}.jsonl").read_text().splitlines()
+        own = [(one, make(one["prompt"])) for one in map(json.loads, lines)]
+        made.append([
+            {"prompt": text, "workload": make.__name__, "source": one["source"], "id": f"{make.__name__}-{one['id']}"}
+            for one, text in own if text is not None
+        ])  # fmt: skip
+    for both in zip(*made, strict=False):
+        yield from both
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("out", type=Path)
+    out = made.parse_args().out
+    out.write_text("".join(json.dumps(one) + "\n" for one in workload()))
+
+
+if __name__ == "__main__":
+    main()
