@@ -28,6 +28,7 @@ from spec_lab.propose.hydra import Hydra
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.pard import Pard
+from spec_lab.propose.suffix import Suffix
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.propose.vocabularies import SharedTokens, one_to_one
@@ -117,6 +118,8 @@ PROPOSERS = {
     "PARD tree point": pard("2x1", "point"),
     "n-gram chain": Ngram(3, 3, 1),
     "n-gram tree": NgramTree(5, 3, 3, 1),
+    "suffix chain": Suffix.load(None, shared=9),
+    "suffix tree": Suffix.load(None, nodes=5, children=3, factor=4.0),
 }
 """Every shipped proposer."""
 
