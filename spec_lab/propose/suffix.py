@@ -25,6 +25,7 @@ from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
 from spec_lab.propose.suffix_counts import NO_DRAFT, SuffixDraft, SuffixRules
 from spec_lab.propose.suffix_index import SuffixIndex, SuffixSource
+from spec_lab.propose.suffix_store import TokenStore
 from spec_lab.propose.trees import MOST_NODES, Choices
 
 LONGEST = 64
@@ -129,17 +130,20 @@ class Suffix(Lifecycle):
         occurrences: int = 64,
         own: bool = True,
         shared: int = 0,
+        store: str | None = None,
         name: str = "suffix",
     ) -> Suffix:
         """Return the proposer with valid options.
 
         Args:
-            target: not used.
+            target: whose tokens a store must hold.
             nodes, depth, children, min_match, longest_only, factor, offset, min_share, occurrences: of ``SuffixRules``.
             max_match, own, name: of ``Suffix``.
             shared: maximum number of tokens of finished requests' responses; 0 for none.
+            store: the folder of a store that ``spec-lab index`` built; None for none.
 
         Raises:
+            OSError, ValueError: a store that is missing, damaged or of another tokenizer.
             ValueError: an option of the wrong type or range; names it.
         """
         for option, value in (("longest_only", longest_only), ("own", own)):
@@ -161,10 +165,14 @@ class Suffix(Lifecycle):
         whole("proposer.shared", shared, least=0, most=MOST_SHARED)
         if rules.budget(max_match) < 1:
             raise ValueError("proposer.factor and proposer.offset allow no nodes: set one of them to more than 0")
-        if not own and not shared:
-            raise ValueError("proposer.own=false leaves nothing to look up: set proposer.shared")
+        if not own and not shared and store is None:
+            raise ValueError("proposer.own=false leaves nothing to look up: set proposer.shared or proposer.store")
         responses = SharedResponses(SuffixIndex(max_match), shared) if shared else None
-        return Suffix(rules, max_match, own, responses, None, file_name("proposer.name", name))
+        found = Suffix(rules, max_match, own, responses, None, file_name("proposer.name", name))
+        if store is None:
+            return found
+        opened = TokenStore.open(store, target, max_match)
+        return replace(found, store=opened, facts={"store": opened.facts}, sha256=opened.sha256)
 
     @property
     def nodes(self) -> int:
