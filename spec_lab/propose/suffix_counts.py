@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from spec_lab.propose.suffix_index import SuffixSource
@@ -66,11 +67,11 @@ class SuffixRules:
         matches.
         """
         found = source.matches(context, self.min_match, self.occurrences)
-        if not found or self.budget(found[0].match) <= best.score:
+        if not found or self.budget(found[0][1]) <= best.score:
             return best
-        rows = source.continuations(found, min(self.depth, self.budget(found[0].match)))
+        rows = source.continuations(found, min(self.depth, self.budget(found[0][1])))
         end = 0
-        for match, group in groupby(found, key=lambda one: one.match):
+        for match, group in groupby(found, key=itemgetter(1)):
             end += sum(1 for _ in group)
             budget = self.budget(match)
             if budget <= best.score:  # a node adds at most 1, and shorter matches have smaller budgets

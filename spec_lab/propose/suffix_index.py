@@ -12,8 +12,9 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Protocol
 
 import numpy as np
 
@@ -30,16 +31,10 @@ BULK = 512
 """From so many new tokens on, and from an eighth of the text on, everything is sorted at once."""
 
 
-class Occurrence(NamedTuple):
-    """An earlier occurrence of the last tokens of a text.
-
-    Args:
-        position: of the token that followed it.
-        match: how many of the last tokens are the same, at most the longest match that is looked up.
-    """
-
-    position: int
-    match: int
+Occurrence = tuple[int, int]
+"""An earlier occurrence of the last tokens of a text: the position of the token that followed it, and how many of the
+last tokens are the same (the match), at most the longest match that is looked up. (Named tuples take longer to make.)
+"""
 
 
 class SuffixSource(Protocol):
@@ -159,26 +154,26 @@ class SuffixIndex:
         right = self._match(after[0], query) if after else 0
         while len(found) < most and (length := max(left, right)) >= least:
             wanted, first, second = query[:length], i, j
-            while left == length and i + j <= most:
-                i += 1
+            differs = self._differs(wanted)
+            if left == length:
+                i = bisect_left(before, True, lo=i, key=differs)
                 left = self._match(before[i], wanted) if i < len(before) else 0
-            while right == length and i + j <= most:
-                j += 1
+            if right == length:
+                j = bisect_left(after, True, lo=j, key=differs)
                 right = self._match(after[j], wanted) if j < len(after) else 0
             if i + j <= most:
                 places = before[first:i] + after[second:j]
             else:
                 low, inner, outer = self._rank(wanted), point - first, point + second
-                count = inner - low + self._rank([*wanted, LAST]) - outer
-                chosen = low + spread(count, most - len(found))
-                places = self._select(np.where(chosen < inner, chosen, chosen - inner + outer))
-            found += [Occurrence(place, length) for place in sorted(places, reverse=True)]
+                ranks = around(low, inner, outer, self._rank([*wanted, LAST]), most - len(found))
+                places = self._select(np.array(ranks))
+            found += zip(sorted(places, reverse=True), repeat(length))
         return found
 
     def continuations(self, found: Sequence[Occurrence], count: int) -> list[list[int]]:
         """As in ``SuffixSource``."""
         text, shift = self._text, len(self._pad) - self.dropped
-        read = [text[shift + one.position : shift + one.position + count] for one in found]
+        read = [text[shift + position : shift + position + count] for position, _ in found]
         return read if not self.documents else [until(one, SEPARATOR) for one in read]
 
     # The sorted list -------------------------------------------------------------------------------------------------
@@ -187,6 +182,11 @@ class SuffixIndex:
         """The reversed preceding tokens by which a position is sorted."""
         last = position + len(self._pad) - self.dropped - 1
         return self._text[last : last - self.max_match : -1]
+
+    def _differs(self, query: list[int]) -> Callable[[int], bool]:
+        """Return the test whether other tokens precede a position than the reversed ``query``."""
+        text, shift, length = self._text, len(self._pad) - self.dropped - 1, len(query)
+        return lambda position: text[position + shift : position + shift - length : -1] != query
 
     def _match(self, position: int, query: list[int]) -> int:
         """How many tokens of the reversed ``query`` precede a position."""
@@ -297,13 +297,19 @@ def sorted_contexts(text: np.ndarray, length: int) -> np.ndarray:
     return order[(text[order] != SEPARATOR) & (text[order - 1] != SEPARATOR)]
 
 
-def spread(count: int, wanted: int) -> np.ndarray:
+def spread(count: int, wanted: int) -> list[int]:
     """Return ``wanted`` of the numbers below ``count``, evenly spread from the first to the last; all if there are no
     more, and the last one where one is wanted.
     """
     if count <= wanted:
-        return np.arange(count)
-    return np.arange(wanted) * (count - 1) // (wanted - 1) if wanted > 1 else np.array([count - 1])
+        return list(range(count))
+    return [one * (count - 1) // (wanted - 1) for one in range(wanted)] if wanted > 1 else [count - 1]
+
+
+def around(low: int, inner: int, outer: int, high: int, wanted: int) -> list[int]:
+    """Return ``wanted`` of the ranks from ``low`` to ``high`` but not from ``inner`` to ``outer``, evenly spread."""
+    gap = outer - inner
+    return [rank if rank < inner else rank + gap for rank in (low + one for one in spread(high - low - gap, wanted))]
 
 
 def until(tokens: list[int], separator: int) -> list[int]:

@@ -19,6 +19,7 @@ import hashlib
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ import numpy as np
 from spec_lab.core.files import expect, open_regular, read_json
 from spec_lab.core.options import brief
 from spec_lab.models.target import Target
-from spec_lab.propose.suffix_index import Occurrence, spread, until
+from spec_lab.propose.suffix_index import Occurrence, around, until
 
 CONTEXT = 16
 """Number of preceding tokens by which positions are sorted: the longest match."""
@@ -97,15 +98,14 @@ class TokenStore(NamedTuple):
 
     def matches(self, context: Sequence[int], least: int, most: int) -> list[Occurrence]:
         """As in ``SuffixSource``."""
-        order, ranges = self.order, self.ranges(context)
+        order, ranges = self.order.data, self.ranges(context)
         found: list[Occurrence] = []
-        inner, outer = 0, 0  # the range of the longer matches
+        inner, outer = ranges[-1][:1] * 2 if ranges else (0, 0)  # the range of the longer matches
         for length in range(len(ranges), least - 1, -1):
             low, high = ranges[length - 1]
             if len(found) < most:
-                ranks = low + spread(high - low - (outer - inner), most - len(found))
-                ranks = ranks + np.where(ranks < inner, 0, outer - inner) if outer > inner else ranks
-                found += [Occurrence(place, length) for place in sorted(order[ranks].tolist(), reverse=True)]
+                places = [order[rank] for rank in around(low, inner, outer, high, most - len(found))]
+                found += zip(sorted(places, reverse=True), repeat(length))
             inner, outer = low, high
         return found
 
@@ -128,6 +128,8 @@ class TokenStore(NamedTuple):
             def preceding(rank: int, back: int = back) -> int:
                 return tokens[order[rank] - back]
 
+            if preceding(low) == token == preceding(high - 1):  # often the case after a few tokens
+                continue
             within = range(low, high)
             left = bisect_left(within, token, key=preceding)
             low, high = low + left, low + bisect_right(within, token, lo=left, key=preceding)
@@ -135,7 +137,7 @@ class TokenStore(NamedTuple):
 
     def continuations(self, found: Sequence[Occurrence], count: int) -> list[list[int]]:
         """As in ``SuffixSource``."""
-        places = np.array([one.position for one in found])[:, None] + np.arange(count)
+        places = np.array([position for position, _ in found])[:, None] + np.arange(count)
         separator = len(self.first) - 1
         read = self.tokens[np.minimum(places, len(self.tokens) - 1)].tolist()
         return [until(one, separator) for one in read]

@@ -167,9 +167,9 @@ def test_a_copy_is_independent():
 
 
 def test_a_sample_is_spread_from_the_first_to_the_last():
-    assert spread(10, 4).tolist() == [0, 3, 6, 9]
-    assert spread(3, 4).tolist() == [0, 1, 2]
-    assert spread(10, 1).tolist() == [9]
+    assert spread(10, 4) == [0, 3, 6, 9]
+    assert spread(3, 4) == [0, 1, 2]
+    assert spread(10, 1) == [9]
 
 
 # Drafts ----------------------------------------------------------------------------------------------------------
