@@ -249,9 +249,11 @@ class Suffix(Lifecycle):
 
         (Responses that one enumerated outcome leaves would change the drafts of the next.)
         """
-        texts = [toy_text(target.vocabulary, step) for step in (1, 2)]
+        texts = [toy_text(target.vocabulary, step) for step in (1, -1)]
+        rules = replace(self.rules, min_match=1)  # a toy's text has a few tokens
         shared = None if self.shared is None else SharedResponses(self._index(texts[0]), 1, learns=False)
-        return replace(self, shared=shared, store=None if self.store is None else self._index(texts[1]), sha256=None)
+        store = None if self.store is None else self._index(texts[1])
+        return replace(self, rules=rules, shared=shared, store=store, sha256=None)
 
     def _index(self, text: Sequence[int]) -> SuffixIndex:
         index = SuffixIndex(self.max_match)
@@ -260,8 +262,9 @@ class Suffix(Lifecycle):
 
 
 def toy_text(vocabulary: int, step: int) -> list[int]:
-    """Return a text in which tokens of a small vocabulary follow each other in several ways."""
-    return [place * place * step % vocabulary for place in range(12)]
+    """Return a text in which every token of a small vocabulary follows every other, in one of two orders."""
+    tokens = range(vocabulary)[::step]
+    return [token for one in tokens for other in tokens for token in (one, other)]
 
 
 def _factor(value: Any) -> float:

@@ -201,7 +201,10 @@ class SuffixIndex:
     def _rank(self, context: list[int]) -> int:
         """The number of positions whose context is smaller."""
         at = max(0, bisect_left(self._heads, context) - 1)
-        return int(self._starts[at]) + bisect_left(self._blocks[at], context, key=self._context)
+        text, shift, length = self._text, len(self._pad) - self.dropped - 1, self.max_match
+        return int(self._starts[at]) + bisect_left(
+            self._blocks[at], context, key=lambda p: text[p + shift : p + shift - length : -1]
+        )
 
     def _select(self, ranks: np.ndarray) -> list[int]:
         at = np.searchsorted(self._starts, ranks, side="right") - 1

@@ -167,7 +167,7 @@ def test_nothing_is_left_of_a_store_that_cannot_be_built(tmp_path):
 
 def test_rest_drafts_a_tree_and_is_lossless(tmp_path):
     made(tmp_path / "out", [[1, 2, 3, 3], [0, 1, 2, 3, 0], [1, 2, 0]], 4)
-    options = {"children": 64, "factor": 0.0, "offset": 64, "nodes": 64, "min_share": 0.0, "own": False}
+    options = {"min_match": 2, "children": 64, "factor": 0.0, "offset": 64, "nodes": 64, "min_share": 0.0, "own": False}
     rest = Suffix.load(target_of(4), store=str(tmp_path / "out"), name="rest", **options)
     sequence = SimpleNamespace(tokens=[1, 2], state=rest.init(None))
     draft = rest.propose(SimpleNamespace(sequences=[sequence], device="cpu"))
