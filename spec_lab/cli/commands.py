@@ -1,4 +1,5 @@
-"""Commands: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``track`` read runs; ``convert`` weights.
+"""Commands: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``track`` read runs; ``convert`` weights;
+``index`` text.
 
 ``spec-lab train NAME`` is short for an experiment (``experiment``).
 """
@@ -161,6 +162,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     convert.add_argument("out", type=Path, metavar="OUT", help="the GGUF file to write; or the folder of the drafter")
     convert.add_argument("--dtype", help="of a GGUF file's matrices: f32, bf16, f16, q8_0 or q4_0 (the checkpoint's)")
     convert.add_argument("--force", action="store_true", help="overwrite an existing GGUF file")
+    index = add("index")
+    index.add_argument("corpus", metavar="CORPUS", help='a JSONL file with lines {"text": "..."}')
+    index.add_argument("out", type=Path, metavar="OUT", help="the folder of the store, for proposer.store=OUT")
+    index.add_argument("--tokenizer", required=True, metavar="TARGET", help="the target's folder or hub name")
     train = which.add_parser(
         TRAIN,
         usage=f"spec-lab {TRAIN} NAME [OVERRIDE ...]",
@@ -283,6 +288,19 @@ def _convert(given: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _index(given: argparse.Namespace, console: Console) -> int:
+    """Write a store of text, in which the proposers rest and suffix look up what followed the last tokens."""
+    from spec_lab.models.loading import describe, read_texts
+    from spec_lab.propose.suffix_build import build
+    from spec_lab.text.prompts import texts
+
+    tokenizer, _ = read_texts(given.tokenizer, describe(given.tokenizer))
+    made = build(texts(given.corpus), tokenizer, given.out)
+    size = f"{made.size / 2**20:.1f} MiB"
+    _say(console, f"{given.out}: {made.tokens} tokens of {made.documents} documents, {size}")
+    return 0
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
     "state": _state,
     "collect": _collect,
@@ -291,6 +309,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
     "track": _track,
     "dashboard": _dashboard,
     "convert": _convert,
+    "index": _index,
 }
 
 

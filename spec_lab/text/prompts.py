@@ -70,6 +70,16 @@ def jsonl(path: str, limit: int | None = None) -> list[Prompt]:
     return _checked(prompts, path)
 
 
+def texts(path: str) -> Iterator[str]:
+    """Yield the field ``text`` of each line of a JSONL file of any size, one line in memory at a time.
+
+    Raises:
+        OSError, ValueError: as of ``jsonl``; a line without ``text``.
+    """
+    for where, _, record in _records(path, None, most=None):
+        yield _text(record, "text", where, "'text'")
+
+
 def spec_bench(path: str, limit: int | None = None) -> list[Prompt]:
     """Read Spec-Bench's question file: ``question_id``, ``category`` and ``turns``, whose first is the prompt.
 
@@ -158,8 +168,13 @@ def digest(prompts: Sequence[Prompt]) -> str:
     return state.hexdigest()
 
 
-def _records(path: str, limit: int | None) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield ("file:line", line, object) of each line that is not blank, up to ``limit`` of them."""
+def _records(path: str, limit: int | None, most: int | None = MAX_FILE) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield ("file:line", line, object) of each line that is not blank, up to ``limit`` of them.
+
+    Args:
+        path, limit: of ``jsonl``.
+        most: maximum size of the file, in bytes; None for any.
+    """
     if limit is not None:
         whole("prompts.limit", limit, otherwise=", or null for all")
     if not isinstance(path, str) or not path:
@@ -168,8 +183,8 @@ def _records(path: str, limit: int | None) -> Iterator[tuple[str, int, dict[str,
         kind = "is a directory" if Path(path).is_dir() else "is no regular file"
         kind = kind if Path(path).exists() else "does not exist"
         raise FileNotFoundError(f"prompts file {path} {kind}; set prompts.path to a JSONL file")
-    if (size := Path(path).stat().st_size) > MAX_FILE:
-        raise ValueError(f"prompts file {path} has {size} bytes, more than {MAX_FILE}; split it")
+    if most is not None and (size := Path(path).stat().st_size) > most:
+        raise ValueError(f"prompts file {path} has {size} bytes, more than {most}; split it")
     count = 0
     with open(path, "rb") as stream:
         for number, raw in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), start=1):

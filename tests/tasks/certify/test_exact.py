@@ -30,6 +30,7 @@ from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.pard import Pard
 from spec_lab.propose.recycling import Recycling
+from spec_lab.propose.suffix import Suffix
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.propose.union import Union
@@ -134,6 +135,8 @@ PROPOSERS = {
     "union with a sampled tree": union(Ngram(2, 2, 1), draft_model("2x1", "without")),
     "union with a sampled tree that may repeat points": union(Ngram(2, 2, 1), draft_model("2", "iid"), exclude=False),
     "best of an n-gram and a chain": best_of(Ngram(2, 2, 1), draft_model("1x1", "iid"), start=1.0, memory=0.5),
+    "suffix chain": Suffix.load(None, shared=9),
+    "suffix tree": Suffix.load(None, nodes=5, children=3, factor=4.0),
 }
 """Every shipped proposer."""
 

@@ -1,0 +1,278 @@
+"""The suffix proposer: it drafts what followed earlier occurrences of the last tokens, scored by counts.
+
+One structure and one score serve a family of methods, as options: SuffixDecoding (2411.04975; own text and the
+responses of finished requests, every match length tried), SAM-Decoding (2411.10666; the longest match, longer drafts
+after longer matches) and REST (2311.08252; a store on disk, trees).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import torch
+
+from spec_lab.core.draft import Draft, Drawn, Shape, forest
+from spec_lab.core.options import brief, file_name, share, whole
+from spec_lab.engine.proposer import Lifecycle, Observation
+from spec_lab.engine.request import Request
+from spec_lab.engine.runner import DraftRunner
+from spec_lab.engine.sequence import Batch, SequenceState
+from spec_lab.models.target import Target
+from spec_lab.propose.suffix_counts import NO_DRAFT, SuffixDraft, SuffixRules
+from spec_lab.propose.suffix_index import SuffixIndex, SuffixSource
+from spec_lab.propose.suffix_store import TokenStore
+from spec_lab.propose.trees import MOST_NODES, Choices
+
+LONGEST = 64
+"""Maximum length of a match."""
+
+MOST_OCCURRENCES = 4096
+"""Maximum number of occurrences that are counted."""
+
+MOST_SHARED = 2**26
+"""Maximum number of tokens of the responses that are kept."""
+
+
+@dataclass(eq=False)
+class SharedResponses:
+    """The responses of finished requests, which all requests share. The oldest are forgotten first.
+
+    Args:
+        index: of the responses.
+        most: maximum number of tokens.
+        learns: whether responses are added.
+        version: changes with what is known.
+    """
+
+    index: SuffixIndex
+    most: int
+    learns: bool = True
+    version: int = 0
+
+    def learn(self, response: Sequence[int]) -> None:
+        """Add a response, or its last ``most`` tokens; forget the oldest ones that no longer fit."""
+        if not self.learns or not response:
+            return
+        self.version += 1
+        self.index.add(response[-self.most :])
+        while sum(self.index.documents) > self.most:
+            self.index.drop()
+
+    def forget(self) -> None:
+        """Forget all responses."""
+        if self.learns:
+            self.version += 1
+            self.index = SuffixIndex(self.index.max_match)
+
+
+@dataclass(eq=False)
+class SuffixState:
+    """Of one sequence.
+
+    Args:
+        own: the index of its text; None where it is not used.
+        known: how many of the indexed tokens are unchanged since.
+        planned: number of tokens, and version of the shared responses, that ``draft`` was made for.
+        draft: the last one.
+    """
+
+    own: SuffixIndex | None
+    known: int = 0
+    planned: tuple[int, int] | None = None
+    draft: SuffixDraft = NO_DRAFT
+
+
+@dataclass(eq=False)
+class Suffix(Lifecycle):
+    """Drafts the continuations of earlier occurrences of the last tokens, by their counts.
+
+    Args:
+        rules: how occurrences become a draft.
+        max_match: longest match that is looked up, at most ``LONGEST``.
+        own: whether the text of the sequence itself is looked up.
+        shared: the responses of finished requests; None for none.
+        store: further text, such as a store on disk; None for none.
+        name: for records.
+        facts: what the manifest records of the store.
+        sha256: of the store; None without one.
+    """
+
+    rules: SuffixRules
+    max_match: int = 32
+    own: bool = True
+    shared: SharedResponses | None = None
+    store: SuffixSource | None = None
+    name: str = "suffix"
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    sha256: str | None = None
+    drawn: Drawn = "point"
+    _shape: Callable[[tuple[int, ...]], Shape] = field(
+        init=False, repr=False, default_factory=lambda: lru_cache(maxsize=1024)(_shape_of)
+    )
+
+    @staticmethod
+    def load(
+        target: Target,
+        nodes: int = 32,
+        depth: int = 32,
+        children: int = 1,
+        max_match: int = 32,
+        min_match: int = 1,
+        longest_only: bool = False,
+        factor: float = 1.0,
+        offset: int = 0,
+        min_share: float = 0.1,
+        occurrences: int = 64,
+        own: bool = True,
+        shared: int = 0,
+        store: str | None = None,
+        name: str = "suffix",
+    ) -> Suffix:
+        """Return the proposer with valid options.
+
+        Args:
+            target: whose tokens a store must hold.
+            nodes, depth, children, min_match, longest_only, factor, offset, min_share, occurrences: of ``SuffixRules``.
+            max_match, own, name: of ``Suffix``.
+            shared: maximum number of tokens of finished requests' responses; 0 for none.
+            store: the folder of a store that ``spec-lab index`` built; None for none.
+
+        Raises:
+            OSError, ValueError: a store that is missing, damaged or of another tokenizer.
+            ValueError: an option of the wrong type or range; names it.
+        """
+        for option, value in (("longest_only", longest_only), ("own", own)):
+            if not isinstance(value, bool):
+                raise ValueError(f"proposer.{option} must be true or false, not {brief(value)}")
+        if whole("proposer.min_match", min_match, most=LONGEST) > whole("proposer.max_match", max_match, most=LONGEST):
+            raise ValueError(f"proposer.min_match is {min_match}, larger than proposer.max_match, which is {max_match}")
+        rules = SuffixRules(
+            nodes=whole("proposer.nodes", nodes, most=MOST_NODES),
+            depth=whole("proposer.depth", depth, most=MOST_NODES),
+            min_match=min_match,
+            occurrences=whole("proposer.occurrences", occurrences, most=MOST_OCCURRENCES),
+            factor=_factor(factor),
+            offset=whole("proposer.offset", offset, least=0, most=MOST_NODES),
+            min_share=share("proposer.min_share", min_share),
+            children=whole("proposer.children", children, most=MOST_NODES),
+            longest_only=longest_only,
+        )
+        whole("proposer.shared", shared, least=0, most=MOST_SHARED)
+        if rules.budget(max_match) < 1:
+            raise ValueError("proposer.factor and proposer.offset allow no nodes: set one of them to more than 0")
+        if not own and not shared and store is None:
+            raise ValueError("proposer.own=false leaves nothing to look up: set proposer.shared or proposer.store")
+        responses = SharedResponses(SuffixIndex(max_match), shared) if shared else None
+        found = Suffix(rules, max_match, own, responses, None, file_name("proposer.name", name))
+        if store is None:
+            return found
+        opened = TokenStore.open(store, target, max_match)
+        return replace(found, store=opened, facts={"store": opened.facts}, sha256=opened.sha256)
+
+    @property
+    def nodes(self) -> int:
+        """Maximum number of nodes below one root."""
+        return self.rules.budget(self.max_match)
+
+    @property
+    def branches(self) -> bool:
+        """Whether it drafts trees."""
+        return self.rules.children > 1
+
+    @property
+    def shared_store(self) -> str:
+        """What requests share."""
+        return f"the last {self.shared.most} tokens of the responses of finished requests" if self.shared else ""
+
+    def forget(self) -> None:
+        """Forget the responses."""
+        if self.shared is not None:
+            self.shared.forget()
+
+    def scores(self, batch: Batch) -> list[float]:
+        """Return the expected number of accepted tokens of the draft for each sequence, 0 where nothing matches.
+
+        The drafts are kept until ``propose`` returns them.
+        """
+        return [self._draft(sequence).score for sequence in batch.sequences]
+
+    def propose(self, batch: Batch) -> Draft:
+        """Draft one tree per sequence, an empty one where nothing matches."""
+        drafts = [self._draft(sequence) for sequence in batch.sequences]
+        shapes = tuple(self._shape(one.parents) for one in drafts)
+        tokens = [token for one in drafts for token in one.tokens]
+        return Draft(forest(shapes), torch.tensor(tokens, dtype=torch.long, device=batch.device))
+
+    def _draft(self, sequence: SequenceState) -> SuffixDraft:
+        """Return the draft of the best score over the sources: the own text first, which wins ties."""
+        state: SuffixState = sequence.state
+        tokens = sequence.tokens
+        planned = (len(tokens), 0 if self.shared is None else self.shared.version)
+        if state.planned != planned:
+            best, context = NO_DRAFT, tokens[-self.max_match :]
+            if state.own is not None:
+                state.own.follow(tokens, state.known)
+                best = self.rules.draft(state.own, context, best)
+            if self.shared is not None:
+                best = self.rules.draft(self.shared.index, context, best)
+            if self.store is not None:
+                best = self.rules.draft(self.store, context, best)
+            state.draft, state.known, state.planned = best, len(tokens), planned
+        return state.draft
+
+    def init(self, request: Request) -> SuffixState:
+        """Return the state of an empty text."""
+        return SuffixState(SuffixIndex(self.max_match) if self.own else None)
+
+    def observe(self, observed: Sequence[Observation]) -> None:
+        """Learn the responses of the sequences that end."""
+        if self.shared is not None:
+            for one in observed:
+                if one.sequence.finish is not None:
+                    self.shared.learn(one.sequence.emitted)
+
+    def fork(self, state: SuffixState) -> SuffixState:
+        """Return an independent copy."""
+        return replace(state, own=None if state.own is None else state.own.copy())
+
+    def rewind(self, state: SuffixState, length: int) -> None:
+        """Tokens from ``length`` on may have changed."""
+        state.known, state.planned = min(state.known, length), None
+
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Suffix:
+        """Return the same proposer for another target, with fixed texts in place of what it shares and stores.
+
+        (Responses that one enumerated outcome leaves would change the drafts of the next.)
+        """
+        texts = [toy_text(target.vocabulary, step) for step in (1, -1)]
+        rules = replace(self.rules, min_match=1)  # a toy's text has a few tokens
+        shared = None if self.shared is None else SharedResponses(self._index(texts[0]), 1, learns=False)
+        store = None if self.store is None else self._index(texts[1])
+        return replace(self, rules=rules, shared=shared, store=store, sha256=None)
+
+    def _index(self, text: Sequence[int]) -> SuffixIndex:
+        index = SuffixIndex(self.max_match)
+        index.add(text)
+        return index
+
+
+def toy_text(vocabulary: int, step: int) -> list[int]:
+    """Return a text in which every token of a small vocabulary follows every other, in one of two orders."""
+    tokens = range(vocabulary)[::step]
+    return [token for one in tokens for other in tokens for token in (one, other)]
+
+
+def _factor(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or not 0 <= value <= 1024:
+        raise ValueError(f"proposer.factor must be a number from 0 to 1024, not {brief(value)}")
+    return float(value)
+
+
+def _shape_of(parents: tuple[int, ...]) -> Shape:
+    """Return the one-tree shape with these parent rows."""
+    return Shape(1, np.array(parents, dtype=np.int64))

@@ -1,0 +1,120 @@
+"""How occurrences of a context become a draft: a trie of their continuations with counts, cut to the best nodes.
+
+Source: SuffixDecoding (2411.04975, section 3.2): a tree within a budget for each match length, and the best score of
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
+
+from spec_lab.propose.suffix_index import SuffixSource
+
+
+class SuffixDraft(NamedTuple):
+    """A tree for one sequence.
+
+    Args:
+        score: the expected number of accepted tokens: the sum of the nodes' shares of the occurrences.
+        parents: the row above each node; 0 is the root.
+        tokens: of each node.
+    """
+
+    score: float
+    parents: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+
+
+NO_DRAFT = SuffixDraft(0.0)
+
+
+@dataclass(frozen=True)
+class SuffixRules:
+    """How occurrences become a draft.
+
+    Args:
+        nodes: maximum number of nodes.
+        depth: maximum number of tokens of a path.
+        min_match: length of the shortest match.
+        occurrences: maximum number of occurrences that are counted.
+        factor, offset: a match of m tokens drafts at most factor * m + offset nodes.
+        min_share: a node which a smaller share of the occurrences leads to is not drafted.
+        children: maximum number of children of a node; 1 drafts chains.
+        longest_only: whether only the longest match is tried.
+    """
+
+    nodes: int = 32
+    depth: int = 32
+    min_match: int = 1
+    occurrences: int = 64
+    factor: float = 1.0
+    offset: int = 0
+    min_share: float = 0.1
+    children: int = 1
+    longest_only: bool = False
+
+    def budget(self, match: int) -> int:
+        """Return the maximum number of nodes after a match of this length."""
+        return min(self.nodes, int(self.factor * match) + self.offset)
+
+    def draft(self, source: SuffixSource, context: Sequence[int], best: SuffixDraft = NO_DRAFT) -> SuffixDraft:
+        """Return the draft with the best score: ``best``, or one from a source. Ties go to ``best``, then to longer
+        matches.
+        """
+        found = source.matches(context, self.min_match, self.occurrences)
+        if not found or self.budget(found[0][1]) <= best.score:
+            return best
+        rows = source.continuations(found, min(self.depth, self.budget(found[0][1])))
+        end = 0
+        for match, group in groupby(found, key=itemgetter(1)):
+            end += sum(1 for _ in group)
+            budget = self.budget(match)
+            if budget <= best.score:  # a node adds at most 1, and shorter matches have smaller budgets
+                break
+            one = grow(rows[:end], budget, self.children, self.min_share)
+            best = one if one.score > best.score else best
+            if self.longest_only:
+                break
+        return best
+
+
+def grow(rows: Sequence[Sequence[int]], budget: int, children: int, min_share: float) -> SuffixDraft:
+    """Return the tree of the continuations that most occurrences agree on, likeliest nodes first.
+
+    A node's probability is the product of count(child) / count(node) along its path (2411.04975, equation 1), which is
+    the share of the occurrences whose continuation begins with the path.
+
+    Args:
+        rows: the continuation of each occurrence. Of equally frequent tokens the one of the earlier row comes first.
+        budget: maximum number of nodes.
+        children: maximum number of children of a node.
+        min_share: smallest probability of a node.
+    """
+    parents: list[int] = []
+    tokens: list[int] = []
+    heap: list[tuple[int, int, int, int, int, list[Sequence[int]]]] = []
+    total, order, counted = len(rows), 0, 0
+    parent, depth, here = 0, 0, list(rows)
+    while len(tokens) < budget:
+        below: dict[int, list[Sequence[int]]] = {}
+        for row in here:
+            if depth < len(row):
+                below.setdefault(row[depth], []).append(row)
+        likeliest = sorted(below.items(), key=lambda one: -len(one[1])) if len(below) > 1 else list(below.items())
+        for token, through in likeliest[:children]:
+            if len(through) / total >= min_share:
+                order += 1
+                heappush(heap, (-len(through), order, parent, token, depth + 1, through))
+        if not heap:
+            break
+        count, _, above, token, depth, here = heappop(heap)
+        counted -= count
+        parents.append(above)
+        tokens.append(token)
+        parent = len(tokens)
+    return SuffixDraft(counted / total, tuple(parents), tuple(tokens))

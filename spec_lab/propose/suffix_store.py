@@ -1,0 +1,215 @@
+"""A store of text on disk in which contexts are looked up: memory-mapped, so that it may be larger than memory.
+
+A folder with four files, which ``suffix_build.build`` writes:
+
+- ``tokens.npy`` ``[n]``, uint16 or uint32: the documents, with the separator (the size of the vocabulary) before each
+  and at the end.
+- ``order.npy`` ``[m]``, uint32 or uint64: the positions that have a context, sorted by the up to ``CONTEXT`` reversed
+  tokens before them (which end at a separator), then by position.
+- ``first.npy`` ``[vocabulary + 1]``, int64: where the positions after each last token begin in ``order``.
+- ``store.json``: ``FACTS``.
+
+Source: REST (2311.08252, section 3.1), whose suffix array is searched from the first token of the context on; here the
+search continues with one more preceding token, so that one search finds the matches of every length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import repeat
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spec_lab.core.files import expect, open_regular, read_json
+from spec_lab.core.options import brief
+from spec_lab.models.target import Target
+from spec_lab.propose.suffix_index import Occurrence, around, until
+
+CONTEXT = 16
+"""Number of preceding tokens by which positions are sorted: the longest match."""
+
+TOKENS, ORDER, FIRST, STORE = "tokens.npy", "order.npy", "first.npy", "store.json"
+HASHED = (TOKENS, ORDER, FIRST)
+CHUNK = 2**22
+"""Entries, or bytes, that are checked at once."""
+
+FACTS: dict[str, Any] = {
+    "format": {1}, "vocabulary": int, "tokenizer": str, "context": {CONTEXT}, "tokens": int, "documents": int,
+    "positions": int, "sha256": dict.fromkeys(HASHED, str),
+}  # fmt: skip
+"""What ``store.json`` holds; ``tokenizer`` is the hash of its vocabulary, ``sha256`` those of the files."""
+
+
+class TokenStore(NamedTuple):
+    """An open store.
+
+    Args:
+        tokens, order, first: its arrays, memory-mapped.
+        longest: longest match that is looked up, at most ``CONTEXT``.
+        facts: what the manifest records.
+        sha256: of ``store.json``, which holds the hashes of the arrays.
+    """
+
+    tokens: np.ndarray
+    order: np.ndarray
+    first: np.ndarray
+    longest: int
+    facts: dict[str, Any]
+    sha256: str
+
+    @staticmethod
+    def open(path: str, target: Target, longest: int = CONTEXT) -> TokenStore:
+        """Open a store after reading and checking all of it.
+
+        Args:
+            path: its folder.
+            target: whose tokens it must hold.
+            longest: longest match that is looked up.
+
+        Raises:
+            OSError: a file is missing or cannot be opened.
+            ValueError: a damaged store, or one of another tokenizer; names the file and what is wrong.
+        """
+        if not isinstance(path, str) or not path:
+            raise ValueError(f"proposer.store must be the folder of a store, not {brief(path)}")
+        folder = Path(path)
+        facts = read_json(folder / STORE)
+        if facts is None:
+            raise FileNotFoundError(f"proposer.store={path} holds no {STORE}: build a store with spec-lab index")
+        try:
+            expect(facts, FACTS, "")
+        except ValueError as error:
+            raise ValueError(f"{folder / STORE}: {error}; build the store again with spec-lab index") from error
+        if target.tokenizer is None or facts["tokenizer"] != vocabulary_hash(target.tokenizer):
+            raise ValueError(
+                f"proposer.store={path} was built with another tokenizer than that of target '{target.name}': build "
+                f"one with spec-lab index CORPUS OUT --tokenizer {target.name}"
+            )
+        tokens, order, first = (_array(folder / name, facts["sha256"][name]) for name in HASHED)
+        _check(folder, facts, tokens, order, first, target.vocabulary)
+        kept = {name: facts[name] for name in ("tokens", "documents", "positions", "vocabulary")}
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return TokenStore(tokens, order, first, min(longest, CONTEXT), kept, digest)
+
+    def matches(self, context: Sequence[int], least: int, most: int) -> list[Occurrence]:
+        """As in ``SuffixSource``."""
+        order, ranges = self.order.data, self.ranges(context)
+        found: list[Occurrence] = []
+        inner, outer = ranges[-1][:1] * 2 if ranges else (0, 0)  # the range of the longer matches
+        for length in range(len(ranges), least - 1, -1):
+            low, high = ranges[length - 1]
+            if len(found) < most:
+                places = [order[rank] for rank in around(low, inner, outer, high, most - len(found))]
+                found += zip(sorted(places, reverse=True), repeat(length))
+            inner, outer = low, high
+        return found
+
+    def ranges(self, context: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the ranges in ``order`` of the positions after the last 1, 2, ... tokens, as long as there are any."""
+        query = context[: -self.longest - 1 : -1]
+        separator = len(self.first) - 1
+        if not query or query[0] >= separator:
+            return []
+        tokens, order = self.tokens.data, self.order.data
+        low, high = int(self.first[query[0]]), int(self.first[query[0] + 1])
+        found = []
+        for back, token in enumerate([*query[1:], separator], start=2):
+            if low == high:
+                break
+            found.append((low, high))
+            if token >= separator:
+                break
+
+            def preceding(rank: int, back: int = back) -> int:
+                return tokens[order[rank] - back]
+
+            if preceding(low) == token == preceding(high - 1):  # often the case after a few tokens
+                continue
+            within = range(low, high)
+            left = bisect_left(within, token, key=preceding)
+            low, high = low + left, low + bisect_right(within, token, lo=left, key=preceding)
+        return found
+
+    def continuations(self, found: Sequence[Occurrence], count: int) -> list[list[int]]:
+        """As in ``SuffixSource``."""
+        places = np.array([position for position, _ in found])[:, None] + np.arange(count)
+        separator = len(self.first) - 1
+        read = self.tokens[np.minimum(places, len(self.tokens) - 1)].tolist()
+        return [until(one, separator) for one in read]
+
+
+def vocabulary_hash(tokenizer: Any) -> str:
+    """Return the SHA-256 over the tokens of a tokenizer and their ids."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def file_hash(file: Path) -> str:
+    """Return the SHA-256 of a regular file.
+
+    Raises:
+        OSError, ValueError: it cannot be read; is no regular file.
+    """
+    digest = hashlib.sha256()
+    with open_regular(file) as stream:
+        while data := stream.read(CHUNK):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def _array(file: Path, sha256: str) -> np.ndarray:
+    """Return the memory-mapped array of a file with this hash."""
+    if file_hash(file) != sha256:
+        raise ValueError(f"{file} is damaged: its SHA-256 is not that of {STORE}; build the store again")
+    try:
+        return np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
+    except (EOFError, OSError, ValueError) as error:
+        raise ValueError(f"{file} is no array of numbers ({error}); build the store again") from error
+
+
+def _check(
+    folder: Path, facts: dict[str, Any], tokens: np.ndarray, order: np.ndarray, first: np.ndarray, vocabulary: int
+) -> None:
+    """Check that the arrays are those of a store, and its tokens those of a target.
+
+    Raises:
+        ValueError: names the file and what is wrong.
+    """
+    separator, count = facts["vocabulary"], facts["positions"]
+    expected = {
+        TOKENS: (tokens, (facts["tokens"],), token_dtype(separator)),
+        ORDER: (order, (count,), order_dtype(facts["tokens"])),
+        FIRST: (first, (separator + 1,), np.dtype(np.int64)),
+    }
+    for name, (array, shape, dtype) in expected.items():
+        if array.shape != shape or array.dtype != dtype:
+            raise ValueError(
+                f"{folder / name} must have the shape {shape} and the type {dtype}, not {array.shape} and {array.dtype}"
+            )
+    if not len(tokens) or tokens[0] != separator or tokens[-1] != separator:
+        raise ValueError(f"{folder / TOKENS} must begin and end with the separator {separator}")
+    if first[0] != 0 or first[-1] != count or (np.diff(first) < 0).any():
+        raise ValueError(f"{folder / FIRST} must rise from 0 to {count}")
+    for start in range(0, len(tokens), CHUNK):
+        part = tokens[start : start + CHUNK]
+        real = part[part != separator]
+        if len(real) and real.max() >= min(vocabulary, separator):
+            raise ValueError(f"{folder / TOKENS} holds the token {real.max()}, but the target has {vocabulary} tokens")
+    for start in range(0, count, CHUNK):
+        part = order[start : start + CHUNK]
+        if part.min() < 1 or part.max() >= len(tokens):
+            raise ValueError(f"{folder / ORDER} holds positions outside of the {len(tokens)} tokens")
+
+
+def token_dtype(separator: int) -> np.dtype[Any]:
+    """Return the type of ``tokens.npy``, which holds the separator too."""
+    return np.dtype(np.uint16 if separator < 2**16 else np.uint32)
+
+
+def order_dtype(tokens: int) -> np.dtype[Any]:
+    """Return the type of ``order.npy``."""
+    return np.dtype(np.uint32 if tokens < 2**32 else np.uint64)
