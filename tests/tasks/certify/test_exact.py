@@ -26,6 +26,7 @@ from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.hydra import Hydra
+from spec_lab.propose.jacobi import Jacobi
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.pard import Pard
@@ -129,6 +130,7 @@ PROPOSERS = {
     "PARD tree point": pard("2x1", "point"),
     "n-gram chain": Ngram(3, 3, 1),
     "n-gram tree": NgramTree(5, 3, 3, 1),
+    "Jacobi": Jacobi(2),
     "token recycling": Recycling(4, parse("2x1")),
     "union of points": union(Ngram(2, 3, 1), medusa(8)),
     "union with a sampled chain": union(NgramTree(2, 2, 2, 1), draft_model("1x1", "iid")),
