@@ -27,6 +27,7 @@ from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.hydra import Hydra
 from spec_lab.propose.jacobi import Jacobi
+from spec_lab.propose.lookahead import Lookahead
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.pard import Pard
@@ -131,6 +132,7 @@ PROPOSERS = {
     "n-gram chain": Ngram(3, 3, 1),
     "n-gram tree": NgramTree(5, 3, 3, 1),
     "Jacobi": Jacobi(2),
+    "lookahead": Lookahead(1, 2, 2),
     "token recycling": Recycling(4, parse("2x1")),
     "union of points": union(Ngram(2, 3, 1), medusa(8)),
     "union with a sampled chain": union(NgramTree(2, 2, 2, 1), draft_model("1x1", "iid")),

@@ -1,0 +1,160 @@
+"""Lookahead decoding: a window of guesses that the target computes beside the draft fills a pool of n-grams.
+
+Source: 2402.02057, sections 3 and 4. The window has W columns and N - 1 levels. Level 0 is a chain below the pending
+token; the token of each further level is what the target found likeliest after the one above it, in an earlier step.
+Rows of the window are computed and never accepted. The likeliest tokens after the last level complete an n-gram in
+every column, and the levels move up by one. Drafted are the n-grams of the pool that begin with the pending token,
+merged into a tree. Guesses are always the arg max, whatever the temperature of the request.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from spec_lab.core.draft import ComputedOnly, Draft, Drawn, Shape, forest
+from spec_lab.core.options import whole
+from spec_lab.engine.proposer import Lifecycle, Observation, Requires
+from spec_lab.engine.request import Request
+from spec_lab.engine.runner import DraftRunner
+from spec_lab.engine.sequence import Batch
+from spec_lab.models.target import Target
+from spec_lab.propose.trees import Choices
+
+MOST = 64
+"""Maximum of each of the options."""
+
+Followers = tuple[int, ...]
+"""The tokens of an n-gram after its first."""
+
+
+@dataclass
+class Window:
+    """The window and the pool of one sequence.
+
+    Args:
+        levels: from 1 to N - 1 levels of W tokens; none before the first step.
+        rows: number of rows of the last step's tree without the window, the root included; 0: without a window.
+        pool: n-grams by their first token, those of each the least recently found first.
+    """
+
+    levels: list[list[int]] = field(default_factory=list)
+    rows: int = 0
+    pool: dict[int, OrderedDict[Followers, None]] = field(default_factory=dict)
+
+    def keep(self, first: int, followers: Followers, most: int) -> None:
+        """Put an n-gram into the pool; of more than ``most`` with the same first token the oldest is forgotten."""
+        known = self.pool.setdefault(first, OrderedDict())
+        known[followers] = None
+        known.move_to_end(followers)
+        if len(known) > most:
+            known.popitem(last=False)
+
+
+@dataclass(eq=False)
+class Lookahead(Lifecycle):
+    """Drafts n-grams that the target made itself, in rows computed beside the draft.
+
+    Args:
+        window: number of columns, W.
+        ngram: length of an n-gram, N.
+        guesses: most n-grams that are drafted in a step, and that are kept for one first token, G.
+    """
+
+    window: int
+    ngram: int
+    guesses: int
+    name: str = "lookahead"
+    drawn: Drawn = "point"
+    branches: bool = True
+    requires: Requires = Requires(top_k=1)
+
+    @staticmethod
+    def load(target: Target, window: int = 7, ngram: int = 4, guesses: int = 7) -> Lookahead:
+        """Return the proposer with valid options.
+
+        Raises:
+            ValueError: an option that is no whole number in its range; names it.
+        """
+        return Lookahead(
+            whole("proposer.window", window, most=MOST),
+            whole("proposer.ngram", ngram, 2, most=MOST),
+            whole("proposer.guesses", guesses, most=MOST),
+        )
+
+    @property
+    def nodes(self) -> int:
+        """Most rows below one root: the drafted n-grams' and the window's."""
+        return (self.guesses + self.window) * (self.ngram - 1)
+
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Lookahead:
+        """A small window: a toy's context has few positions."""
+        return Lookahead(1, 2, 2)
+
+    def init(self, request: Request) -> Window:
+        """An empty pool."""
+        return Window()
+
+    def observe(self, observed: Sequence[Observation]) -> None:
+        """Complete an n-gram in every column, and move the levels up."""
+        for one in observed:
+            state: Window = one.sequence.state
+            computed = state.rows + len(state.levels) * self.window
+            if not state.rows or one.top_k is None or len(one.rows) != computed:
+                continue  # a part of a prompt, or a step that computed no window
+            last = one.top_k[computed - self.window :, 0].tolist()
+            if len(state.levels) < self.ngram - 1:
+                state.levels.append(last)
+                continue
+            columns = zip(*state.levels, last, strict=True)
+            for first, *followers in columns:
+                state.keep(first, tuple(followers), self.guesses)
+            state.levels = [*state.levels[1:], last]
+
+    def propose(self, batch: Batch) -> Draft:
+        """Draft the n-grams of the pool, and compute the window where the context holds all of it."""
+        tries, windows = [], []
+        for room, sequence in zip(batch.room(), batch.sequences, strict=True):
+            state, text = sequence.state, sequence.tokens
+            if not state.levels:  # published: random tokens of the prompt. Here: its last ones in turn.
+                state.levels = [[text[-1 - n % len(text)] for n in range(self.window)]]
+            known = [one[: max(0, room)] for one in reversed(state.pool.get(text[-1], ()))]
+            tries.append(merged(known))
+            fits = room >= self.window + self.ngram
+            state.rows = len(tries[-1][1]) + 1 if fits else 0
+            windows.append(state.levels if fits else [])
+        shapes = tuple(Shape(1, np.array(parents, dtype=np.int64)) for parents, _ in tries)
+        token = torch.tensor([one for _, tokens in tries for one in tokens], dtype=torch.long, device=batch.device)
+        shape = forest(shapes)
+        parents, tokens = list[int](), list[int]()
+        for root, levels in enumerate(windows):
+            for level, own in enumerate(levels):
+                for column in range(self.window):
+                    row = shape.rows + len(parents)
+                    above = row - self.window if level else row - 1 if column else root
+                    parents.append(above)
+                tokens += own
+        if not tokens:
+            return Draft(shape, token)
+        extra = ComputedOnly(np.array(parents, dtype=np.int64), torch.tensor(tokens, device=batch.device))
+        return Draft(shape, token, computed_only=extra)
+
+
+def merged(texts: Sequence[Followers]) -> tuple[list[int], list[int]]:
+    """Merge texts into a trie; return each node's parent row, 0 for the root, and its token."""
+    row: dict[tuple[int, int], int] = {}
+    parents: list[int] = []
+    tokens: list[int] = []
+    for text in texts:
+        at = 0
+        for token in text:
+            if (at, token) not in row:
+                parents.append(at)
+                tokens.append(token)
+                row[at, token] = len(tokens)
+            at = row[at, token]
+    return parents, tokens
