@@ -19,7 +19,7 @@ from spec_lab.engine.request import Request
 from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
-from spec_lab.propose.parts import Parts, PartStates, join, note
+from spec_lab.propose.parts import PartStates, ProposerParts, join, note
 from spec_lab.propose.trees import Choices
 
 
@@ -56,7 +56,7 @@ class BestOf:
         memory: weight of the past in the moving average, from 0 to 1.
     """
 
-    parts: Parts
+    parts: ProposerParts
     costs: tuple[float, ...]
     start: float
     memory: float
@@ -81,7 +81,7 @@ class BestOf:
         Raises:
             ValueError: fewer than two parts, a part drawn "gumbel", a cost of no part, a number out of range.
         """
-        own = Parts(dict(parts))
+        own = ProposerParts(dict(parts))
         if len(own.all) < 2:
             raise ValueError("proposer.parts must name at least two proposers")
         if "gumbel" in own.draws:

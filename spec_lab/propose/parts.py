@@ -56,7 +56,7 @@ class PartStates:
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class ProposerParts:
     """The parts of a hybrid, and what they declare together.
 
     Args:
@@ -127,9 +127,9 @@ class Parts:
         for one in self.all:
             check_sampling(one, sampling)
 
-    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Parts:
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> ProposerParts:
         """See ``CertifiableProposer``; parts that are not certifiable run on the toy target as they are."""
-        return Parts({
+        return ProposerParts({
             name: one.toy(target, draft, tree) if isinstance(one, CertifiableProposer) else one
             for name, one in self.named.items()
         })  # fmt: skip
@@ -267,7 +267,7 @@ def _cat(tokens: Sequence[torch.Tensor], batch: Batch) -> torch.Tensor:
 
 
 def note(batch: Batch, draft: Draft, parts: Sequence[int], owners: Sequence[Sequence[int]], found: Any) -> None:
-    """Keep which rows of each sequence's tree each part drafted, for ``Parts.observe``.
+    """Keep which rows of each sequence's tree each part drafted, for ``ProposerParts.observe``.
 
     Args:
         batch: the sequences, whose states are ``PartStates``.

@@ -24,7 +24,7 @@ from spec_lab.engine.request import Request
 from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch, DraftMasks
 from spec_lab.models.target import Target
-from spec_lab.propose.parts import Parts, PartStates, join, note
+from spec_lab.propose.parts import PartStates, ProposerParts, join, note
 from spec_lab.propose.trees import MOST_NODES, Choices
 
 
@@ -103,7 +103,7 @@ class Union:
         exclude: whether sampled nodes leave the points at their root out.
     """
 
-    parts: Parts
+    parts: ProposerParts
     most: int
     exclude: bool = True
     name: str = "union"
@@ -122,7 +122,7 @@ class Union:
             ValueError: fewer than two parts, more than one that samples, one that shares its noise with the verifier,
                 or fewer nodes than the part that samples drafts.
         """
-        own = Parts(dict(parts))
+        own = ProposerParts(dict(parts))
         if len(own.all) < 2:
             raise ValueError("proposer.parts must name at least two proposers")
         sampled = {name: one for name, one in parts.items() if one.drawn != "point"}

@@ -76,7 +76,7 @@ def texts(path: str) -> Iterator[str]:
     Raises:
         OSError, ValueError: as of ``jsonl``; a line without ``text``.
     """
-    for where, _, record in _records(path, None, most=None):
+    for where, _, record in _records(path, None, bounded=False):
         yield _text(record, "text", where, "'text'")
 
 
@@ -168,12 +168,12 @@ def digest(prompts: Sequence[Prompt]) -> str:
     return state.hexdigest()
 
 
-def _records(path: str, limit: int | None, most: int | None = MAX_FILE) -> Iterator[tuple[str, int, dict[str, Any]]]:
+def _records(path: str, limit: int | None, bounded: bool = True) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Yield ("file:line", line, object) of each line that is not blank, up to ``limit`` of them.
 
     Args:
         path, limit: of ``jsonl``.
-        most: maximum size of the file, in bytes; None for any.
+        bounded: whether a file larger than ``MAX_FILE`` is refused.
     """
     if limit is not None:
         whole("prompts.limit", limit, otherwise=", or null for all")
@@ -183,8 +183,8 @@ def _records(path: str, limit: int | None, most: int | None = MAX_FILE) -> Itera
         kind = "is a directory" if Path(path).is_dir() else "is no regular file"
         kind = kind if Path(path).exists() else "does not exist"
         raise FileNotFoundError(f"prompts file {path} {kind}; set prompts.path to a JSONL file")
-    if most is not None and (size := Path(path).stat().st_size) > most:
-        raise ValueError(f"prompts file {path} has {size} bytes, more than {most}; split it")
+    if bounded and (size := Path(path).stat().st_size) > MAX_FILE:
+        raise ValueError(f"prompts file {path} has {size} bytes, more than {MAX_FILE}; split it")
     count = 0
     with open(path, "rb") as stream:
         for number, raw in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), start=1):

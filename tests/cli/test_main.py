@@ -46,7 +46,7 @@ STUDIES = [
 TRAIN = [f"train_{name}" for name in ("draft", "eagle1", "eagle3", "hydra", "medusa", "mtp", "pard")]
 """They are run by tests/train."""
 EXPERIMENTS = sorted([*RUNS, *TASKS, *STUDIES, "constraint_placement", "llama_cpp_peers", "stream", *TRAIN])
-GIVEN = {"parts", "target", "sampling", "seed"}
+GIVEN = {"target", "sampling", "seed"}
 """Arguments that the command line passes at the call."""
 LAB = {"lab", "settings", "config"}
 """Those that it passes to a task."""
@@ -73,7 +73,7 @@ def test_every_option_fits_the_arguments_of_what_it_names(file):
     config = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     config.pop("defaults", None)  # of a hybrid: its parts, which are given to it
     signature = inspect.signature(get_object(config.pop("_target_")))
-    live = {"proposer": GIVEN & set(signature.parameters), "constraint": {"vocabulary"}, "task": LAB}.get(
+    live = {"proposer": {*GIVEN, "parts"} & set(signature.parameters), "constraint": {"vocabulary"}, "task": LAB}.get(
         file.parent.name, ()
     )
     if file.parent.name == "constraint":

@@ -187,7 +187,7 @@ def test_points_and_sampled_siblings_below_one_parent_are_certified_exact(
 ):
     if instances == "quick":
         monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", partial(prove, instances=QUICK))
-    code, _, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=union", f"verifier={verifier}")
+    code, _, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=two_ways", f"verifier={verifier}")
     assert code == 0, errors
     (pair,) = left_behind("certificate.json")["pairs"]
     exact = pair["exact"]

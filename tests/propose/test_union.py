@@ -12,7 +12,7 @@ from spec_lab.core.draft import POINT, Shape, chain, forest
 from spec_lab.core.draft import Draft as CoreDraft
 from spec_lab.engine.proposer import Lifecycle, Requires
 from spec_lab.propose.ngram import Ngram, NgramTree
-from spec_lab.propose.parts import Parts, join
+from spec_lab.propose.parts import ProposerParts, join
 from spec_lab.propose.union import Excluding, Trie, Union
 from spec_lab.verify import Token, Traversal
 from tests.propose.lab import COLD, PROMPTS, WARM, batch_of, decode, draft_model, emitted, path_tokens, requests
@@ -220,7 +220,7 @@ def test_parts_that_cannot_be_united_are_refused(parts, options, message):
 
 
 def test_what_parts_declare_is_declared_together():
-    parts = Parts({"a": Fixed(1, requires=Requires(hidden=(2,), top_k=3)), "b": draft_model("2x1", "without")})
+    parts = ProposerParts({"a": Fixed(1, requires=Requires(hidden=(2,), top_k=3)), "b": draft_model("2x1", "without")})
     assert parts.requires == Requires(hidden=(2,), top_k=3)
     assert parts.draws == {"point", "without"} and parts.drawn == "without" and parts.branches
     assert parts.facts["b"]["drawn"] == "without"
