@@ -61,10 +61,13 @@ PROPOSERS = {
     "pard": lambda t: Pard(t.lm, 64, VOCABULARY - 1, TreePlan(CHAIN)),
     "block": lambda t: BlockDrafter(random_network(MARKOV, t), t, TreePlan(TREE, "point")),
 }
-"""Each with the number of levels that its draft model computes."""
-LEVELS = dict.fromkeys(PROPOSERS, 0) | {"draft_chain": 3, "draft_confident": 3, "pard": 3, "pld_plus": 1} | dict.fromkeys(
-    ("draft_points", "draft_without", "draft_gumbel", "draft_best_first", "block"), 2
-)  # fmt: skip
+LEVELS = (
+    dict.fromkeys(PROPOSERS, 0)
+    | dict.fromkeys(("draft_chain", "draft_confident", "pard"), 3)
+    | dict.fromkeys(("draft_points", "draft_without", "draft_gumbel", "draft_best_first", "block"), 2)
+    | {"pld_plus": 1}
+)
+"""The number of levels that each one's draft model computes; PLD+ compares hidden states once."""
 
 
 class EvenTokens:
@@ -142,6 +145,7 @@ class MadeUp(Readback):
 UNSAMPLED = {
     "null": 0.0,
     "ngram": 0.0,
+    "pld_plus": 0.0,
     "medusa": 0.0,
     "block": 0.0,
 }  # greedy: where nothing is drafted, there is no node 2
