@@ -23,6 +23,7 @@ from spec_lab.engine.request import Request
 from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
+from spec_lab.propose.continuations import merged
 from spec_lab.propose.trees import Choices
 
 MOST = 64
@@ -123,7 +124,7 @@ class Lookahead(Lifecycle):
             if not state.levels:  # published: random tokens of the prompt. Here: its last ones in turn.
                 state.levels = [[text[-1 - n % len(text)] for n in range(self.window)]]
             known = [one[: max(0, room)] for one in reversed(state.pool.get(text[-1], ()))]
-            tries.append(merged(known))
+            tries.append(merged(known, self.guesses * (self.ngram - 1)))
             fits = room >= self.window + self.ngram
             state.rows = len(tries[-1][1]) + 1 if fits else 0
             windows.append(state.levels if fits else [])
@@ -142,19 +143,3 @@ class Lookahead(Lifecycle):
             return Draft(shape, token)
         extra = ComputedOnly(np.array(parents, dtype=np.int64), torch.tensor(tokens, device=batch.device))
         return Draft(shape, token, computed_only=extra)
-
-
-def merged(texts: Sequence[Followers]) -> tuple[list[int], list[int]]:
-    """Merge texts into a trie; return each node's parent row, 0 for the root, and its token."""
-    row: dict[tuple[int, int], int] = {}
-    parents: list[int] = []
-    tokens: list[int] = []
-    for text in texts:
-        at = 0
-        for token in text:
-            if (at, token) not in row:
-                parents.append(at)
-                tokens.append(token)
-                row[at, token] = len(tokens)
-            at = row[at, token]
-    return parents, tokens

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
-from spec_lab.core.options import whole
+from spec_lab.core.options import one_of, whole
 from spec_lab.engine.proposer import Lifecycle
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
+from spec_lab.propose.continuations import continuation, merged
 from spec_lab.propose.trees import MOST_NODES
 
 SCAN = 32
@@ -26,6 +27,9 @@ SCAN = 32
 
 MOST_DEPTH = 1024
 """Maximum depth of a draft."""
+
+MATCHES = ("recent", "first")
+"""Which of the occurrences of an n-gram a chain continues."""
 
 LONGEST = 64
 """Length of the longest n-gram that can be looked up: indexing a token costs the square of it."""
@@ -77,39 +81,48 @@ class Index:
             if n < len(tokens):
                 yield from self.ends.get(tuple(tokens[-n:]), ())[: -SCAN - 1 : -1]
 
+    def first(self, tokens: list[int], count: int) -> int | None:
+        """Return the end of the earliest match of the longest n-gram that has ``count`` tokens after it.
 
-def continuation(tokens: list[int], place: int, count: int) -> list[int]:
-    """Return the ``count`` tokens from ``place`` on; at the end of the text they repeat from ``place``."""
-    found = tokens[place : place + count]
-    return found if len(found) == count else (found * -(-count // len(found)))[:count]
+        It must end before the last n tokens begin. Where the earliest match fails, later ones do as well: no scan.
+        """
+        for n in self.lengths:
+            ends = self.ends.get(tuple(tokens[-n:]), ()) if n < len(tokens) else ()
+            if ends and ends[0] + max(count, n + 1) <= len(tokens):
+                return ends[0]
+        return None
 
 
 @dataclass(eq=False)
 class Ngram(Lifecycle):
-    """Drafts the continuation of the longest, then most recent, earlier occurrence of the last tokens.
+    """Drafts the continuation of the longest, then most recent or first, earlier occurrence of the last tokens.
 
     Args:
         depth: number of drafted tokens, k; at most ``MOST_DEPTH``.
         max_ngram: length of the longest n-gram that is looked up; at most ``LONGEST``.
         min_ngram: length of the shortest.
+        match: which of several occurrences: "recent", the last; "first", the first with ``depth`` tokens after it that
+            does not reach into the last tokens, as in Saxena's ``find_candidate_pred_tokens``.
     """
 
     depth: int
     max_ngram: int
     min_ngram: int
+    match: str = "recent"
     name: str = "ngram"
     drawn: Drawn = "point"
     branches: bool = False
     _chain: Callable[[int], Shape] = field(init=False, repr=False, default_factory=lambda: lru_cache(None)(chain))
 
     @staticmethod
-    def load(target: Target, depth: int = 10, max_ngram: int = 4, min_ngram: int = 1) -> Ngram:
+    def load(target: Target, depth: int = 10, max_ngram: int = 4, min_ngram: int = 1, match: str = "recent") -> Ngram:
         """Return the proposer with valid options; it uses nothing of the target.
 
         Raises:
             ValueError: an option of the wrong type or range; names it.
         """
-        return Ngram(whole("proposer.depth", depth, most=MOST_DEPTH), *lengths(max_ngram, min_ngram))
+        one_of("proposer.match", match, MATCHES)
+        return Ngram(whole("proposer.depth", depth, most=MOST_DEPTH), *lengths(max_ngram, min_ngram), match)
 
     @property
     def nodes(self) -> int:
@@ -123,7 +136,10 @@ class Ngram(Lifecycle):
         for sequence in batch.sequences:
             index: Index = sequence.state
             index.follow(sequence.tokens)
-            place = next(index.matches(sequence.tokens), None)
+            if self.match == "first":
+                place = index.first(sequence.tokens, self.depth)
+            else:
+                place = next(index.matches(sequence.tokens), None)
             found = [] if place is None else continuation(sequence.tokens, place, self.depth)
             drafted += found
             shapes.append(self._chain(len(found)))
@@ -198,27 +214,17 @@ def merge(tokens: list[int], places: Iterator[int], depth: int, nodes: int) -> t
     """Merge the continuations from ``places``, in that order, into a trie of at most ``nodes`` nodes.
 
     Returns:
-        Each node's parent row (0 is the root) and its token; siblings have distinct tokens.
+        As ``continuations.merged``.
     """
-    row: dict[tuple[int, int], int] = {}
-    parents: list[int] = []
-    drafted: list[int] = []
+    return merged((continuation(tokens, place, depth) for place in _distinct(places)), nodes)
+
+
+def _distinct(places: Iterator[int]) -> Iterator[int]:
     visited = set()
     for place in places:
-        if place in visited:
-            continue
-        visited.add(place)
-        at = 0
-        for token in continuation(tokens, place, depth):
-            child = row.get((at, token))
-            if child is None:
-                if len(drafted) == nodes:
-                    return parents, drafted
-                parents.append(at)
-                drafted.append(token)
-                child = row[at, token] = len(drafted)
-            at = child
-    return parents, drafted
+        if place not in visited:
+            visited.add(place)
+            yield place
 
 
 def shape_of(parents: tuple[int, ...]) -> Shape:

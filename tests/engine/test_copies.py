@@ -32,6 +32,7 @@ from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram
 from spec_lab.propose.pard import Pard
+from spec_lab.propose.pld_plus import PldPlus
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token, Traversal, choose
@@ -49,6 +50,7 @@ MARKOV = BlockSettings(small_layer(32), 32, 32, VOCABULARY, (1, 2), block_size=3
 PROPOSERS = {
     "null": lambda t: Null(),
     "ngram": lambda t: Ngram(3, 2, 1),
+    "pld_plus": lambda t: PldPlus(3, 1),
     "medusa": lambda t: Medusa(Heads.random(t, 2, False), TREE),
     "draft_chain": lambda t: DraftModel(t.lm, 64, TreePlan(CHAIN)),
     "draft_points": lambda t: DraftModel(t.lm, 64, TreePlan(TREE, "point")),
@@ -59,10 +61,13 @@ PROPOSERS = {
     "pard": lambda t: Pard(t.lm, 64, VOCABULARY - 1, TreePlan(CHAIN)),
     "block": lambda t: BlockDrafter(random_network(MARKOV, t), t, TreePlan(TREE, "point")),
 }
-"""Each with the number of levels that its draft model computes."""
-LEVELS = dict.fromkeys(PROPOSERS, 0) | {"draft_chain": 3, "draft_confident": 3, "pard": 3} | dict.fromkeys(
-    ("draft_points", "draft_without", "draft_gumbel", "draft_best_first", "block"), 2
-)  # fmt: skip
+LEVELS = (
+    dict.fromkeys(PROPOSERS, 0)
+    | dict.fromkeys(("draft_chain", "draft_confident", "pard"), 3)
+    | dict.fromkeys(("draft_points", "draft_without", "draft_gumbel", "draft_best_first", "block"), 2)
+    | {"pld_plus": 1}
+)
+"""The number of levels that each one's draft model computes; PLD+ compares hidden states once."""
 
 
 class EvenTokens:
@@ -140,6 +145,7 @@ class MadeUp(Readback):
 UNSAMPLED = {
     "null": 0.0,
     "ngram": 0.0,
+    "pld_plus": 0.0,
     "medusa": 0.0,
     "block": 0.0,
 }  # greedy: where nothing is drafted, there is no node 2

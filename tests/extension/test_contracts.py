@@ -31,6 +31,7 @@ from spec_lab.propose.heads import Heads
 from spec_lab.propose.hydra import Hydra
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.pard import Pard
+from spec_lab.propose.pld_plus import PldPlus
 from spec_lab.propose.retokenized import Retokenized, Tokens
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
@@ -151,6 +152,10 @@ def masked(target, plan):
     return Pard(CausalLM(lm), target.context, V, plan)
 
 
+def pld_plus(target):
+    return PldPlus(2, 1)
+
+
 def shared(target):
     """A chain of a draft model whose tokens are c, bc, b, a, the end and ca."""
     return of_shared_tokens(target, TreePlan(parse("0 0.0"), "iid"))
@@ -189,7 +194,7 @@ PROPOSERS = {
     "hydra": hydra, "hydra_prefix": hydra_prefix, "hydra_best_first": hydra_best_first,
     "mtp_tree": mtp_tree, "mtp_modules": mtp_modules,
     "pard": pard, "pard_tree": pard_tree, "block": block, "block_markov": block_markov,
-    "shared": shared, "shared_tree": shared_tree,
+    "pld_plus": pld_plus, "shared": shared, "shared_tree": shared_tree,
 }  # fmt: skip
 
 

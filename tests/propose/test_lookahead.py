@@ -7,7 +7,7 @@ import pytest
 
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
-from spec_lab.propose.lookahead import Lookahead, Window, merged
+from spec_lab.propose.lookahead import Lookahead, Window
 from spec_lab.verify import Token, Traversal
 from tests.propose.lab import PROMPTS, WARM, decode, emitted, plain_logits, requests
 
@@ -81,10 +81,6 @@ def test_a_fork_has_a_pool_of_its_own():
     copy = proposer.fork(state)
     copy.keep(1, (3,), 2)
     assert list(state.pool[1]) == [(2,)]
-
-
-def test_texts_are_merged_by_their_beginnings():
-    assert merged([(1, 2), (1, 3), (1, 2), (4,)]) == ([0, 1, 1, 0], [1, 2, 3, 4])
 
 
 @pytest.mark.parametrize("options", [{"window": 0}, {"ngram": 1}, {"guesses": 65}], ids=lambda one: next(iter(one)))

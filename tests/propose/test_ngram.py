@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_lab.propose.ngram import SCAN, Index, Ngram, NgramTree, continuation
+from spec_lab.propose.continuations import continuation
+from spec_lab.propose.ngram import SCAN, Index, Ngram, NgramTree
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
@@ -81,6 +82,36 @@ def test_a_chain_continues_from_the_first_match(tokens, depth, shortest, more):
     assert (draft.shape.parent == range(draft.shape.nodes)).all()
 
 
+def saxena(tokens, depth, longest, shortest):
+    """Prompt lookup as first published: all windows of n tokens from the first one on, the largest n first."""
+    for n in range(longest, shortest - 1, -1):
+        for begin in range(len(tokens) - n + 1):
+            start = begin + n
+            if tokens[begin:start] == tokens[-n:] and start + depth <= len(tokens) and start < len(tokens) - n:
+                return tokens[start : start + depth]
+    return []
+
+
+@given(
+    TOKENS, st.lists(st.tuples(st.integers(0, 6), TOKENS), max_size=3),
+    st.integers(1, 9), st.integers(1, 3), st.integers(0, 2),
+)  # fmt: skip
+def test_the_first_match_is_that_of_the_published_code(tokens, edits, depth, shortest, more):
+    proposer = Ngram(depth, shortest + more, shortest, "first")
+    asked = batch(proposer, tokens)
+    (one,) = asked.sequences
+    for back, new in [(0, []), *edits]:
+        one.tokens[:] = one.tokens[: max(0, len(one.tokens) - back)] + new or [1]
+        assert proposer.propose(asked).token.tolist() == saxena(one.tokens, depth, shortest + more, shortest)
+
+
+def test_a_later_match_is_used_only_where_the_recent_one_is_asked_for():
+    text = [1, 2, 7, 7, 1, 2, 8, 8, 1, 2]
+    assert drafted(Ngram(2, 2, 1), text).token.tolist() == [8, 8]
+    assert drafted(Ngram(2, 2, 1, "first"), text).token.tolist() == [7, 7]
+    assert drafted(Ngram(9, 2, 1, "first"), text).token.tolist() == []
+
+
 @given(TOKENS, st.integers(1, 5), st.integers(1, 9), st.integers(1, 2), st.integers(0, 2))
 def test_a_tree_merges_the_matches_in_their_order(tokens, depth, nodes, shortest, more):
     draft = drafted(NgramTree(nodes, depth, shortest + more, shortest), tokens)
@@ -95,10 +126,6 @@ def test_longer_matches_come_first_then_recent_ones():
     assert read == [9, 8, 9, 7, 8, 9]
     assert drafted(Ngram(1, 3, 1), text).token.tolist() == [9]
     assert paths_of(drafted(NgramTree(3, 1, 3, 1), text)) == [(9,), (8,), (7,)]
-
-
-def test_matching_continues_within_the_draft():
-    assert continuation([5, 1, 2, 1, 2], 3, 5) == [1, 2, 1, 2, 1]
 
 
 def test_a_batch_is_drafted_as_its_sequences_alone():
@@ -133,6 +160,7 @@ def test_a_fork_drafts_from_an_index_of_its_own(proposer):
         (Ngram.load, {"depth": 0}, "proposer.depth"),
         (Ngram.load, {"min_ngram": True}, "proposer.min_ngram"),
         (Ngram.load, {"max_ngram": 1, "min_ngram": 2}, "proposer.min_ngram .*2"),
+        (Ngram.load, {"match": "last"}, "proposer.match must be one of recent, first, not 'last'"),
         (NgramTree.load, {"nodes": 2.5}, "proposer.nodes"),
         (NgramTree.load, {"depth": None}, "proposer.depth"),
     ],

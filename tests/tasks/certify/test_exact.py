@@ -31,6 +31,7 @@ from spec_lab.propose.lookahead import Lookahead
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.pard import Pard
+from spec_lab.propose.pld_plus import PldPlus
 from spec_lab.propose.recycling import Recycling
 from spec_lab.propose.suffix import Suffix
 from spec_lab.propose.tree_plan import TreePlan
@@ -130,7 +131,9 @@ PROPOSERS = {
     "PARD tree without": pard("2x1", "without"),
     "PARD tree point": pard("2x1", "point"),
     "n-gram chain": Ngram(3, 3, 1),
+    "n-gram chain from the first match": Ngram(2, 2, 1, "first"),
     "n-gram tree": NgramTree(5, 3, 3, 1),
+    "PLD+": PldPlus(3, -1),
     "Jacobi": Jacobi(2),
     "lookahead": Lookahead(1, 2, 2),
     "token recycling": Recycling(4, parse("2x1")),
