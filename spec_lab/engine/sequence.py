@@ -13,6 +13,7 @@ import torch
 
 from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Shape
+from spec_lab.core.limit import Limit, StopRule
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import Draws
 from spec_lab.core.readback import Readback
@@ -130,6 +131,8 @@ class Batch:
         clock: records the phase "propose_forward": the calls of a draft model or of heads.
         draft_masks: what a constraint allows the draft to draw; None without one. A proposer need not use it.
         read: reads tensors on the host, once for each level that is drafted.
+        limits: ``[B]`` what a policy allows; empty without one.
+        stop: the policy's rule that stops drafts early, with the thresholds of ``limits``; None without one.
     """
 
     target: Target
@@ -138,6 +141,8 @@ class Batch:
     clock: Clock = field(default_factory=Clock)
     draft_masks: DraftMasks | None = None
     read: Readback = field(default_factory=Readback)
+    limits: Sequence[Limit] = ()
+    stop: StopRule | None = None
 
     @property
     def device(self) -> torch.device:
@@ -145,8 +150,13 @@ class Batch:
         return self.target.lm.device
 
     def room(self) -> list[int]:
-        """For each sequence the deepest node whose position fits the context."""
-        return [self.target.context - len(sequence.tokens) for sequence in self.sequences]
+        """For each sequence the deepest node whose position fits the context and that a policy allows."""
+        room = [self.target.context - len(sequence.tokens) for sequence in self.sequences]
+        if not self.limits:
+            return room
+        return [
+            most if one.depth is None else min(most, one.depth) for most, one in zip(room, self.limits, strict=True)
+        ]
 
 
 def by_row(samplings: Sequence[Sampling], tree: np.ndarray) -> list[Sampling]:

@@ -26,6 +26,7 @@ from spec_lab.core.randomness import Draws, Key, Purpose
 from spec_lab.core.readback import Readback
 from spec_lab.engine.sequence import DraftMasks
 from spec_lab.propose.expansion import Expand
+from spec_lab.propose.growth import Stop
 from spec_lab.propose.siblings import BROKEN, exists, sample_siblings
 
 
@@ -71,6 +72,7 @@ class BestFirst:
         masks: token masks of a constraint; None for none. Children are drawn from the masked draft distribution, and
             nodes below which no token is allowed are not expanded.
         read: reads what was drawn, once for each draft forward.
+        stop: where nothing more is drafted; None: nowhere. Its paths have the probabilities with which nodes are drawn.
         broken: trees whose draft logits held no distribution, with the reason.
     """
 
@@ -83,6 +85,7 @@ class BestFirst:
     texts: Sequence[Sequence[int]] = ()
     masks: DraftMasks | None = None
     read: Readback = field(default_factory=Readback)
+    stop: Stop | None = None
     broken: dict[int, str] = field(default_factory=dict)
     parent: list[int] = field(default_factory=list)
     token: list[int] = field(default_factory=list)
@@ -139,7 +142,7 @@ class BestFirst:
     def _shape(self) -> Shape:
         return Shape(len(self.keys), np.array(self.parent, dtype=np.int64))
 
-    def _draw(self, rows: Sequence[int], logits: Tensor) -> range:
+    def _draw(self, rows: Sequence[int], logits: Tensor) -> list[int]:
         """Draw the children of ``rows`` ``[n]`` from draft logits ``[n, V]``; return the children's rows."""
         samplings = [self.samplings[self._tree[row]] for row in rows]
         own, ask = logits.to(probs_dtype(logits.dtype), copy=True), {}
@@ -150,6 +153,9 @@ class BestFirst:
             own.masked_fill_(~allowed, -torch.inf)
             ask["possible"] = possible = own.amax(-1) > -torch.inf
             own[:, 0].masked_fill_(~possible, 0.0)  # one-hot; what is drawn from it is dropped
+        if self.stop is not None:
+            paths = np.exp([self._score[row] for row in rows])
+            ask["stopped"] = self.stop(own.softmax(-1), np.array([self._tree[row] for row in rows]), paths)
         if self.drawn == "point":  # path probabilities are those at temperature 1, whatever the request's temperature
             samplings = [Sampling(1.0, repetition_penalty=one.repetition_penalty) for one in samplings]
         q = logits_to_probs(own, samplings, self._seen(rows, samplings, own), scratch=own)
@@ -168,7 +174,10 @@ class BestFirst:
             count = sum(exists(host["support"], rank, self.drawn) for rank in range(self.budget.children))
         if "possible" in host:
             count = np.where(host["possible"], count, 0)
-        first, begin = sum(map(len, self._q)), len(self.parent)
+        before = self.stop is not None and self.stop.rule.before
+        if before:
+            count = np.where(host["stopped"], 0, count)
+        first, grows = sum(map(len, self._q)), list[int]()
         if self.drawn != "point":
             self._q.append(q)
         with np.errstate(divide="ignore"):
@@ -177,6 +186,8 @@ class BestFirst:
             if not children:
                 continue
             self._q_row[row] = first + place
+            if self.stop is None or before or not host["stopped"][place]:
+                grows += range(len(self._tree), len(self._tree) + children)
             self.parent += [row] * children
             self.token += host["token"][place, :children].tolist()
             self._score += (self._score[row] + gains[place, :children]).tolist()
@@ -185,7 +196,7 @@ class BestFirst:
             self._depth += [self._depth[row] + 1] * children
             self._place += range(self._nodes[tree] + 1, self._nodes[tree] + 1 + children)
             self._nodes[tree] += children
-        return range(len(self.keys) + begin, len(self.keys) + len(self.parent))
+        return grows
 
     def _seen(self, rows: Sequence[int], samplings: Sequence[Sampling], like: Tensor) -> Tensor | None:  # [n, V]
         """Return which tokens occur before each row's children; None without repetition penalties."""

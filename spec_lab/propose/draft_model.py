@@ -137,7 +137,7 @@ class DraftModel(Lifecycle):
         ]
         if self._drafts_forced and batch.draft_masks is not None and batch.draft_masks.forces:
             samplings = [self.plan.sampling(sequence.request.sampling) for sequence in batch.sequences]
-            own = self.drawn, batch, batch.draft_masks, depths, samplings, caches, limits, self.plan.confidence
+            own = self.drawn, batch, batch.draft_masks, depths, samplings, caches, limits, self.plan.stop(batch)
             return ForcedChains(self.lm, *own).run()
         timed = batch.clock.phase("propose_forward")
         kvs = [None if cache is None else cache.kv for cache in caches]

@@ -14,6 +14,7 @@ from spec_lab.core.randomness import Key, Purpose
 from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch, DraftMasks, by_row
 from spec_lab.propose.draft_cache import DraftCache, Tentative
+from spec_lab.propose.growth import Stop
 from spec_lab.propose.siblings import BROKEN
 
 RUN = 24
@@ -35,7 +36,7 @@ class ForcedChains:
         samplings: ``[B]`` how the draft samples.
         caches: ``[B]`` the draft's KV caches; None where nothing is drafted.
         limits: ``[B]`` most nodes.
-        confidence: see ``Growth``.
+        stop: where nothing more is drawn; None: nowhere.
     """
 
     def __init__(
@@ -48,10 +49,13 @@ class ForcedChains:
         samplings: Sequence[Sampling],
         caches: Sequence[DraftCache | None],
         limits: Sequence[int],
-        confidence: float = 0.0,
+        stop: Stop | None = None,
     ) -> None:
         self.lm, self.drawn, self.batch, self.masks = lm, drawn, batch, masks
-        self.samplings, self.caches, self.depths, self.confidence = samplings, caches, depths, confidence
+        self.samplings, self.caches, self.depths, self.stop = samplings, caches, depths, stop
+        self.path = np.ones(
+            len(caches)
+        )  # of each tree, the product of the drawn tokens' probabilities at temperature 1
         self.timed = batch.clock.phase("propose_forward")
         lengths = [max(0, min(d + RUN, limit)) if d else 0 for d, limit in zip(depths, limits, strict=True)]
         self.shape = forest(tuple(map(chain, lengths)))
@@ -76,12 +80,12 @@ class ForcedChains:
         level = 0
         while active:
             level += 1
-            grown, unsure = self._draw(active, logits)
+            grown, stopped = self._draw(active, logits)
             fresh = {tree: [self.rows[tree][self.ends[tree]]] for tree in grown}
             for tree in grown:
                 fresh[tree] += self._forced(tree)
             full = {tree for tree in grown if self.ends[tree] + 1 == len(self.rows[tree])}
-            active = [h for h in grown if h not in full and h not in unsure and level < self.depths[h]]
+            active = [h for h in grown if h not in full and h not in stopped and level < self.depths[h]]
             active = [tree for tree in active if self.allowed[tree].any()]
             if active:
                 logits = self._compute(active, fresh)
@@ -101,7 +105,7 @@ class ForcedChains:
         self.token[self.rows[tree][self.ends[tree]] - self.shape.roots] = token
 
     def _draw(self, active: list[int], logits: Tensor) -> tuple[list[int], set[int]]:
-        """Draw one more token for each tree from logits ``[n, V]``; return trees that got one, and unsure ones."""
+        """Draw one more token for each tree from logits ``[n, V]``; return trees that got one, and ended ones."""
         rows = np.array([self.rows[tree][self.ends[tree]] for tree in active])
         own, ask = logits.to(probs_dtype(logits.dtype), copy=True), {}
         if (without := finite_(own)) is not None:
@@ -111,8 +115,9 @@ class ForcedChains:
         )
         ask["possible"] = possible = own.amax(-1) > -torch.inf
         own[:, 0].masked_fill_(~possible, 0.0)  # one-hot; what is drawn from it is dropped
-        if self.confidence:
-            ask["sure"] = own.softmax(-1).amax(-1) >= self.confidence
+        if self.stop is not None:
+            probs = own.softmax(-1)
+            ask["stopped"] = self.stop(probs, np.array(active), self.path[active])
         samplings, seen = by_row(self.samplings, np.array(active)), self._seen(active)
         if self.drawn == "point":
             if seen is not None:
@@ -123,21 +128,27 @@ class ForcedChains:
             own = logits_to_probs(own, samplings, seen, scratch=own)
             keys = [Key(*self.batch.sequences[tree].key, Purpose.DRAFT, self.ends[tree]) for tree in active]
             ask["token"] = self.batch.draws.pick(own, keys)
+        if self.stop is not None and self.stop.rule.reads_path:
+            ask["mass"] = probs.gather(-1, ask["token"][:, None])[:, 0]
         host = dict(zip(ask, self.batch.read(*ask.values()), strict=True))
         if "without" in host:
             self.broken |= dict.fromkeys(np.array(active)[host["without"]].tolist(), BROKEN)
         fine = host["possible"]
+        if self.stop is not None and self.stop.rule.before:
+            fine = fine & ~host["stopped"]
+        if "mass" in host:
+            self.path[active] *= host["mass"]
         if self.drawn != "point":
             self.q_row[rows[fine]] = sum(map(len, self.q)) + np.flatnonzero(fine)
             self.q.append(own)
-        drawn, unsure = [], set()
+        drawn, stopped = [], set()
         for place, tree in enumerate(active):
             if fine[place]:
                 self._append(tree, int(host["token"][place]))
                 drawn.append(tree)
-                if self.confidence and not host["sure"][place]:
-                    unsure.add(tree)
-        return drawn, unsure
+                if self.stop is not None and host["stopped"][place]:
+                    stopped.add(tree)
+        return drawn, stopped
 
     def _seen(self, active: list[int]) -> Tensor | None:  # [n, V] bool
         """Return the tokens before each next one, for repetition penalties; None without a penalty."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, Level, Shape
+from spec_lab.core.limit import StopRule
 from spec_lab.core.probabilities import (
     Sampling,
     finite,
@@ -25,6 +27,24 @@ from spec_lab.propose.expansion import Computed, Expand
 from spec_lab.propose.siblings import BROKEN, exists, sample_siblings
 
 
+@dataclass(frozen=True)
+class Stop:
+    """A rule that stops drafts early, with its thresholds.
+
+    Args:
+        rule: the rule.
+        threshold: ``[B]`` for each tree.
+    """
+
+    rule: StopRule
+    threshold: np.ndarray
+
+    def __call__(self, probs: Tensor, trees: np.ndarray, path: np.ndarray | None = None) -> Tensor:  # [n] bool
+        """At which rows drafting stops, given draft probabilities ``[n, V]``, each row's tree, and ``path`` ``[n]``."""
+        above = probs.new_ones(len(trees)) if path is None else torch.from_numpy(path).to(probs)
+        return self.rule(probs, above, torch.from_numpy(self.threshold[trees]).to(probs))
+
+
 class Growth:
     """A forest that is drafted level by level, one packed forward of the drafter each.
 
@@ -33,14 +53,13 @@ class Growth:
         batch: the sequences.
         shape: the whole forest; nodes that are left out are cut at the end.
         samplings: ``[B]`` how the drafter samples.
-        confidence: children of a row at which every token has a lower draft probability than this, at temperature 1,
-            get no children.
+        stop: where nothing more is drafted; None: nowhere.
     """
 
     def __init__(
-        self, drawn: Drawn, batch: Batch, shape: Shape, samplings: Sequence[Sampling], confidence: float = 0.0
+        self, drawn: Drawn, batch: Batch, shape: Shape, samplings: Sequence[Sampling], stop: Stop | None = None
     ) -> None:
-        self.drawn, self.batch, self.shape, self.samplings, self.confidence = drawn, batch, shape, samplings, confidence
+        self.drawn, self.batch, self.shape, self.samplings, self.stop = drawn, batch, shape, samplings, stop
         cold = drawn in ("iid", "without") and all(one.temperature == 0 for one in samplings)
         self.one_hot = cold and not shape.branches
         self.greedy = drawn == "point" or self.one_hot  # the likeliest tokens, whatever the random choice
@@ -48,6 +67,8 @@ class Growth:
         self.broken: dict[int, str] = {}
         self.live = np.zeros(shape.rows, dtype=bool)  # the rows that there are so far
         self.live[: shape.roots] = True
+        self.path = np.ones(shape.rows) if stop is not None and stop.rule.reads_path else None
+        self.probs: Tensor | None = None  # [n, V] of the newest level, at temperature 1
         self.q: list[Tensor] = []
         self.noise: list[Tensor] = []
         self.q_row = np.full(shape.rows, -1, dtype=np.int64)
@@ -78,9 +99,9 @@ class Growth:
                 self.live[nodes] = live[above]
             self._see(parents)
             computed = roots if parents[0] < shape.roots else expand(shape, parents, self.token)
-            unsure = self._draw(level, live, parents, computed, allowed)
-            if unsure is not None:
-                live[live] = ~unsure
+            stopped = self._draw(level, live, parents, computed, allowed)
+            if stopped is not None:
+                live[live] = ~stopped
             for nodes, above in level.ranks:
                 grows[nodes] = self.live[nodes] & live[above]
         token, q_row = self.token, self.q_row
@@ -117,7 +138,7 @@ class Growth:
             allowed: ``[n, V]`` what its constraint allows there; None for everything.
 
         Returns:
-            ``[n]`` bool, the parents at which no token reaches ``confidence``; None without one.
+            ``[n]`` bool, the parents at which drafting stops; None without a rule.
         """
         width, below = len(level.ranks), level.ranks
         if len(parents) < len(live):
@@ -127,12 +148,15 @@ class Growth:
             array = computed.array
             if array is None:
                 array = computed.logits.to(probs_dtype(computed.logits.dtype)).numpy()
-            host = likeliest_on_host(self.batch.read(array)[0], width, allowed, self.confidence)
+            stops = None if self.stop is None else lambda x: self._stopped(torch.from_numpy(x), parents).numpy()
+            host = likeliest_on_host(self.batch.read(array)[0], width, allowed, stops)
         else:
             host = self._compute(computed.logits, parents, allowed, below)
         if "without" in host:
             self.broken |= dict.fromkeys(self.shape.root[parents[host["without"]]].tolist(), BROKEN)
-        fine, support = host.get("possible"), host.get("support")
+        fine, support, stopped = host.get("possible"), host.get("support"), host.get("stopped")
+        if stopped is not None and self.stop is not None and self.stop.rule.before:
+            fine = ~stopped if fine is None else fine & ~stopped
         if not self.greedy:
             some = np.arange(len(parents)) if fine is None else np.flatnonzero(fine)
             self.q_row[parents[some]] = sum(map(len, self.q[:-1])) + some
@@ -145,9 +169,20 @@ class Growth:
                 if support is not None:
                     drawn = drawn & exists(support[above], rank, self.drawn)
                 self.live[nodes] = drawn
-                nodes, token = nodes[drawn], token[drawn]
+                nodes, above, token = nodes[drawn], above[drawn], token[drawn]
             self.token[nodes - self.shape.roots] = token
-        return host.get("unsure")
+            if self.path is not None and self.probs is not None:
+                (own,) = self.batch.read(self.probs[torch.from_numpy(above), torch.from_numpy(token)])
+                self.path[nodes] = self.path[parents[above]] * own
+        return stopped
+
+    def _stopped(self, logits: Tensor, parents: np.ndarray) -> Tensor:  # [n] bool
+        """At which of ``parents`` drafting stops, given their logits ``[n, V]``."""
+        assert self.stop is not None
+        probs = logits.softmax(-1)
+        path = None if self.path is None else self.path[parents]
+        self.probs = None if self.path is None else probs
+        return self.stop(probs, self.shape.root[parents], path)
 
     @property
     def _on_host(self) -> bool:
@@ -180,8 +215,8 @@ class Growth:
             own.masked_fill_(torch.from_numpy(~allowed).to(own.device), -torch.inf)
             ask["possible"] = possible = own.amax(-1) > -torch.inf
             own[:, 0].masked_fill_(~possible, 0.0)
-        if self.confidence:
-            ask["unsure"] = own.softmax(-1).amax(-1) < self.confidence
+        if self.stop is not None:
+            ask["stopped"] = self._stopped(own, parents)
         if self.greedy:
             if self.seen is not None:
                 own = self._penalised(own.clone(), parents)
@@ -236,7 +271,10 @@ class Growth:
 
 
 def likeliest_on_host(
-    x: np.ndarray, width: int, allowed: np.ndarray | None = None, confidence: float = 0.0
+    x: np.ndarray,
+    width: int,
+    allowed: np.ndarray | None = None,
+    stops: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
     """What a level of likeliest tokens needs to know, in few functions of NumPy (``runner.Output``).
 
@@ -244,12 +282,12 @@ def likeliest_on_host(
         x: ``[n, V]`` logits, float32 or float64; not written to.
         width: how many tokens of each row.
         allowed: ``[n, V]`` what a constraint allows; None for everything.
-        confidence: see ``Growth``.
+        stops: tells from the logits of what is allowed, ``[n, V]``, at which rows drafting stops; None: at none.
 
     Returns:
         ``token`` ``[n, width]``, the likeliest first. ``without`` ``[n]``, rows without a distribution, if there are
         any. With ``allowed``: ``possible`` ``[n]``, rows with an allowed token that has a probability, and ``support``
-        ``[n]``, how many each has. With ``confidence``: ``unsure`` ``[n]``, rows in which no token reaches it.
+        ``[n]``, how many each has. With ``stops``: ``stopped`` ``[n]``.
     """
     found: dict[str, np.ndarray] = {}
     rows, best = np.arange(len(x)), x.argmax(-1)
@@ -266,7 +304,7 @@ def likeliest_on_host(
         found["possible"] = possible = top > -np.inf
         x[~possible, 0] = top[~possible] = 0
         found["support"] = (x > -np.inf).sum(-1)
-    if confidence:
-        found["unsure"] = 1 / np.exp(x - top[:, None]).sum(-1) < confidence
+    if stops is not None:
+        found["stopped"] = stops(x)
     found["token"] = best[:, None] if width == 1 else likeliest_of(x, width)
     return found

@@ -17,7 +17,8 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.sequence import Batch
 from spec_lab.propose.best_first import BestFirst, Budget
 from spec_lab.propose.expansion import Computed, Expand, RowLogits
-from spec_lab.propose.growth import Growth
+from spec_lab.propose.growth import Growth, Stop
+from spec_lab.propose.stop_rules import Confidence
 from spec_lab.propose.trees import MOST_DEPTH, MOST_NODES, Choices, depth_of, parse, width_of, widths, write
 
 
@@ -87,8 +88,10 @@ class TreePlan:
     def __post_init__(self) -> None:
         if self.budget is None:
             return
-        if self.drawn == "gumbel" or self.confidence:
-            raise ValueError("proposer.nodes supports neither proposer.drawn=gumbel nor proposer.confidence")
+        if self.drawn == "gumbel":
+            raise ValueError("proposer.nodes does not support proposer.drawn=gumbel")
+        if self.confidence and self.budget.rerank:
+            raise ValueError("proposer.rerank keeps the best of all nodes; it does not support proposer.confidence")
         if self.budget.rerank and self.drawn != "point":
             raise ValueError(
                 "proposer.rerank leaves out drawn nodes by their tokens, which changes the distribution of nodes drawn "
@@ -207,6 +210,19 @@ class TreePlan:
         """How the drafter samples for a request."""
         return request if self.temperature is None else replace(request, temperature=self.temperature)
 
+    def stop(self, batch: Batch) -> Stop | None:
+        """Where drafts of a batch stop early: by its policy's rule, else by the ``confidence``."""
+        if batch.stop is not None:
+            return Stop(batch.stop, np.array([one.threshold for one in batch.limits]))
+        return Stop(Confidence(), np.full(len(batch.sequences), self.confidence)) if self.confidence else None
+
+    @property
+    def why_not_stopped(self) -> str:
+        """See ``StopsEarly``."""
+        if self.budget is not None and self.budget.rerank:
+            return "proposer.rerank keeps the best of all nodes: set it to false"
+        return f"proposer.confidence={self.confidence} stops them already: set it to 0" if self.confidence else ""
+
     def check_sampling(self, request: Sampling) -> None:
         """Refuse what could draw only a chain.
 
@@ -248,12 +264,12 @@ class TreePlan:
         samplings = [self.sampling(sequence.request.sampling) for sequence in batch.sequences]
         if self.budget is None:
             shape = forest(tuple(self._cut[max(0, min(depth, len(self._cut) - 1))] for depth in depths))
-            growth = Growth(self.drawn, batch, shape, samplings, self.confidence)
+            growth = Growth(self.drawn, batch, shape, samplings, self.stop(batch))
             return Grown(growth.grow(roots, expand), shape, growth.token)
         keys, texts = [one.key for one in batch.sequences], [one.tokens for one in batch.sequences]
         best = BestFirst(
             self.budget, self.drawn, batch.draws, keys, samplings, [max(0, depth) for depth in depths], texts,
-            batch.draft_masks, batch.read,
+            batch.draft_masks, batch.read, self.stop(batch),
         )  # fmt: skip
         draft = best.grow(roots.logits, expand)
         every = Shape(len(keys), np.array(best.parent, dtype=np.int64)) if self.budget.rerank else draft.shape

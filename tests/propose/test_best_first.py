@@ -479,7 +479,7 @@ def test_a_loaded_draft_states_its_budget(target_with_words, truth, path):
         ({"width": 0}, "proposer.width"),
         ({"width": True}, "proposer.width"),
         ({"drawn": "gumbel"}, "proposer.drawn=gumbel"),
-        ({"confidence": 0.5}, "proposer.confidence"),
+        ({"confidence": 0.5, "rerank": True, "drawn": "point"}, "proposer.confidence"),
         ({"temperature": -1}, "proposer.temperature"),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""Likeliest tokens drawn on the host are those drawn by the device's code, for any logits, masks and confidence."""
+"""Likeliest tokens drawn on the host are those that the device draws, for any logits, masks and stop rule."""
 
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -14,7 +14,8 @@ from spec_lab.core.draft import Shape, chain, forest, tree
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.readback import Readback
 from spec_lab.propose.expansion import RowLogits
-from spec_lab.propose.growth import Growth, likeliest_on_host
+from spec_lab.propose.growth import Growth, Stop, likeliest_on_host
+from spec_lab.propose.stop_rules import AdaEdl, Confidence, Gain, Svip
 from spec_lab.propose.trees import parse
 
 V = 6
@@ -39,7 +40,10 @@ class Table:
         return RowLogits(self.logits[torch.from_numpy(rows)])
 
 
-def grown(shape: Shape, drawn, seed, broken, masked, confidence, on_host):
+RULES = {"none": None, "confidence": Confidence(), "adaedl": AdaEdl(), "svip": Svip(), "gain": Gain()}
+
+
+def grown(shape: Shape, drawn, seed, broken, masked, stop, on_host):
     """A draft, the rows that were computed, and the copies to the host."""
     allowed = np.random.default_rng(seed + 1).random((shape.rows, V)) < 0.5
     read = Readback()
@@ -49,7 +53,7 @@ def grown(shape: Shape, drawn, seed, broken, masked, confidence, on_host):
         sequences=[SimpleNamespace(tokens=[1], key=(0, 0, 0)) for _ in range(shape.roots)],
     )  # fmt: skip
     lm = Table(shape.rows, seed, broken)
-    growth = Growth(drawn, batch, shape, [COLD] * shape.roots, confidence)
+    growth = Growth(drawn, batch, shape, [COLD] * shape.roots, stop)
     with patch.object(Growth, "_on_host", on_host):
         return growth.grow(RowLogits(lm.logits[: shape.roots]), lm.expand), lm.computed, read.copies
 
@@ -62,11 +66,13 @@ def grown(shape: Shape, drawn, seed, broken, masked, confidence, on_host):
     seed=st.integers(0, 2**20),
     broken=st.sampled_from([0.0, 0.3]),
     masked=st.booleans(),
-    confidence=st.sampled_from([0.0, 0.35, 0.6]),
+    rule=st.sampled_from(list(RULES)),
+    threshold=st.sampled_from([0.1, 0.35, 0.6]),
 )
-def test_the_host_draws_what_the_device_draws(shape, drawn, seed, broken, masked, confidence):
+def test_the_host_draws_what_the_device_draws(shape, drawn, seed, broken, masked, rule, threshold):
+    stop = None if RULES[rule] is None else Stop(RULES[rule], np.full(shape.roots, threshold))
     (host, rows, copies), (device, expected, read) = (
-        grown(shape, drawn, seed, broken, masked, confidence, on_host) for on_host in (True, False)
+        grown(shape, drawn, seed, broken, masked, stop, on_host) for on_host in (True, False)
     )
     np.testing.assert_array_equal(host.shape.parent, device.shape.parent)
     assert host.token.tolist() == device.token.tolist()
@@ -83,5 +89,5 @@ def test_logits_are_not_written_to():
     x = np.random.default_rng(0).normal(size=(3, V))
     x[1] = np.nan
     before = x.copy()
-    likeliest_on_host(x, 2, np.arange(V)[None] > np.array([[1], [2], [V]]), 0.5)
+    likeliest_on_host(x, 2, np.arange(V)[None] > np.array([[1], [2], [V]]), lambda x: x[:, 0] > 0)
     np.testing.assert_array_equal(x, before)

@@ -1,0 +1,53 @@
+"""What a policy allows a proposer to draft: a depth for each sequence and step, and a rule that stops a draft early."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What may be drafted below one root in one step. It follows from what was known before anything was drawn.
+
+    Args:
+        depth: the deepest level; 0 drafts nothing. None: as deep as the proposer drafts.
+        threshold: of the rule that stops drafts (``StopRule``), where the policy has one.
+        part: name of the part that drafts, of a proposer that chooses one of several. Empty: it chooses itself.
+    """
+
+    depth: int | None = None
+    threshold: float = 0.0
+    part: str = ""
+
+    def row(self) -> dict[str, Any]:
+        """Columns of the table of steps."""
+        return {f"limit_{name}": value for name, value in asdict(self).items()}
+
+
+class StopRule(Protocol):
+    """Where drafting stops, told from the draft distributions and from what is drafted already, never from tokens that
+    are then left out: every node that was drawn stays. So verification remains exact, for sampled nodes too.
+    """
+
+    @property
+    def before(self) -> bool:
+        """Whether nothing is drawn at a row where it stops; False: what is drawn there is the last of its path."""
+        ...
+
+    @property
+    def reads_path(self) -> bool:
+        """Whether it reads ``path``; ones are passed otherwise."""
+        ...
+
+    def __call__(self, probs: Tensor, path: Tensor, threshold: Tensor) -> Tensor:
+        """Return at which rows drafting stops, ``[n]`` bool.
+
+        Args:
+            probs: ``[n, V]`` draft probabilities at temperature 1, below what a constraint allows.
+            path: ``[n]`` the product of such probabilities along the path to each row; 1 at a root.
+            threshold: ``[n]`` of each row's sequence (``Limit.threshold``).
+        """
+        ...
