@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_lab.core.limit import Limit
+
 Drawn = Literal["point", "iid", "without", "gumbel"]
 """How a node's token was drawn, given its earlier siblings:
 
@@ -478,6 +480,7 @@ class Draft:
             their sequences end.
         computed_only: rows that are computed with the draft and never accepted.
         one_hot: whether every q is one-hot, as at temperature 0, so that sampled nodes are verified as points are.
+        limits: ``[B]`` what a policy allowed, for records; empty without one.
     """
 
     shape: Shape
@@ -489,6 +492,7 @@ class Draft:
     broken: Mapping[int, str] = field(default_factory=dict)
     computed_only: ComputedOnly | None = None
     one_hot: bool = False
+    limits: Sequence[Limit] = ()
 
     def __post_init__(self) -> None:
         if self.token.numel() != self.shape.nodes:
@@ -589,7 +593,7 @@ class Draft:
         if not isinstance(drawn, str):
             drawn = drawn[kept]
             noise = noise if GUMBEL in drawn else None
-        return Draft(smaller, token, drawn, self.q, q_row, noise, self.broken, extra, self.one_hot), both
+        return Draft(smaller, token, drawn, self.q, q_row, noise, self.broken, extra, self.one_hot, self.limits), both
 
 
 def empty(roots: int, device: torch.device | str = "cpu") -> Draft:

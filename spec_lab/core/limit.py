@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,9 +23,26 @@ class Limit:
     threshold: float = 0.0
     part: str = ""
 
-    def row(self) -> dict[str, Any]:
-        """Columns of the table of steps."""
-        return {f"limit_{name}": value for name, value in asdict(self).items()}
+    def as_json(self) -> str:
+        """As in the table of steps."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def parse(text: Any) -> Limit:
+        """Read what ``as_json`` writes.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            found = Limit(**json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"not a policy's decision: {str(text)[:100]!r}") from error
+        depth, threshold = found.depth, found.threshold
+        fine = depth is None or (isinstance(depth, int) and not isinstance(depth, bool) and depth >= 0)
+        if not fine or not isinstance(threshold, int | float) or not isinstance(found.part, str):
+            raise ValueError(f"not a policy's decision: {text[:100]!r}")
+        return replace(found, threshold=float(threshold))
 
 
 class StopRule(Protocol):

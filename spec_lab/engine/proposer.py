@@ -69,7 +69,8 @@ class Proposer(Protocol):
     """Drafts a tree below each sequence. It never sees the verifier. ``Lifecycle`` has defaults for most methods.
 
     Further abilities are Protocols of their own, asked for with ``isinstance``: ``Branching``, ``DrawsSeveralWays``,
-    ``DraftsForcedTokens``, ``LearnsAcrossRequests``, ``ChecksSampling``, ``CertifiableProposer``, and ``Described`` and
+    ``DraftsForcedTokens``, ``LearnsAcrossRequests``, ``StopsEarly``, ``ChoosesPart``, ``ChecksSampling``,
+    ``CertifiableProposer``, and ``Described`` and
     ``Hashed`` of ``core.protocols``.
 
     A draft must follow from the sequences, from the states, from stores that are declared, and from the random choices
@@ -199,6 +200,26 @@ class LearnsAcrossRequests(Protocol):
 
     def forget(self) -> None:
         """Empty the store, as after a warm-up, which decodes requests that are measured later."""
+        ...
+
+
+@runtime_checkable
+class StopsEarly(Protocol):
+    """A proposer that asks ``Batch.stop`` at every row it draws from where to stop."""
+
+    @property
+    def why_not_stopped(self) -> str:
+        """Why a policy must not stop its drafts, with the option to change; empty where it may."""
+        ...
+
+
+@runtime_checkable
+class ChoosesPart(Protocol):
+    """A proposer of which one part drafts for a sequence, unless ``Limit.part`` names another."""
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The names of the parts."""
         ...
 
 

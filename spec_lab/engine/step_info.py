@@ -87,7 +87,8 @@ class StepInfo:
         """The step without its draft distributions, which take V numbers for every node."""
         if self.draft.q is None:
             return self
-        return replace(self, draft=Draft(self.draft.shape, self.draft.token, computed_only=self.draft.computed_only))
+        own = self.draft
+        return replace(self, draft=Draft(own.shape, own.token, computed_only=own.computed_only, limits=own.limits))
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase, of the module calls inside propose and target, of masks, and of the whole step.
@@ -158,6 +159,8 @@ class StepInfo:
                     "context": self.context[tree],
                 }
             )
+            if self.draft.limits:
+                rows[-1] |= {"policy": self.draft.limits[tree].as_json()}
             if self.recorded is not None:
                 nodes = own[1:] - shape.roots
                 q = [None if np.isnan(one) else one for one in self.recorded.q[nodes].tolist()]

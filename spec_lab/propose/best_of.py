@@ -108,6 +108,11 @@ class BestOf:
         return self.parts.branches
 
     @property
+    def part_names(self) -> tuple[str, ...]:
+        """See ``ChoosesPart``."""
+        return tuple(self.parts.named)
+
+    @property
     def nodes(self) -> int:
         """Most rows that a part adds below one root."""
         return max(one.nodes for one in self.parts.all)
@@ -188,6 +193,8 @@ class BestOf:
         for tree, sequence in enumerate(batch.sequences):
             promises = [(1 + own[tree]) / (1 + cost) for own, cost in zip(expected, self.costs, strict=True)]
             sequence.state.own.chosen = promises.index(max(promises))
+            if batch.limits and (part := batch.limits[tree].part):
+                sequence.state.own.chosen = self.part_names.index(part)
         for n, part in enumerate(self.parts.all):
             if own := [tree for tree, one in enumerate(batch.sequences) if one.state.own.chosen == n]:
                 drafts.append(part.propose(self.parts.view(batch, n, own)))

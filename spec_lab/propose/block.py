@@ -81,6 +81,11 @@ class BlockDrafter(Lifecycle):
         pack(read.network)
         return BlockDrafter(read.network, target, plan, read.sha256)
 
+    @property
+    def why_not_stopped(self) -> str:
+        """See ``StopsEarly``."""
+        return self.plan.why_not_stopped
+
     def check_sampling(self, request: Sampling) -> None:
         """See ``TreePlan.check_sampling``."""
         self.plan.check_sampling(request)

@@ -10,7 +10,8 @@ import logging
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
@@ -20,10 +21,12 @@ import numpy as np
 import torch
 from scipy.stats import theilslopes
 
+from spec_lab.constrain import AppliedConstraint
 from spec_lab.core.machine import cores, processor
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.protocols import facts_of
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.commit import Committed, Decision, commit
 from spec_lab.engine.proposer import Proposer
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import SequenceState
@@ -228,17 +231,23 @@ def time_steps(
 
 @contextmanager
 def visits(
-    target: Target, proposers: Mapping[int, Proposer], batch_size: int, sampling: Sampling
+    target: Target, proposers: Mapping[int, Proposer], batch_size: int, sampling: Sampling, period: int | None = None
 ) -> Iterator[Callable[[int], list[float]]]:
     """Yield what times ``VISIT`` steps of a size and returns the seconds of all but the first.
 
-    Arguments as in ``time_steps``. Afterwards nothing is left in the target's KV cache.
+    Arguments as in ``time_steps``, and ``period``: the random text repeats after so many tokens, so that proposers
+    which look drafts up find some; None: it does not. Afterwards nothing is left in the target's KV cache.
     """
     lm, largest = target.lm, max(one.nodes for one in proposers.values())
     context = _context(target)
-    prompt = tuple(np.random.default_rng(0).integers(0, target.vocabulary, context).tolist())
-    clock, memory = lm.clock, Memory()
-    parts = {size: Parts(target, one, Capture(), CounterDraws(0), memory=memory) for size, one in proposers.items()}
+    drawn = np.random.default_rng(0).integers(0, target.vocabulary, min(context, period or context))
+    text = np.resize(drawn, context + VISIT).tolist()
+    prompt = tuple(text[:context])
+    clock, memory, apply = lm.clock, Memory(), commit if period is None else partial(_commit_text, text)
+    parts = {
+        size: Parts(target, one, Capture(), CounterDraws(0), commit=apply, memory=memory)
+        for size, one in proposers.items()
+    }
     sequences: list[SequenceState] = []
 
     def visit(size: int) -> list[float]:
@@ -271,6 +280,18 @@ def visits(
         for sequence in sequences:
             sequence.kv.close()
         lm.capture()
+
+
+def _commit_text(
+    text: Sequence[int],
+    sequences: Sequence[SequenceState],
+    decision: Decision,
+    applied: AppliedConstraint | None,
+    context: int,
+) -> list[Committed]:
+    """Commit the next token of ``text`` to sequences of which nothing drafted was accepted."""
+    following = np.array([text[len(one.tokens)] for one in sequences])
+    return commit(sequences, replace(decision, token=following), applied, context)
 
 
 def smoothed(costs: Mapping[int, float]) -> dict[int, float]:

@@ -89,6 +89,11 @@ class DraftModel(Lifecycle):
         plan.check_width(target.vocabulary if shared is None else shared.count)
         return DraftModel(draft.runner(), draft.context, plan, f"draft_{plan.kind}", draft.sha256, shared)
 
+    @property
+    def why_not_stopped(self) -> str:
+        """See ``StopsEarly``."""
+        return self.plan.why_not_stopped
+
     def check_sampling(self, request: Sampling) -> None:
         """See ``TreePlan.check_sampling``."""
         self.plan.check_sampling(request)

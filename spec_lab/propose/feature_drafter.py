@@ -98,6 +98,11 @@ class FeatureDrafter(Lifecycle):
         self.requires, self.context = Requires(hidden=network.hidden), target.context
         self.lm = FeatureLM(network, network.layers, target.lm.device, dtype or target.lm.dtype)
 
+    @property
+    def why_not_stopped(self) -> str:
+        """See ``StopsEarly``."""
+        return self.plan.why_not_stopped
+
     def check_sampling(self, request: Sampling) -> None:
         """See ``TreePlan.check_sampling``."""
         self.plan.check_sampling(request)

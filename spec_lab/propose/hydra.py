@@ -99,6 +99,11 @@ class Hydra(Lifecycle):
         pack(heads)
         return Hydra(heads, target, plan, weights_hash(path))
 
+    @property
+    def why_not_stopped(self) -> str:
+        """See ``StopsEarly``."""
+        return self.plan.why_not_stopped
+
     def check_sampling(self, request: Sampling) -> None:
         """See ``TreePlan.check_sampling``."""
         self.plan.check_sampling(request)

@@ -91,6 +91,11 @@ class Pard(Lifecycle):
         narrower = shared if shared < target.vocabulary else None
         return Pard(draft.runner(), draft.context, mask, plan, draft.sha256, narrower)
 
+    @property
+    def why_not_stopped(self) -> str:
+        """See ``StopsEarly``."""
+        return self.plan.why_not_stopped
+
     def check_sampling(self, request: Sampling) -> None:
         """See ``TreePlan.check_sampling``."""
         self.plan.check_sampling(request)

@@ -102,9 +102,11 @@ class ProposerParts:
 
     @property
     def sha256(self) -> str | None:
-        """Of the hashes of the parts' files; None where no part was read from files."""
+        """Of the hashes of the parts' files, or the only one of them; None where no part was read from files."""
         hashes = [one.sha256 for one in self.all if isinstance(one, Hashed) and one.sha256 is not None]
-        return sha256(" ".join(hashes).encode()).hexdigest() if any(hashes) else "" if hashes else None
+        if len(hashes) < 2:
+            return hashes[0] if hashes else None
+        return sha256(" ".join(hashes).encode()).hexdigest() if any(hashes) else ""
 
     @property
     def facts(self) -> dict[str, Any]:

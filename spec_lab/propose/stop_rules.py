@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from spec_lab.core.limit import StopRule
 
 
 def entropy(probs: Tensor) -> Tensor:  # [n, V] -> [n]
@@ -22,8 +25,8 @@ class Confidence:
     whether drafting stops is known before the token is drawn.
     """
 
-    before: bool = False
-    reads_path: bool = False
+    before: ClassVar[bool] = False
+    reads_path: ClassVar[bool] = False
 
     def __call__(self, probs: Tensor, path: Tensor, threshold: Tensor) -> Tensor:
         """See ``StopRule``."""
@@ -32,34 +35,34 @@ class Confidence:
 
 @dataclass(frozen=True)
 class AdaEdl:
-    """Stops before a token where the bound 1 - sqrt(gamma H) on its acceptance is below the threshold.
+    """Stops before a token where the bound 1 - sqrt(factor H) on its acceptance is below the threshold.
 
-    Source: AdaEDL (2410.18351, equation 4), gamma = 0.2.
+    Source: AdaEDL (2410.18351, equation 4), factor 0.2.
     """
 
-    gamma: float = 0.2
-    before: bool = True
-    reads_path: bool = False
+    factor: float = 0.2
+    before: ClassVar[bool] = True
+    reads_path: ClassVar[bool] = False
 
     def __call__(self, probs: Tensor, path: Tensor, threshold: Tensor) -> Tensor:
         """See ``StopRule``."""
-        return 1 - (self.gamma * entropy(probs)).sqrt() < threshold
+        return 1 - (self.factor * entropy(probs)).sqrt() < threshold
 
 
 @dataclass(frozen=True)
 class Svip:
-    """Stops after a token drawn where sqrt(c H), a bound on its rejection, is above the threshold.
+    """Stops after a token drawn where sqrt(factor H), a bound on its rejection, is above the threshold.
 
-    Source: SVIP (2411.18462, section 3), c = 0.15.
+    Source: SVIP (2411.18462, section 3), factor 0.15.
     """
 
-    c: float = 0.15
-    before: bool = False
-    reads_path: bool = False
+    factor: float = 0.15
+    before: ClassVar[bool] = False
+    reads_path: ClassVar[bool] = False
 
     def __call__(self, probs: Tensor, path: Tensor, threshold: Tensor) -> Tensor:
         """See ``StopRule``."""
-        return (self.c * entropy(probs)).sqrt() > threshold
+        return (self.factor * entropy(probs)).sqrt() > threshold
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,42 @@ class Gain:
     the row, which the best of its children has.
     """
 
-    before: bool = True
-    reads_path: bool = True
+    before: ClassVar[bool] = True
+    reads_path: ClassVar[bool] = True
 
     def __call__(self, probs: Tensor, path: Tensor, threshold: Tensor) -> Tensor:
         """See ``StopRule``."""
         return path * probs.amax(-1) < threshold
+
+
+RULES: dict[str, type[Confidence | AdaEdl | Svip | Gain]] = {
+    "confidence": Confidence, "adaedl": AdaEdl, "svip": Svip, "gain": Gain,
+}  # fmt: skip
+"""The rules by their names in configs and records."""
+
+
+def described(rule: StopRule | None) -> dict[str, Any]:
+    """What a record should keep of a rule; ``rule_of`` reads it."""
+    for name, kind in RULES.items():
+        if isinstance(rule, kind):
+            return {"rule": name, **asdict(rule)}
+    return {}
+
+
+def rule_of(facts: Any) -> StopRule | None:
+    """The rule of which a record keeps ``facts``; None where it keeps none.
+
+    Raises:
+        ValueError: no rule of this module.
+    """
+    name = facts.get("rule")
+    if name is None:
+        return None
+    if name not in RULES:
+        raise ValueError(f"there is no rule {str(name)[:100]!r} that stops drafts; there are {', '.join(RULES)}")
+    factor = facts.get("factor")
+    if name in ("confidence", "gain") or factor is None:
+        return RULES[name]()
+    if isinstance(factor, bool) or not isinstance(factor, int | float):
+        raise ValueError(f"the factor of a rule that stops drafts is a number, not {str(factor)[:100]!r}")
+    return AdaEdl(float(factor)) if name == "adaedl" else Svip(float(factor))

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from spec_lab.core.draft import forest, tree
-from spec_lab.core.limit import Limit
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.propose.best_first import BestFirst, Budget
@@ -115,7 +114,3 @@ def test_each_sequence_has_its_own_threshold():
     stop = Stop(Confidence(), np.array([0.0, 1.1]))
     draft, _, _ = grown(shape, "point", 0, 0.0, False, stop, True)
     assert draft.shape.sizes.tolist() == [TREE.rows, 3]
-
-
-def test_a_limit_is_a_row_of_the_table():
-    assert Limit(3, 0.5, "a").row() == {"limit_depth": 3, "limit_threshold": 0.5, "limit_part": "a"}

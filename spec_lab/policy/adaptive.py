@@ -1,0 +1,195 @@
+"""A proposer that drafts as much as a policy allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.limit import Limit
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.protocols import facts_of
+from spec_lab.engine.proposer import ChoosesPart, LearnsAcrossRequests, Observation, Proposer, Requires, StopsEarly
+from spec_lab.engine.request import Request
+from spec_lab.engine.runner import DraftRunner
+from spec_lab.engine.sequence import Batch
+from spec_lab.models.target import Target
+from spec_lab.policy.policy import Outcome, Policy
+from spec_lab.propose.parts import PartStates, ProposerParts
+from spec_lab.propose.trees import Choices
+
+
+def adapt(proposer: Proposer, policy: Policy) -> Adaptive:
+    """Put a proposer under a policy.
+
+    Raises:
+        ValueError: the policy stops drafts early, and the proposer cannot, or does so by itself already; the policy
+            chooses a part, and the proposer has no such part.
+    """
+    if policy.stop is not None:
+        if not isinstance(proposer, StopsEarly):
+            raise ValueError(
+                f"policy '{policy.name}' stops drafts by their probabilities, and proposer '{proposer.name}' does not "
+                "ask it while it drafts: choose a policy of depths (fixed, heuristic, bandit, goodput), or a proposer "
+                "that grows trees token by token, such as draft_chain or eagle"
+            )
+        if why := proposer.why_not_stopped:
+            raise ValueError(f"policy '{policy.name}' stops drafts early, but {why}")
+    if policy.parts:
+        known = proposer.part_names if isinstance(proposer, ChoosesPart) else ()
+        if unknown := [one for one in policy.parts if one not in known]:
+            has = f"has the parts {', '.join(known)}" if known else "does not choose between parts, as best_of does"
+            raise ValueError(
+                f"policy '{policy.name}' names the part {unknown[0]}, but proposer '{proposer.name}' {has}"
+            )
+    return Adaptive(ProposerParts({proposer.name: proposer}), policy)
+
+
+@dataclass
+class Decided:
+    """What an adaptive proposer carries for a sequence beside the states of its parts.
+
+    Args:
+        state: the policy's.
+        last: the outcome of the last draft, its accepted nodes still unknown; None where nothing is to be learned.
+    """
+
+    state: Any
+    last: Outcome | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Adaptive:
+    """A proposer under a policy. It declares and records what the proposer does, and "policy" in addition.
+
+    Args:
+        parts: the proposer, as the only part.
+        policy: decides.
+    """
+
+    parts: ProposerParts
+    policy: Policy
+
+    @property
+    def proposer(self) -> Proposer:
+        """What drafts."""
+        return self.parts.all[0]
+
+    @property
+    def name(self) -> str:
+        """The proposer's."""
+        return self.proposer.name
+
+    @property
+    def drawn(self) -> Drawn:
+        """See ``Proposer``."""
+        return self.proposer.drawn
+
+    @property
+    def draws(self) -> frozenset[Drawn]:
+        """See ``DrawsSeveralWays``."""
+        return self.parts.draws
+
+    @property
+    def branches(self) -> bool:
+        """See ``Branching``."""
+        return self.parts.branches
+
+    @property
+    def nodes(self) -> int:
+        """See ``Proposer``."""
+        return self.proposer.nodes
+
+    @property
+    def forced_nodes(self) -> int:
+        """See ``DraftsForcedTokens``."""
+        return self.parts.forced_nodes
+
+    @property
+    def requires(self) -> Requires:
+        """See ``Proposer``."""
+        return self.proposer.requires
+
+    @property
+    def sha256(self) -> str | None:
+        """See ``Hashed``."""
+        return self.parts.sha256
+
+    @property
+    def shared_store(self) -> str:
+        """See ``LearnsAcrossRequests``."""
+        own = self.policy.shared_store if isinstance(self.policy, LearnsAcrossRequests) else ""
+        inner = self.proposer.shared_store if isinstance(self.proposer, LearnsAcrossRequests) else ""
+        return "; ".join(one for one in (inner, own) if one)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        return facts_of(self.proposer) | {"policy": {"name": self.policy.name, **facts_of(self.policy)}}
+
+    def forget(self) -> None:
+        """See ``LearnsAcrossRequests``."""
+        self.parts.forget()
+        if isinstance(self.policy, LearnsAcrossRequests):
+            self.policy.forget()
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """See ``ChecksSampling``."""
+        self.parts.check_sampling(sampling)
+
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Adaptive:
+        """See ``CertifiableProposer``. Outcomes are enumerated side by side, so they share nothing."""
+        return Adaptive(self.parts.toy(target, draft, tree), self.policy.alone())
+
+    def init(self, request: Request) -> PartStates:
+        """See ``Proposer``."""
+        return self.parts.init(request, Decided(self.policy.init(request)))
+
+    def propose(self, batch: Batch) -> Draft:
+        """Let the policy decide, and draft no deeper than it allows.
+
+        Raises:
+            ValueError: the policy decided nothing sensible for the batch.
+        """
+        own: list[Decided] = [one.state.own for one in batch.sequences]
+        limits = self.policy.decide(batch, [one.state for one in own])
+        if len(limits) != len(own):
+            raise ValueError(f"policy '{self.policy.name}' returned {len(limits)} limits for {len(own)} sequences")
+        inner = replace(self.parts.view(batch, 0), limits=limits, stop=self.policy.stop)
+        draft = self.proposer.propose(inner).cut(inner.room())
+        deepest = np.zeros(len(own), dtype=np.int64)
+        np.maximum.at(deepest, draft.shape.root, draft.shape.depth)
+        every = zip(own, limits, deepest.tolist(), draft.acceptable_nodes.tolist(), strict=True)
+        for one, limit, levels, nodes in every:
+            one.last = Outcome(one.state, limit, levels, nodes, 0, len(own))
+        return replace(draft, limits=tuple(limits))
+
+    def observe(self, observed: Sequence[Observation]) -> None:
+        """Let the proposer observe, and the policy learn."""
+        outcomes = []
+        for one in observed:
+            decided: Decided = one.sequence.state.own
+            if decided.last is not None:
+                outcomes.append(replace(decided.last, accepted=len(one.accepted)))
+                decided.last = None
+        if outcomes:
+            self.policy.learn(outcomes)
+        self.proposer.observe([
+            replace(one, sequence=replace(one.sequence, state=one.sequence.state.each[0])) for one in observed
+        ])  # fmt: skip
+
+    def fork(self, state: PartStates) -> PartStates:
+        """See ``Proposer``."""
+        return self.parts.fork(state, Decided(deepcopy(state.own.state)))
+
+    def rewind(self, state: PartStates, length: int) -> None:
+        """See ``Proposer``."""
+        self.parts.rewind(state, length)
+
+    def close(self, state: PartStates) -> None:
+        """See ``Proposer``."""
+        self.parts.close(state)

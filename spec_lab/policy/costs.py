@@ -1,0 +1,147 @@
+"""What a step costs, by the levels that are drafted and the number of sequences: measured once, and cached."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+
+from spec_lab.core.options import file_name, temperature_or_none, true_or_false, whole
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.protocols import Hashed, facts_of
+from spec_lab.engine.proposer import Proposer, StopsEarly, forget
+from spec_lab.models.target import Target
+from spec_lab.policy.adaptive import Adaptive
+from spec_lab.policy.depths import Fixed
+from spec_lab.propose.calibrate import conditions, visits
+from spec_lab.propose.cost_cache import CostCache, default_folder
+from spec_lab.propose.parts import ProposerParts
+from spec_lab.propose.step_costs import StepCosts, measure
+from spec_lab.propose.stop_rules import Confidence
+
+log = logging.getLogger(__name__)
+
+DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Depths that are timed, up to the largest that a policy considers, which is timed as well."""
+
+PERIOD = 24
+"""Tokens after which the text repeats on which steps are timed, so that look-ups find drafts."""
+
+
+@dataclass(frozen=True)
+class DraftCosts:
+    """Seconds of a step.
+
+    Args:
+        seconds: by the number of sequences, by the levels drafted for each; 0 levels are a step without a draft.
+    """
+
+    seconds: Mapping[int, Mapping[int, float]]
+
+    def of(self, levels: float, live: int = 1) -> float:
+        """Seconds with ``live`` sequences, interpolated between what was timed; beyond it the last slope goes on."""
+        batches = sorted(self.seconds)
+        return _line(batches, [_line(sorted(own := self.seconds[n]), [own[k] for k in sorted(own)], levels)
+                               for n in batches], live)  # fmt: skip
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        return {"seconds": {str(live): {str(k): v for k, v in own.items()} for live, own in self.seconds.items()}}
+
+
+def _line(places: Sequence[int], values: Sequence[float], at: float) -> float:
+    """Piecewise linear interpolation, which goes on with the last slope."""
+    if len(places) > 1 and at > places[-1]:
+        slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
+        return values[-1] + max(0.0, slope) * (at - places[-1])
+    return float(np.interp(at, places, values))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How costs are measured.
+
+    Args:
+        batch_size: most sequences of a step; a single one is timed as well.
+        temperature: of the requests.
+        recalibrate: measure costs even if the cache has them.
+        cache: folder of the measured costs; None: the user's.
+    """
+
+    batch_size: int = 1
+    temperature: float = 0.0
+    recalibrate: bool = False
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        whole("policy.batch_size", self.batch_size)
+        temperature_or_none("policy.temperature", self.temperature)
+        true_or_false("policy.recalibrate", self.recalibrate)
+        if self.cache is not None:
+            file_name("policy.cache", self.cache)
+
+
+class TimingOptions(TypedDict, total=False):
+    """The options of ``Timing``."""
+
+    batch_size: int
+    temperature: float
+    recalibrate: bool
+    cache: str | None
+
+
+def draft_costs(
+    target: Target,
+    proposer: Proposer,
+    depth: int,
+    timing: Timing,
+    part: str = "",
+    depths: Sequence[int] = DEPTHS,
+) -> DraftCosts:
+    """Measure steps of a proposer that drafts no, one, two, ... ``depth`` levels.
+
+    Depths that would be too slow even if everything were accepted are not timed (``step_costs.MIN_RATE``).
+
+    Args:
+        target: verifies.
+        proposer: drafts; what its requests share is forgotten afterwards.
+        depth: the largest one timed.
+        timing: how.
+        part: that drafts, of a proposer that chooses one of several.
+        depths: that are timed, besides the largest one.
+    """
+    sizes = [*(k for k in depths if k < depth), depth]
+    sampling = Sampling(timing.temperature)
+    stop = Confidence() if isinstance(proposer, StopsEarly) else None  # at the threshold 0: never
+    own = ProposerParts({proposer.name: proposer})
+    limited: dict[int, Proposer] = {k: Adaptive(own, Fixed(k, part, stop=stop)) for k in sizes}
+    sha256 = proposer.sha256 if isinstance(proposer, Hashed) else None
+    drafter = {"name": proposer.name, "sha256": sha256, "drawn": proposer.drawn, "nodes": proposer.nodes,
+               "tree": facts_of(proposer).get("tree"), "part": part}  # fmt: skip
+    cache = CostCache(default_folder() if timing.cache is None else Path(timing.cache))
+    found: dict[int, Mapping[int, float]] = {}
+    for live in sorted({1, timing.batch_size}):
+        under = conditions(target, json.dumps(drafter, sort_keys=True), [(k,) for k in sizes], live, sampling)
+
+        def timed(live: int = live) -> StepCosts:
+            log.info("Measuring the seconds of a step for %d to %d drafted levels, batch %d", 0, depth, live)
+            threads = torch.get_num_threads() if target.lm.device.type == "cpu" else 1
+            with visits(target, limited, live, sampling, PERIOD) as visit:
+                return measure(visit, {k: k + 1.0 for k in sizes}, threads=threads)
+
+        costs = cache.costs({**under, "period": PERIOD}, sizes, timed, timing.recalibrate)
+        if not costs.steady:
+            log.warning(
+                "the machine is too busy to measure what drafting costs (repeated timings of a step differ by %.0f %%): "
+                "the measured costs are used for this run and not kept", 100 * costs.overall_spread,
+            )  # fmt: skip
+        found[live] = costs.seconds
+    forget(proposer)
+    return DraftCosts(found)

@@ -1,0 +1,131 @@
+"""Policies of the depth alone: a fixed one, and transformers' heuristic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spec_lab.core.limit import Limit, StopRule
+from spec_lab.core.options import number, whole
+from spec_lab.engine.proposer import Proposer
+from spec_lab.engine.request import Request
+from spec_lab.engine.sequence import Batch
+from spec_lab.models.target import Target
+from spec_lab.policy.policy import Outcome, Policy
+from spec_lab.propose.trees import MOST_DEPTH
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same depth in every step: a tree without the levels below it.
+
+    Args:
+        depth: 0 drafts nothing.
+        part: of a proposer that chooses one of several, the one that drafts; empty: it chooses itself.
+    """
+
+    depth: int
+    part: str = ""
+    name: str = "fixed"
+    stop: StopRule | None = None
+
+    @staticmethod
+    def load(target: Target, proposer: Proposer, depth: int, part: str = "") -> Fixed:
+        """Check the options.
+
+        Raises:
+            ValueError: a wrong one; names it.
+        """
+        return Fixed(whole("policy.depth", depth, 0, most=MOST_DEPTH), str(part))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        return {"depth": self.depth, "part": self.part}
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """See ``Policy``."""
+        return (self.part,) if self.part else ()
+
+    def init(self, request: Request) -> None:
+        """Nothing is learned."""
+
+    def decide(self, batch: Batch, states: Sequence[Any]) -> list[Limit]:
+        """See ``Policy``."""
+        return [Limit(self.depth, part=self.part)] * len(states)
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        """Nothing is learned."""
+
+    def alone(self) -> Policy:
+        """See ``Policy``."""
+        return self
+
+
+@dataclass
+class Depth:
+    """The depth of a sequence's next draft."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Heuristic:
+    """Deeper after a draft that was wholly accepted, shallower after another.
+
+    Source: transformers' ``num_assistant_tokens_schedule="heuristic"`` (``AssistedCandidateGenerator``): + 2 and - 1,
+    from 5 on, at least 1. A step without a draft says nothing here; transformers counts it as wholly accepted.
+
+    Args:
+        start: the first depth.
+        up, down: added and subtracted.
+        most: the largest depth.
+    """
+
+    start: float = 5.0
+    up: float = 2.0
+    down: float = 1.0
+    most: int = 20
+    name: str = "heuristic"
+    stop: StopRule | None = None
+    parts: tuple[str, ...] = ()
+
+    @staticmethod
+    def load(
+        target: Target, proposer: Proposer, start: float = 5.0, up: float = 2.0, down: float = 1.0, most: int = 20
+    ) -> Heuristic:
+        """Check the options.
+
+        Raises:
+            ValueError: a wrong one; names it.
+        """
+        whole("policy.most", most, most=MOST_DEPTH)
+        if number("policy.start", start, 1.0) > most:
+            raise ValueError(f"policy.start must be at most policy.most={most}, not {start}")
+        return Heuristic(float(start), number("policy.up", up, 0.0), number("policy.down", down, 0.0), most)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        return {"start": self.start, "up": self.up, "down": self.down, "most": self.most}
+
+    def init(self, request: Request) -> Depth:
+        """See ``Policy``."""
+        return Depth(self.start)
+
+    def decide(self, batch: Batch, states: Sequence[Depth]) -> list[Limit]:
+        """See ``Policy``."""
+        return [Limit(int(one.value)) for one in states]
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        """See ``Policy``."""
+        for one in outcomes:
+            if one.drafted:
+                step = self.up if one.accepted >= one.drafted else -self.down
+                one.state.value = min(max(1.0, one.state.value + step), float(self.most))
+
+    def alone(self) -> Policy:
+        """See ``Policy``."""
+        return self

@@ -1,0 +1,286 @@
+"""Policies that weigh expected tokens against measured seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Unpack
+
+from spec_lab.core.limit import Limit, StopRule
+from spec_lab.core.options import number, one_of, share, whole
+from spec_lab.engine.proposer import Proposer
+from spec_lab.engine.request import Request
+from spec_lab.engine.sequence import Batch
+from spec_lab.models.target import Target
+from spec_lab.policy.costs import DraftCosts, Timing, TimingOptions, draft_costs
+from spec_lab.policy.policy import Outcome
+from spec_lab.propose.stop_rules import Gain
+from spec_lab.propose.trees import MOST_DEPTH
+
+Scope = Literal["request", "run"]
+"""What a policy learns from: each request's own past, or that of all requests of the run."""
+
+
+@dataclass
+class Levels:
+    """Moving averages of what becomes of each level that may be drafted.
+
+    Args:
+        trials, hits: ``[D]`` steps whose path had reached the level above, and those in which it reached this one.
+        begun, drawn: ``[D]`` steps that had drafted the level above, and those that drafted this one.
+    """
+
+    trials: list[float]
+    hits: list[float]
+    begun: list[float]
+    drawn: list[float]
+
+    @staticmethod
+    def none(depth: int) -> Levels:
+        """Nothing known."""
+        return Levels([0.0] * depth, [0.0] * depth, [0.0] * depth, [0.0] * depth)
+
+    def clear(self) -> None:
+        """Know nothing again."""
+        self.age(0.0)
+
+    def age(self, memory: float) -> None:
+        """Let what is known count less."""
+        for own in (self.trials, self.hits, self.begun, self.drawn):
+            own[:] = [one * memory for one in own]
+
+    def add(self, one: Outcome) -> None:
+        """Count an outcome."""
+        for level in range(len(self.trials) if one.limit.depth is None else min(one.limit.depth, len(self.trials))):
+            if one.accepted >= level:
+                self.trials[level] += 1
+                self.hits[level] += one.accepted > level
+            if one.drafted >= level:
+                self.begun[level] += 1
+                self.drawn[level] += one.drafted > level
+
+    def estimates(self, prior: Sequence[tuple[float, float]], weight: float) -> list[tuple[float, float]]:
+        """For each level the probabilities that a path goes on to it, and that it is drafted.
+
+        Args:
+            prior: for each level; a single one: the first level's, and each further level starts from the one above.
+            weight: of the prior, in steps.
+        """
+        found: list[tuple[float, float]] = []
+        for level, (trials, hits, begun, drawn) in enumerate(
+            zip(self.trials, self.hits, self.begun, self.drawn, strict=True)
+        ):
+            reach, draft = prior[level] if len(prior) > 1 else (found[-1] if found else prior[0])
+            found.append(((hits + weight * reach) / (trials + weight), (drawn + weight * draft) / (begun + weight)))
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Goodput:
+    """One depth for the whole batch: that of the most expected tokens per second. 0 is a choice as well.
+
+    Source: SmartSpec/TurboSpec (2406.14066, section 4): the maximum over k of the batch's expected tokens over the
+    predicted seconds of a step. Here acceptance is estimated for each level, since later levels of a draft are accepted
+    less often; a sequence's estimates begin with those of the run and move to its own; and seconds are those measured
+    for each depth. What was seen long ago counts less, so that depths that were given up are tried again.
+
+    Args:
+        costs: measured.
+        depth: the largest one considered.
+        shared: what the run's sequences have shown.
+        prior: acceptance of a level of which nothing is known.
+        memory: weight of the past in each further step.
+        weight: of the run's estimates in a sequence's, and of the prior in the run's, in steps.
+        scope: "request": each sequence is decided for alone, from its own past.
+    """
+
+    costs: DraftCosts
+    depth: int
+    shared: Levels
+    prior: float = 0.7
+    memory: float = 0.98
+    weight: float = 4.0
+    scope: Scope = "run"
+    name: str = "goodput"
+    stop: StopRule | None = None
+    parts: tuple[str, ...] = ()
+
+    @staticmethod
+    def load(
+        target: Target,
+        proposer: Proposer,
+        depth: int,
+        prior: float = 0.7,
+        memory: float = 0.98,
+        weight: float = 4.0,
+        scope: Scope = "run",
+        **timing: Unpack[TimingOptions],
+    ) -> Goodput:
+        """Check the options, and measure or read the costs.
+
+        Raises:
+            ValueError: a wrong option; names it.
+        """
+        whole("policy.depth", depth, most=MOST_DEPTH)
+        one_of("policy.scope", scope, ("request", "run"))
+        own = share("policy.prior", prior), share("policy.memory", memory), number("policy.weight", weight, 0.01)
+        found = draft_costs(target, proposer, depth, Timing(**timing))
+        return Goodput(found, depth, Levels.none(depth), *own, scope)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        own = {"depth": self.depth, "prior": self.prior, "memory": self.memory, "weight": self.weight}
+        return {**own, "scope": self.scope, **self.costs.facts}
+
+    @property
+    def shared_store(self) -> str:
+        """See ``LearnsAcrossRequests``."""
+        return "acceptance by depth" if self.scope == "run" else ""
+
+    def forget(self) -> None:
+        """See ``LearnsAcrossRequests``."""
+        self.shared.clear()
+
+    def alone(self) -> Goodput:
+        """See ``Policy``."""
+        return replace(self, scope="request", shared=Levels.none(self.depth))
+
+    def init(self, request: Request) -> Levels:
+        """See ``Policy``."""
+        return Levels.none(self.depth)
+
+    def decide(self, batch: Batch, states: Sequence[Levels]) -> list[Limit]:
+        """See ``Policy``."""
+        if self.scope == "request":
+            return [Limit(self.best([one])) for one in states]
+        return [Limit(self.best(states))] * len(states)
+
+    def best(self, states: Sequence[Levels]) -> int:
+        """The depth with the most expected tokens per second for these sequences; the smallest of equal ones."""
+        run = self.shared.estimates([(self.prior, 1.0)], self.weight)
+        live, best, best_rate = len(states), 0, 0.0
+        seconds = [self.costs.of(level, live) for level in range(self.depth + 1)]
+        each = [one.estimates(run, self.weight) for one in states]
+        paths, drafts = [1.0] * live, [1.0] * live
+        tokens, spent = float(live), seconds[0]
+        for depth in range(self.depth + 1):
+            if depth:
+                paths = [path * own[depth - 1][0] for path, own in zip(paths, each, strict=True)]
+                drafts = [draft * own[depth - 1][1] for draft, own in zip(drafts, each, strict=True)]
+                tokens += sum(paths)
+                spent += max(0.0, seconds[depth] - seconds[depth - 1]) * sum(drafts) / live
+            if tokens / spent > best_rate * (1 + 1e-9):
+                best, best_rate = depth, tokens / spent
+        return best
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        """See ``Policy``."""
+        self.shared.age(self.memory)
+        for one in outcomes:
+            one.state.age(self.memory)
+            one.state.add(one)
+            if self.scope == "run":
+                self.shared.add(one)
+
+
+@dataclass
+class Rate:
+    """Moving sums of emitted tokens and of the predicted seconds of their steps."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class GainOverCost:
+    """Drafts a node where its probability to be accepted pays for its seconds, at the rate of tokens so far.
+
+    A step's rate is tokens / seconds; one more node of gain g and of c seconds raises it where g > c tokens / seconds.
+    (Best-first budgets of Sequoia 2402.12374 and OPT-Tree 2406.17276, with the threshold that their size stands for.)
+
+    Args:
+        costs: measured: levels stand for nothing and for the whole draft (0 and 1).
+        nodes: of the whole draft.
+        factor: the draft's probabilities are multiplied by it; below 1 for an overconfident draft.
+        memory: weight of the past in each further step.
+        scope: whose past the rate is taken from.
+        shared: the run's rate.
+    """
+
+    costs: DraftCosts
+    nodes: int
+    factor: float = 1.0
+    memory: float = 0.98
+    scope: Scope = "run"
+    shared: Rate = field(default_factory=Rate)
+    name: str = "gain"
+    stop: StopRule | None = Gain()
+    parts: tuple[str, ...] = ()
+
+    @staticmethod
+    def load(
+        target: Target,
+        proposer: Proposer,
+        factor: float = 1.0,
+        memory: float = 0.98,
+        scope: Scope = "run",
+        **timing: Unpack[TimingOptions],
+    ) -> GainOverCost:
+        """Check the options, and measure or read the costs.
+
+        Raises:
+            ValueError: a wrong option; names it.
+        """
+        one_of("policy.scope", scope, ("request", "run"))
+        own = number("policy.factor", factor, 1e-3), share("policy.memory", memory)
+        found = draft_costs(target, proposer, MOST_DEPTH, Timing(**timing), depths=(0,))
+        whole_draft = {n: {0: each[0], 1: each[MOST_DEPTH]} for n, each in found.seconds.items()}
+        return GainOverCost(DraftCosts(whole_draft), max(1, proposer.nodes), *own, scope)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        own = {"factor": self.factor, "memory": self.memory, "scope": self.scope, "nodes": self.nodes}
+        return {**own, **self.costs.facts}
+
+    @property
+    def shared_store(self) -> str:
+        """See ``LearnsAcrossRequests``."""
+        return "tokens per second" if self.scope == "run" else ""
+
+    def forget(self) -> None:
+        """See ``LearnsAcrossRequests``."""
+        self.shared.tokens = self.shared.seconds = 0.0
+
+    def alone(self) -> GainOverCost:
+        """See ``Policy``."""
+        return replace(self, scope="request", shared=Rate())
+
+    def init(self, request: Request) -> Rate:
+        """See ``Policy``."""
+        return Rate()
+
+    def decide(self, batch: Batch, states: Sequence[Rate]) -> list[Limit]:
+        """See ``Policy``."""
+        if self.scope == "request":
+            return [Limit(threshold=self._threshold(one, 1)) for one in states]
+        return [Limit(threshold=self._threshold(self.shared, len(states)))] * len(states)
+
+    def _threshold(self, rate: Rate, live: int) -> float:
+        """Tokens that the seconds of one node are worth."""
+        without, whole_draft = self.costs.of(0, live), self.costs.of(1, live)
+        of_node = max(0.0, whole_draft - without) / (self.nodes * live)
+        # Begins as if every step emitted two tokens in a step with half a draft.
+        tokens, seconds = rate.tokens + 2 * live, rate.seconds + (without + whole_draft) / 2
+        return min(1.0, of_node * tokens / seconds / self.factor)
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        """See ``Policy``."""
+        for own in [self.shared] if self.scope == "run" else [one.state for one in outcomes]:
+            own.tokens, own.seconds = own.tokens * self.memory, own.seconds * self.memory
+        for one in outcomes:
+            own = self.shared if self.scope == "run" else one.state
+            live = one.live if self.scope == "run" else 1
+            own.tokens += one.accepted + 1
+            own.seconds += self.costs.of(min(1.0, one.nodes / self.nodes), live) / live

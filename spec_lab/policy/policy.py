@@ -1,0 +1,74 @@
+"""What every policy offers: limits for the next draft, from the outcomes of earlier ones.
+
+Whatever a policy decides, verification stays exact: a limit follows from what was known before anything was drawn in
+the step (the texts, earlier outcomes, measured costs), and a rule that stops drafts reads draft distributions and drawn
+tokens without leaving out a drawn one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from spec_lab.core.limit import Limit, StopRule
+from spec_lab.engine.request import Request
+from spec_lab.engine.sequence import Batch
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one sequence's draft in one step.
+
+    Args:
+        state: the policy's, of the sequence.
+        limit: what the policy had decided.
+        drafted: levels of its draft tree; ``nodes``: its nodes.
+        accepted: accepted nodes that were kept.
+        live: sequences of the step.
+    """
+
+    state: Any
+    limit: Limit
+    drafted: int
+    nodes: int
+    accepted: int
+    live: int
+
+
+class Policy(Protocol):
+    """Decides what may be drafted. Its decisions are recorded, and repeated by the policy ``recorded``.
+
+    A policy with a store that requests share is a ``LearnsAcrossRequests``; ``facts`` (``Described``) are recorded.
+    """
+
+    @property
+    def name(self) -> str:
+        """As in configs and records."""
+        ...
+
+    @property
+    def stop(self) -> StopRule | None:
+        """The rule that stops drafts at ``Limit.threshold``; None: drafts end at their depth only."""
+        ...
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that it names in limits, of a proposer that chooses one of several; empty for none."""
+        ...
+
+    def init(self, request: Request) -> Any:
+        """The state of a new sequence. Forks get deep copies."""
+        ...
+
+    def decide(self, batch: Batch, states: Sequence[Any]) -> Sequence[Limit]:
+        """A limit for each sequence ``[B]``, given the policy's states of them."""
+        ...
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        """Learn what came of the last decisions; once for each step."""
+        ...
+
+    def alone(self) -> Policy:
+        """The same policy, deciding for each sequence from its own past only, so that it can be enumerated."""
+        ...

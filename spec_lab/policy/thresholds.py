@@ -1,0 +1,114 @@
+"""Policies that stop drafts by their probabilities: fixed thresholds, and ones that follow the acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spec_lab.core.limit import Limit, StopRule
+from spec_lab.core.options import number, one_of, share, true_or_false, whole
+from spec_lab.engine.proposer import Proposer
+from spec_lab.engine.request import Request
+from spec_lab.engine.sequence import Batch
+from spec_lab.models.target import Target
+from spec_lab.policy.policy import Outcome, Policy
+from spec_lab.propose.stop_rules import AdaEdl, Confidence, Svip, described
+from spec_lab.propose.trees import MOST_DEPTH
+
+GOAL, STEP, KEEP, MEMORY = 0.9, 0.01, 0.9, 0.5
+"""Of the controller: the acceptance it aims at, the step of the threshold, and the weights of the past."""
+
+
+@dataclass
+class Controlled:
+    """A sequence's threshold, and the moving average of its acceptance (None before the first draft)."""
+
+    threshold: float
+    acceptance: float | None = None
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A rule with a threshold, which a controller may move so that nine of ten drafted tokens are accepted.
+
+    Sources: the rules, see ``propose.stop_rules``; the controller Draft&Verify (2309.08168, equation 4), which AdaEDL
+    (2410.18351) takes over: m <- 0.5 m + 0.5 accepted / drafted; the threshold moves a tenth of the way to itself + 0.01
+    where m < 0.9, else - 0.01.
+
+    Args:
+        stop: the rule.
+        threshold: at which it stops; with a controller the first one.
+        adapt: whether the controller moves it.
+        depth: the largest depth; None: the proposer's.
+    """
+
+    stop: StopRule
+    threshold: float
+    adapt: bool = False
+    depth: int | None = None
+    name: str = "threshold"
+    parts: tuple[str, ...] = ()
+
+    @staticmethod
+    def load(
+        target: Target,
+        proposer: Proposer,
+        rule: str,
+        threshold: float,
+        adapt: bool = False,
+        depth: int | None = None,
+        factor: float | None = None,
+    ) -> Threshold:
+        """Check the options.
+
+        Args:
+            target, proposer: of the run.
+            rule: "confidence", "adaedl" or "svip".
+            threshold, adapt, depth: see the class.
+            factor: of the entropy; None: the paper's.
+
+        Raises:
+            ValueError: a wrong option; names it.
+        """
+        one_of("policy.rule", rule, ("confidence", "adaedl", "svip"))
+        if depth is not None:
+            whole("policy.depth", depth, most=MOST_DEPTH)
+        if rule == "confidence" and factor is not None:
+            raise ValueError("policy.factor is a factor of the entropy, which policy.rule=confidence does not compute")
+        if true_or_false("policy.adapt", adapt) and rule == "svip":
+            raise ValueError("policy.adapt: the controller raises thresholds to draft less, which a higher one of "
+                             "policy.rule=svip does not do: set policy.adapt=false, or policy.rule=adaedl")  # fmt: skip
+        given = () if factor is None else (number("policy.factor", factor, 0.0),)
+        made = Confidence() if rule == "confidence" else AdaEdl(*given) if rule == "adaedl" else Svip(*given)
+        return Threshold(made, share("policy.threshold", threshold), adapt, depth, rule)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        return {**described(self.stop), "threshold": self.threshold, "adapt": self.adapt, "depth": self.depth}
+
+    def init(self, request: Request) -> Controlled:
+        """See ``Policy``."""
+        return Controlled(self.threshold)
+
+    def decide(self, batch: Batch, states: Sequence[Controlled]) -> list[Limit]:
+        """See ``Policy``."""
+        return [Limit(self.depth, one.threshold) for one in states]
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        """Move the thresholds. Where nothing was drafted they fall, so that drafting begins again."""
+        if not self.adapt:
+            return
+        for one in outcomes:
+            own: Controlled = one.state
+            if one.drafted:
+                rate = one.accepted / one.drafted
+                own.acceptance = rate if own.acceptance is None else MEMORY * own.acceptance + (1 - MEMORY) * rate
+            more = one.drafted and own.acceptance is not None and own.acceptance < GOAL
+            aim = own.threshold + (STEP if more else -STEP)
+            own.threshold = min(max(0.0, KEEP * own.threshold + (1 - KEEP) * aim), 1.0)
+
+    def alone(self) -> Policy:
+        """See ``Policy``."""
+        return self
