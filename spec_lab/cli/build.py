@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, InstantiationException
 from hydra.utils import get_object, instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue
 
 from spec_lab.cli import interrupt
@@ -37,6 +37,7 @@ REUSED = ProcessCache()
 CONTRACTS = {
     "target": "spec_lab.models.target.Target",
     "proposer": "spec_lab.engine.proposer.Proposer",
+    "policy": "spec_lab.policy.policy.Policy",
     "verifier": "spec_lab.verify.Verifier",
     "constraint": "spec_lab.constrain.protocol.Constraint",
     "sampling": "spec_lab.core.probabilities.Sampling",
@@ -133,22 +134,53 @@ def build(config: DictConfig, part: str, **live: Any) -> Any:
     named = part_config(config, part)
     if OmegaConf.is_dict(named.get("parts")):  # of a hybrid, which are built first
         live |= {"parts": build_each(config, f"{part}.parts", **live)}
-        named = OmegaConf.masked_copy(named, [str(key) for key in named if key != "parts"])
+        named = without(named, "parts")
+    with_policy = part.partition(".")[0] in ("proposer", "arms") and "policy" in named
+    if with_policy:
+        named = without(named, "policy")
     try:
         made = instantiate(named, _partial_=True, _convert_="all")(**live)
-        if made is None and part == "constraint":
+        if made is None and (part == "constraint" or part.endswith("policy")):
             return None
     except (InstantiationException, OSError, TypeError, ValueError) as error:
         text = reason(error)
         where = f"{part}.path={named.path}" if isinstance(error, OSError) and "path" in named else part
         raise Refused(f"spec_lab: {text}" if text.startswith(part) else f"spec_lab: {where}: {text}") from error
-    group = {"arms": "proposer", "verifiers": "verifier"}.get(part.partition(".")[0], part.partition(".")[0])
+    first = part.partition(".")[0]
+    group = "policy" if part.endswith("policy") else {"arms": "proposer", "verifiers": "verifier"}.get(first, first)
     if lacks := [name for name in members(get_object(CONTRACTS[group])) if not hasattr(made, name)]:
         raise Refused(
             f"spec_lab: {part}._target_={named._target_} returns an object of type {type(made).__name__} without "
             f"{', '.join(lacks)}: these are members of {CONTRACTS[group]}"
         )
-    return made
+    return under_policy(config, f"{part}.policy", made, **live) if with_policy else made
+
+
+def without(named: DictConfig, key: str) -> DictConfig:
+    """Return a config without one of its keys; its interpolations still refer to the whole."""
+    copy = deepcopy(named)
+    with open_dict(copy):
+        del copy[key]
+    return copy
+
+
+def under_policy(config: DictConfig, part: str, proposer: Any, **live: Any) -> Any:
+    """Return the proposer under the policy that ``config[part]`` names; the proposer itself where it names none.
+
+    Raises:
+        Refused: as in ``build``; a policy and a proposer that do not go together, a policy of a hybrid's part.
+    """
+    if ".parts." in part:
+        raise Refused(f"spec_lab: {part}: a policy limits a whole hybrid, not one of its parts: name it one level up")
+    policy = build(config, part, proposer=proposer, **{name: one for name, one in live.items() if name == "target"})
+    if policy is None:
+        return proposer
+    from spec_lab.policy.adaptive import adapt
+
+    try:
+        return adapt(proposer, policy)
+    except ValueError as error:
+        raise Refused(f"spec_lab: {part}: {reason(error)}") from error
 
 
 def apply_constraint(config: DictConfig, settings: Any, target: Any) -> tuple[Any, Any]:
@@ -355,7 +387,7 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
         build(config, "target", cache=REUSED), OmegaConf.select(config, "target.path"), shown["target"]
     )
     LOG.info("Loading proposer")
-    proposer = build(begun, "proposer", target=target)
+    proposer = under_policy(begun, "policy", build(begun, "proposer", target=target), target=target)
     arms = build_each(begun, "arms", target=target)
     peers = build_each(config, "peers", target=target, sampling=sampling, seed=settings.seed)
     verifiers = build_each(config, "verifiers")

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from spec_lab.core.draft import Draft, Drawn
-from spec_lab.core.limit import Limit
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.protocols import facts_of
 from spec_lab.engine.proposer import ChoosesPart, LearnsAcrossRequests, Observation, Proposer, Requires, StopsEarly

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 
-from spec_lab.core.options import file_name, temperature_or_none, true_or_false, whole
+from spec_lab.core.options import temperature_or_none, true_or_false, whole
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.protocols import Hashed, facts_of
 from spec_lab.engine.proposer import Proposer, StopsEarly, forget
@@ -84,8 +84,8 @@ class Timing:
         whole("policy.batch_size", self.batch_size)
         temperature_or_none("policy.temperature", self.temperature)
         true_or_false("policy.recalibrate", self.recalibrate)
-        if self.cache is not None:
-            file_name("policy.cache", self.cache)
+        if self.cache is not None and (not isinstance(self.cache, str) or not self.cache):
+            raise ValueError(f"policy.cache must be null or the name of a folder (got {self.cache!r})")
 
 
 class TimingOptions(TypedDict, total=False):
@@ -139,7 +139,7 @@ def draft_costs(
         costs = cache.costs({**under, "period": PERIOD}, sizes, timed, timing.recalibrate)
         if not costs.steady:
             log.warning(
-                "the machine is too busy to measure what drafting costs (repeated timings of a step differ by %.0f %%): "
+                "the machine is too busy to measure what drafts cost (repeated timings of a step differ by %.0f %%): "
                 "the measured costs are used for this run and not kept", 100 * costs.overall_spread,
             )  # fmt: skip
         found[live] = costs.seconds

@@ -14,7 +14,7 @@ from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.policy.costs import DraftCosts, Timing, TimingOptions, draft_costs
 from spec_lab.policy.policy import Outcome
-from spec_lab.propose.stop_rules import Gain
+from spec_lab.propose.stop_rules import Gain, described
 from spec_lab.propose.trees import MOST_DEPTH
 
 Scope = Literal["request", "run"]
@@ -194,15 +194,16 @@ class Rate:
 
 @dataclass(frozen=True, eq=False)
 class GainOverCost:
-    """Drafts a node where its probability to be accepted pays for its seconds, at the rate of tokens so far.
+    """Drafts on below a node where the next one's probability to be accepted pays for its seconds.
 
     A step's rate is tokens / seconds; one more node of gain g and of c seconds raises it where g > c tokens / seconds.
-    (Best-first budgets of Sequoia 2402.12374 and OPT-Tree 2406.17276, with the threshold that their size stands for.)
+    The next node's gain is that of the node above it times ``scale``. (Best-first budgets of Sequoia 2402.12374 and
+    OPT-Tree 2406.17276, with the threshold that their size stands for.)
 
     Args:
         costs: measured: levels stand for nothing and for the whole draft (0 and 1).
         nodes: of the whole draft.
-        factor: the draft's probabilities are multiplied by it; below 1 for an overconfident draft.
+        scale: the probability with which a draft's likeliest token is accepted.
         memory: weight of the past in each further step.
         scope: whose past the rate is taken from.
         shared: the run's rate.
@@ -210,7 +211,7 @@ class GainOverCost:
 
     costs: DraftCosts
     nodes: int
-    factor: float = 1.0
+    scale: float = 0.7
     memory: float = 0.98
     scope: Scope = "run"
     shared: Rate = field(default_factory=Rate)
@@ -222,7 +223,7 @@ class GainOverCost:
     def load(
         target: Target,
         proposer: Proposer,
-        factor: float = 1.0,
+        scale: float = 0.7,
         memory: float = 0.98,
         scope: Scope = "run",
         **timing: Unpack[TimingOptions],
@@ -233,7 +234,7 @@ class GainOverCost:
             ValueError: a wrong option; names it.
         """
         one_of("policy.scope", scope, ("request", "run"))
-        own = number("policy.factor", factor, 1e-3), share("policy.memory", memory)
+        own = number("policy.scale", scale, 1e-3), share("policy.memory", memory)
         found = draft_costs(target, proposer, MOST_DEPTH, Timing(**timing), depths=(0,))
         whole_draft = {n: {0: each[0], 1: each[MOST_DEPTH]} for n, each in found.seconds.items()}
         return GainOverCost(DraftCosts(whole_draft), max(1, proposer.nodes), *own, scope)
@@ -241,7 +242,13 @@ class GainOverCost:
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        own = {"factor": self.factor, "memory": self.memory, "scope": self.scope, "nodes": self.nodes}
+        own = {
+            **described(self.stop),
+            "scale": self.scale,
+            "memory": self.memory,
+            "scope": self.scope,
+            "nodes": self.nodes,
+        }
         return {**own, **self.costs.facts}
 
     @property
@@ -273,7 +280,7 @@ class GainOverCost:
         of_node = max(0.0, whole_draft - without) / (self.nodes * live)
         # Begins as if every step emitted two tokens in a step with half a draft.
         tokens, seconds = rate.tokens + 2 * live, rate.seconds + (without + whole_draft) / 2
-        return min(1.0, of_node * tokens / seconds / self.factor)
+        return min(1.0, of_node * tokens / seconds / self.scale)
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """See ``Policy``."""

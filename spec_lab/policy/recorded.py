@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from spec_lab.core.limit import Limit, StopRule
+from spec_lab.core.options import brief
 from spec_lab.engine.proposer import Proposer
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.policy.policy import Outcome, Policy
+from spec_lab.propose.stop_rules import described, rule_of
+from spec_lab.results.manifest import begun
+from spec_lab.results.writer import load
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +33,46 @@ class Recorded:
     stop: StopRule | None = None
     source: str = ""
     name: str = "recorded"
-    parts: tuple[str, ...] = ()
+
+    @staticmethod
+    def load(target: Target, proposer: Proposer, path: str, arm: str = "speculative") -> Recorded:
+        """Read the decisions of a finished run.
+
+        Args:
+            target, proposer: of this run.
+            path: the other run's folder.
+            arm: which of its proposers; "speculative" is the one of ``proposer=``.
+
+        Raises:
+            ValueError: no run there, no decisions of that arm, or a run with forks.
+            OSError: a file that cannot be read.
+        """
+        if not isinstance(path, str) or not path or "\0" in path:
+            raise ValueError(f"policy.path must name the folder of a run, not {brief(path)}")
+        folder = Path(path)
+        manifest = begun(folder)
+        if manifest is None:
+            raise ValueError(f"policy.path={path} is no folder of a run: it has no manifest.json")
+        steps = load(folder).steps
+        own = steps[steps["arm"] == arm]
+        if "policy" not in own or own.empty or own["policy"].isna().any():
+            raise ValueError(f"policy.path={path} holds no decisions of an arm {brief(arm)}: name a run with a policy")
+        if (own["parent_sequence"] >= 0).any():
+            raise ValueError(f"policy.path={path} has forks, whose decisions cannot be repeated")
+        ordered = own.sort_values(["group", "round"])
+        limits = {int(n): [Limit.parse(one) for one in each] for n, each in ordered.groupby("request")["policy"]}
+        policy = manifest["proposers"].get(arm, {}).get("policy")
+        return Recorded(limits, rule_of(policy if isinstance(policy, Mapping) else {}), folder.name)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """See ``Policy``."""
+        return tuple(dict.fromkeys(one.part for each in self.limits.values() for one in each if one.part))
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        return {"source": self.source, "requests": len(self.limits)}
+        return {**described(self.stop), "source": self.source, "requests": len(self.limits)}
 
     def init(self, request: Request) -> None:
         """Nothing is learned."""

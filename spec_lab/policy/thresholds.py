@@ -33,8 +33,8 @@ class Threshold:
     """A rule with a threshold, which a controller may move so that nine of ten drafted tokens are accepted.
 
     Sources: the rules, see ``propose.stop_rules``; the controller Draft&Verify (2309.08168, equation 4), which AdaEDL
-    (2410.18351) takes over: m <- 0.5 m + 0.5 accepted / drafted; the threshold moves a tenth of the way to itself + 0.01
-    where m < 0.9, else - 0.01.
+    (2410.18351) takes over: m <- 0.5 m + 0.5 accepted / drafted; the threshold moves a tenth of the way to itself
+    + 0.01 where m < 0.9, else - 0.01.
 
     Args:
         stop: the rule.

@@ -193,8 +193,8 @@ class BestOf:
         for tree, sequence in enumerate(batch.sequences):
             promises = [(1 + own[tree]) / (1 + cost) for own, cost in zip(expected, self.costs, strict=True)]
             sequence.state.own.chosen = promises.index(max(promises))
-            if batch.limits and (part := batch.limits[tree].part):
-                sequence.state.own.chosen = self.part_names.index(part)
+            if batch.limits and (named := batch.limits[tree].part):
+                sequence.state.own.chosen = self.part_names.index(named)
         for n, part in enumerate(self.parts.all):
             if own := [tree for tree, one in enumerate(batch.sequences) if one.state.own.chosen == n]:
                 drafts.append(part.propose(self.parts.view(batch, n, own)))

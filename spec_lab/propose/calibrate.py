@@ -236,7 +236,8 @@ def visits(
     """Yield what times ``VISIT`` steps of a size and returns the seconds of all but the first.
 
     Arguments as in ``time_steps``, and ``period``: the random text repeats after so many tokens, so that proposers
-    which look drafts up find some; None: it does not. Afterwards nothing is left in the target's KV cache.
+    which look drafts up find some, and the proposers, which share their states, have observed all of it. None: it does
+    not repeat, and states are new in each visit. Afterwards nothing is left in the target's KV cache.
     """
     lm, largest = target.lm, max(one.nodes for one in proposers.values())
     context = _context(target)
@@ -253,16 +254,20 @@ def visits(
     def visit(size: int) -> list[float]:
         took = []
         for sequence in sequences:
-            sequence.state = proposers[size].init(sequence.request)
             sequence.kv.truncate(context - 1)
             del sequence.tokens[context:]
+            if period is None:
+                sequence.state = proposers[size].init(sequence.request)
+            else:
+                proposers[size].rewind(sequence.state, context - 1)
         for _ in range(VISIT):
             clock.synchronise()
             info = step(sequences, parts[size])
             clock.synchronise()
             took.append(clock.seconds(info.began, info.ended))
-        for sequence in sequences:
-            proposers[size].close(sequence.state)
+        if period is None:
+            for sequence in sequences:
+                proposers[size].close(sequence.state)
         return took[1:]
 
     try:
@@ -273,9 +278,13 @@ def visits(
         for sequence in sequences:
             sequence.state = proposers[first].init(sequence.request)
         step([], parts[first], [(sequence, context) for sequence in sequences])
-        for sequence in sequences:
-            proposers[first].close(sequence.state)
+        if period is None:
+            for sequence in sequences:
+                proposers[first].close(sequence.state)
         yield visit
+        if period is not None:
+            for sequence in sequences:
+                proposers[first].close(sequence.state)
     finally:
         for sequence in sequences:
             sequence.kv.close()

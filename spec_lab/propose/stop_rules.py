@@ -67,13 +67,14 @@ class Svip:
 
 @dataclass(frozen=True)
 class Gain:
-    """Stops before a node whose expected gain in tokens is below the threshold: its probability to be accepted.
+    """Stops after nodes whose probability to be accepted is below the threshold.
 
-    By the draft's own probabilities that is the product along the path (OPT-Tree 2406.17276), times the largest one at
-    the row, which the best of its children has.
+    By the draft's own probabilities that of a node is the product along its path (OPT-Tree 2406.17276); the best child
+    of a row has the row's times its largest one. The children of that row are drawn, since the forward that tells
+    their probabilities is paid already; what is saved is the forward below them.
     """
 
-    before: ClassVar[bool] = True
+    before: ClassVar[bool] = False
     reads_path: ClassVar[bool] = True
 
     def __call__(self, probs: Tensor, path: Tensor, threshold: Tensor) -> Tensor:

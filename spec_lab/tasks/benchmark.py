@@ -63,7 +63,8 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     many = settings.overrides is not None
     console = console or Console(quiet=many, markup=False)
     arms, requests = lab.arms(settings), lab.requests(settings)
-    optional = DRAFT_COLUMNS if settings.record_drafts else ()
+    policies = any("policy" in one for one in lab.facts().values())
+    optional = [*DRAFT_COLUMNS * settings.record_drafts, *["policy"] * policies]
     recorder, size = Recorder(settings.output_dir, optional), settings.batch_size
     groups = {start // size: requests[start : start + size] for start in range(0, len(requests), size)}
 
