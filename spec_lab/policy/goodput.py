@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack
 
 from spec_lab.core.limit import Limit, StopRule
@@ -203,18 +203,18 @@ class GainOverCost:
     Args:
         costs: measured: levels stand for nothing and for the whole draft (0 and 1).
         nodes: of the whole draft.
+        shared: the run's rate.
         scale: the probability with which a draft's likeliest token is accepted.
         memory: weight of the past in each further step.
         scope: whose past the rate is taken from.
-        shared: the run's rate.
     """
 
     costs: DraftCosts
     nodes: int
+    shared: Rate
     scale: float = 0.7
     memory: float = 0.98
     scope: Scope = "run"
-    shared: Rate = field(default_factory=Rate)
     name: str = "gain"
     stop: StopRule | None = Gain()
     parts: tuple[str, ...] = ()
@@ -237,7 +237,7 @@ class GainOverCost:
         own = number("policy.scale", scale, 1e-3), share("policy.memory", memory)
         found = draft_costs(target, proposer, MOST_DEPTH, Timing(**timing), depths=(0,))
         whole_draft = {n: {0: each[0], 1: each[MOST_DEPTH]} for n, each in found.seconds.items()}
-        return GainOverCost(DraftCosts(whole_draft), max(1, proposer.nodes), *own, scope)
+        return GainOverCost(DraftCosts(whole_draft), max(1, proposer.nodes), Rate(), *own, scope)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ class Recorded:
         limits: by request, of its steps in order.
         stop: the rule that stopped the drafts; None for none.
         source: the run, for records.
+        otherwise: decisions for any request, in turn; empty: ``limits``.
     """
 
     limits: Mapping[int, Sequence[Limit]]
     stop: StopRule | None = None
     source: str = ""
+    otherwise: Sequence[Limit] = ()
     name: str = "recorded"
 
     @staticmethod
@@ -86,6 +88,8 @@ class Recorded:
         return [self._limit(*sequence.key) for sequence in batch.sequences]
 
     def _limit(self, request: int, branch: int, step: int) -> Limit:
+        if self.otherwise:
+            return self.otherwise[step % len(self.otherwise)]
         of_request = self.limits.get(request, ())
         if branch or step >= len(of_request):
             what = "a fork" if branch else f"step {step}"
@@ -99,5 +103,6 @@ class Recorded:
         """Nothing is learned."""
 
     def alone(self) -> Policy:
-        """See ``Policy``."""
-        return self
+        """See ``Policy``. Where nothing is recorded, as for toys, decisions of the first request are repeated."""
+        first = tuple(next(iter(self.limits.values()), (Limit(),)))
+        return replace(self, limits={}, otherwise=first)

@@ -46,7 +46,7 @@ STUDIES = [
 TRAIN = [f"train_{name}" for name in ("draft", "eagle1", "eagle3", "hydra", "medusa", "mtp", "pard")]
 """They are run by tests/train."""
 EXPERIMENTS = sorted([*RUNS, *TASKS, *STUDIES, "constraint_placement", "llama_cpp_peers", "stream", *TRAIN])
-GIVEN = {"target", "sampling", "seed"}
+GIVEN = {"target", "sampling", "seed", "proposer"}
 """Arguments that the command line passes at the call."""
 LAB = {"lab", "settings", "config"}
 """Those that it passes to a task."""
@@ -71,16 +71,22 @@ def options() -> list[Path]:
 @pytest.mark.parametrize("file", options(), ids=lambda file: f"{file.parent.name}={file.stem}")
 def test_every_option_fits_the_arguments_of_what_it_names(file):
     config = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    config.pop("defaults", None)  # of a hybrid: its parts, which are given to it
+    for one in config.pop("defaults", ()):  # a file of the same group; of a hybrid, its parts, which are given to it
+        if isinstance(one, str) and one != "_self_":
+            config = OmegaConf.to_container(OmegaConf.load(file.with_stem(one)), resolve=False) | config
     signature = inspect.signature(get_object(config.pop("_target_")))
-    live = {"proposer": {*GIVEN, "parts"} & set(signature.parameters), "constraint": {"vocabulary"}, "task": LAB}.get(
-        file.parent.name, ()
-    )
+    live = {
+        "proposer": {*GIVEN, "parts"} & set(signature.parameters),
+        "constraint": {"vocabulary"},
+        "policy": {"target", "proposer"} & set(signature.parameters),
+        "task": LAB,
+    }.get(file.parent.name, ())
     if file.parent.name == "constraint":
         config = {key: value for key, value in config.items() if key not in option_names(AppliedConstraint)}
         assert all(not value for value in config.values() if isinstance(value, dict | list)), "filled by the user"
     elif file.parent.name != "task":
-        assert all(not isinstance(value, dict | list) for value in config.values()), "arguments are scalars"
+        lists = (dict,) if file.parent.name == "policy" else (dict, list)
+        assert all(not isinstance(value, lists) for value in config.values()), "arguments are scalars"
     signature.bind(**config, **dict.fromkeys(live))
 
 

@@ -1,0 +1,182 @@
+"""A proposer under a policy: what it drafts, records and repeats, and which pairs are refused."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from spec_lab.core.limit import Limit
+from spec_lab.core.protocols import facts_of
+from spec_lab.engine.proposer import forget
+from spec_lab.policy.adaptive import adapt
+from spec_lab.policy.bandit import Bandit, Pulls
+from spec_lab.policy.costs import DraftCosts, Timing, draft_costs
+from spec_lab.policy.depths import Fixed, Heuristic
+from spec_lab.policy.goodput import Goodput, Levels
+from spec_lab.policy.recorded import Recorded
+from spec_lab.policy.thresholds import Threshold
+from spec_lab.propose.best_first import Budget
+from spec_lab.propose.ngram import Ngram
+from spec_lab.propose.step_costs import StepCosts
+from spec_lab.propose.stop_rules import AdaEdl, Confidence
+from spec_lab.propose.tree_plan import TreePlan
+from tests.propose.lab import COLD, WARM, batch_of, decode, draft_model, emitted, requests
+from tests.propose.test_best_of import Truth, best_of
+
+COSTS = DraftCosts({1: {0: 1.0, 4: 1.4}, 3: {0: 1.5, 4: 2.5}})
+
+
+def test_drafts_are_no_deeper_than_the_policy_allows(target, truth):
+    """For a proposer that looks at the limits, and for one that does not."""
+    for proposer in (draft_model("1x1x1x1"), Truth(truth, 4)):
+        for depth in (0, 1, 3):
+            group, steps = decode(target, adapt(proposer, Fixed(depth)), requests())
+            assert max(one.draft.shape.deepest for one in steps) == depth
+            assert emitted(group) == truth
+
+
+@pytest.mark.parametrize("sampling", [COLD, WARM])
+def test_a_depth_drafts_what_a_chain_of_that_depth_drafts(target, sampling):
+    """The same tokens, and the same random choices."""
+    whole, steps = decode(target, adapt(draft_model("1x1x1x1"), Fixed(2)), requests(sampling))
+    short, expected = decode(target, draft_model("1x1"), requests(sampling))
+    assert emitted(whole) == emitted(short)
+    assert [one.draft.shape.nodes for one in steps] == [one.draft.shape.nodes for one in expected]
+
+
+def test_each_sequence_has_its_own_limit(target):
+    adaptive = adapt(draft_model("1x1x1"), Recorded({n: [Limit(n + 1)] for n in range(3)}))
+    draft = adaptive.propose(batch_of(target, requests(), adaptive))
+    assert [int(draft.shape.depth[own].max()) for own in draft.shape.trees] == [1, 2, 3]
+    assert list(draft.limits) == [Limit(1), Limit(2), Limit(3)]
+
+
+def test_decisions_are_recorded_and_repeated(target):
+    first = adapt(draft_model("1x1x1x1"), Goodput(COSTS, 4, Levels.none(4)))
+    group, steps = decode(target, first, requests(WARM))
+    rows = [row for one in steps for row in one.slim().rows()]
+    limits = {n: [Limit.parse(row["policy"]) for row in rows if row["request"] == n] for n in range(3)}
+    assert len({one for each in limits.values() for one in each}) > 1, "it decided differently"
+    again, repeated = decode(target, adapt(draft_model("1x1x1x1"), Recorded(limits)), requests(WARM))
+    assert emitted(again) == emitted(group)
+    assert [one.draft.token.tolist() for one in repeated] == [one.draft.token.tolist() for one in steps]
+
+
+def test_what_was_not_recorded_is_an_error(target):
+    adaptive = adapt(draft_model("1x1"), Recorded({0: [Limit(1)]}, source="run"))
+    with pytest.raises(ValueError, match="run holds no decision for step 0 of request 1"):
+        adaptive.propose(batch_of(target, requests(), adaptive))
+
+
+def test_steps_without_a_policy_record_none(target):
+    _, steps = decode(target, draft_model("1x1"), requests())
+    assert not any("policy" in row for one in steps for row in one.rows())
+
+
+def test_a_threshold_of_0_stops_nothing_and_one_of_1_everything(target):
+    """The bound of AdaEDL is 1 only for a one-hot distribution."""
+    whole, _ = decode(target, draft_model("1x1x1"), requests(WARM))
+    free, steps = decode(target, adapt(draft_model("1x1x1"), Threshold(Confidence(), 0.0)), requests(WARM))
+    assert emitted(free) == emitted(whole)
+    assert max(one.draft.shape.deepest for one in steps) == 3
+    _, none = decode(target, adapt(draft_model("1x1x1"), Threshold(AdaEdl(), 1.0)), requests(WARM))
+    assert max(one.draft.shape.deepest for one in none) == 0
+
+
+def test_forks_learn_separately_and_the_run_s_store_is_forgotten(target):
+    policy = Heuristic(2.0)
+    adaptive = adapt(draft_model("1x1"), policy)
+    state = adaptive.init(requests()[0])
+    other = adaptive.fork(state)
+    other.own.state.value = 7.0
+    assert state.own.state.value == 2.0
+    adaptive.close(state)
+    adaptive.close(other)
+    bandit = Bandit((Limit(0), Limit(2)), {"": COSTS}, Pulls.none(2))
+    shared = adapt(draft_model("1x1"), bandit)
+    decode(target, shared, requests())
+    assert bandit.shared.steps.sum() > 0
+    assert "tokens per second" in shared.shared_store
+    forget(shared)
+    assert bandit.shared.steps.sum() == 0
+    assert adaptive.shared_store == ""
+
+
+def test_it_declares_what_the_proposer_does_and_records_the_policy(target):
+    proposer = draft_model("2x1", "without")
+    adaptive = adapt(proposer, Threshold(AdaEdl(), 0.3))
+    for name in ("name", "drawn", "nodes", "branches", "requires", "sha256"):
+        assert getattr(adaptive, name) == getattr(proposer, name)
+    facts = json.loads(json.dumps(facts_of(adaptive)))
+    assert facts.pop("policy") == {
+        "name": "threshold", "rule": "adaedl", "factor": 0.2, "threshold": 0.3, "adapt": False, "depth": None,
+    }  # fmt: skip
+    assert facts == facts_of(proposer)
+
+
+def test_a_policy_names_the_part_that_drafts(target, truth):
+    both = best_of(Truth(truth, 3), Truth(truth, 3, right=False))
+    for part, accepts in (("p0", True), ("p1", False)):
+        group, steps = decode(target, adapt(both, Fixed(3, part)), requests())
+        assert emitted(group) == truth
+        assert (sum(len(got.path) for one in steps for got in one.committed) > 0) == accepts
+
+
+def test_pairs_that_do_not_fit_are_refused(target, truth):
+    stops, named = Threshold(AdaEdl(), 0.3), Fixed(2, "p7")
+    confident = draft_model("1x1")
+    confident.plan = replace(confident.plan, confidence=0.4)
+    reranked = draft_model("1x1")
+    reranked.plan = TreePlan((), "point", budget=Budget(4, rerank=True))
+    for proposer, policy, why in (
+        (Ngram(3, 2, 1), stops, "does not ask it"),
+        (confident, stops, "proposer.confidence=0.4"),
+        (reranked, stops, "proposer.rerank"),
+        (Ngram(3, 2, 1), named, "does not choose between parts"),
+        (best_of(Truth(truth, 1), Truth(truth, 1)), named, "has the parts p0, p1"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            adapt(proposer, policy)
+
+
+def test_a_wrong_number_of_limits_is_an_error(target):
+    class Few(Fixed):
+        def decide(self, batch, states):
+            return [Limit(1)]
+
+    adaptive = adapt(draft_model("1x1"), Few(1))
+    with pytest.raises(ValueError, match="1 limits for 3 sequences"):
+        adaptive.propose(batch_of(target, requests(), adaptive))
+
+
+@pytest.mark.parametrize("make", [lambda target: draft_model("1x1x1"), lambda target: Ngram(3, 4, 1)])
+def test_costs_are_measured_for_drafts_of_every_depth(target, make, tmp_path, monkeypatch):
+    """Steps really draft so many levels: a look-up finds its drafts, and thresholds do not stop them."""
+    drafted = {}
+
+    def measure(visit, tokens, threads):
+        for size in tokens:
+            drafted[size] = visit(size)
+        return StepCosts({size: 1.0 + size for size in tokens}, dict.fromkeys(tokens, 0.0), 3)
+
+    monkeypatch.setattr("spec_lab.policy.costs.measure", measure)
+    seen = []
+    proposer = make(target)
+    propose = type(proposer).propose
+
+    def spy(self, batch):
+        draft = propose(self, batch)
+        seen.append((batch.limits[0].depth, np.unique(draft.cut(batch.room()).shape.depth).tolist()))
+        return draft
+
+    monkeypatch.setattr(type(proposer), "propose", spy)
+    costs = draft_costs(target, proposer, 3, Timing(2, cache=str(tmp_path)))
+    assert sorted(drafted) == [0, 1, 2, 3]
+    assert {depth: max(levels) for depth, levels in seen} == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert all(levels == list(range(depth + 1)) for depth, levels in seen)
+    assert costs.of(2) == 3.0
+    assert sorted(costs.seconds) == [1, 2]
+    seen.clear()
+    assert draft_costs(target, proposer, 3, Timing(2, cache=str(tmp_path))).of(2) == 3.0
+    assert not seen, "costs are cached"

@@ -1,0 +1,300 @@
+"""What policies decide, given what came of their drafts."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from spec_lab.core.limit import Limit
+from spec_lab.policy.bandit import Bandit, Pulls
+from spec_lab.policy.costs import DraftCosts, Timing
+from spec_lab.policy.depths import Fixed, Heuristic
+from spec_lab.policy.goodput import GainOverCost, Goodput, Levels, Rate
+from spec_lab.policy.policy import Outcome
+from spec_lab.policy.thresholds import Threshold
+from spec_lab.propose.stop_rules import AdaEdl, Confidence, Svip, described, rule_of
+
+LINEAR = DraftCosts({1: {0: 1.0, 4: 1.4, 8: 1.8}, 5: {0: 2.0, 4: 4.0, 8: 6.0}})
+
+
+def batch(count=1, step=0):
+    return SimpleNamespace(sequences=[SimpleNamespace(key=(n, 0, step)) for n in range(count)])
+
+
+def outcome(state, limit, drafted, accepted, live=1):
+    return Outcome(state, limit, drafted, drafted, accepted, live)
+
+
+def play(policy, states, accepts, step=0):
+    """One step in which sequence n accepts as many tokens as ``accepts[n]`` gives for what is drafted."""
+    limits = policy.decide(batch(len(states), step), states)
+    found = []
+    for state, limit, accepted in zip(states, limits, accepts, strict=True):
+        depth = 8 if limit.depth is None else min(8, limit.depth)
+        found.append(outcome(state, limit, depth, min(depth, accepted), len(states)))
+    policy.learn(found)
+    return limits
+
+
+# Limits and rules
+
+
+def test_a_limit_is_read_as_it_was_written():
+    for limit in (Limit(), Limit(0), Limit(3, 0.25, "heads")):
+        assert Limit.parse(limit.as_json()) == limit
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"depth": -1}', '{"depth": true}', '{"depth": 1.5}', '{"more": 1}', '{"threshold": "a"}',
+             '{"part": 3}', None, 7],
+)  # fmt: skip
+def test_what_is_no_limit_is_refused(text):
+    with pytest.raises(ValueError, match="not a policy's decision"):
+        Limit.parse(text)
+
+
+def test_rules_are_read_as_they_were_recorded():
+    for rule in (None, Confidence(), AdaEdl(0.1), Svip(0.3)):
+        assert rule_of(json.loads(json.dumps(described(rule)))) == rule
+    for wrong in ({"rule": "best"}, {"rule": "adaedl", "factor": "x"}):
+        with pytest.raises(ValueError, match="stops drafts"):
+            rule_of(wrong)
+
+
+# Depths
+
+
+def test_a_fixed_depth_is_the_same_in_every_step():
+    assert Fixed.load(None, None, 3).decide(batch(2), [None, None]) == [Limit(3)] * 2
+
+
+def test_the_heuristic_adds_two_after_a_draft_that_was_wholly_accepted_and_subtracts_one_after_another():
+    policy = Heuristic.load(None, None, start=5, most=8)
+    state, depths = policy.init(None), []
+    for accepted in (5, 3, 9, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0):
+        (limit,) = play(policy, [state], [accepted])
+        depths.append(limit.depth)
+    assert depths == [5, 7, 6, 8, 8, 7, 6, 5, 4, 3, 2, 1, 1]
+
+
+def test_a_step_without_a_draft_tells_the_heuristic_nothing():
+    policy = Heuristic()
+    state = policy.init(None)
+    policy.learn([outcome(state, Limit(5), 0, 0)])
+    assert policy.decide(batch(), [state]) == [Limit(5)]
+
+
+# Thresholds
+
+
+def test_the_controller_follows_the_equations_of_draft_and_verify():
+    policy = Threshold.load(None, None, "confidence", 0.4, adapt=True)
+    state = policy.init(None)
+    threshold, rate = 0.4, None
+    for drafted, accepted in [(4, 4), (5, 1), (2, 2), (8, 8), (8, 8), (8, 8), (8, 8)]:
+        policy.learn([outcome(state, Limit(None, threshold), drafted, accepted)])
+        rate = accepted / drafted if rate is None else 0.5 * rate + 0.5 * accepted / drafted
+        threshold = 0.9 * threshold + 0.1 * (threshold + (0.01 if rate < 0.9 else -0.01))
+        assert policy.decide(batch(), [state])[0].threshold == pytest.approx(threshold, abs=1e-15)
+
+
+def test_a_threshold_that_stops_every_draft_falls_again():
+    policy = Threshold(AdaEdl(), 0.9, adapt=True)
+    state = policy.init(None)
+    for _ in range(1000):
+        policy.learn([outcome(state, Limit(), 0, 0)])
+    assert policy.decide(batch(), [state])[0].threshold == pytest.approx(0.0, abs=1e-3)
+
+
+def test_without_a_controller_the_threshold_stays():
+    policy = Threshold(Svip(), 0.3, depth=4)
+    state = policy.init(None)
+    policy.learn([outcome(state, Limit(), 4, 0)])
+    assert policy.decide(batch(), [state]) == [Limit(4, 0.3)]
+
+
+# Costs
+
+
+def test_costs_are_interpolated_between_what_was_timed_and_go_on_beyond_it():
+    assert LINEAR.of(0) == 1.0
+    assert LINEAR.of(2) == pytest.approx(1.2)
+    assert LINEAR.of(16) == pytest.approx(2.6)
+    assert LINEAR.of(4, 3) == pytest.approx((1.4 + 4.0) / 2)
+    assert LINEAR.of(4, 9) == pytest.approx(4.0 + 2.6)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"batch_size": 0}, "policy.batch_size"), ({"temperature": -1}, "policy.temperature"),
+     ({"recalibrate": 1}, "policy.recalibrate"), ({"cache": ""}, "policy.cache"), ({"cache": 3}, "policy.cache")],
+)  # fmt: skip
+def test_wrong_options_of_the_timing_are_named(options, named):
+    with pytest.raises(ValueError, match=named):
+        Timing(**options)
+
+
+# Goodput
+
+
+def best_in_hindsight(costs, live, accept, most):
+    """The depth of the most expected tokens per second if every level is accepted with the same probability."""
+    tokens = lambda k: sum(accept**i for i in range(k + 1))  # noqa: E731
+    return max(range(most + 1), key=lambda k: live * tokens(k) / costs.of(k, live))
+
+
+@pytest.mark.parametrize("accept", [0.05, 0.4, 0.7, 0.95])
+@pytest.mark.parametrize("live", [1, 4])
+@pytest.mark.parametrize("scope", ["run", "request"])
+def test_goodput_finds_the_depth_of_the_most_tokens_per_second(accept, live, scope):
+    """Where acceptance is the same at every level, by simulation."""
+    random = np.random.default_rng(0)
+    policy = Goodput(LINEAR, 8, Levels.none(8), memory=0.995, scope=scope)
+    states, chosen = [policy.init(None) for _ in range(live)], []
+    for step in range(600):
+        accepts = [int(np.argmin(np.append(random.random(8) < accept, False))) for _ in states]
+        limits = play(policy, states, accepts, step)
+        chosen += [one.depth for one in limits]
+        if scope == "run":
+            assert len(set(limits)) == 1, "one depth for the whole batch"
+    alone = 1 if scope == "request" else live
+    best = best_in_hindsight(LINEAR, alone, accept, 8)
+    rate = lambda k: sum(accept**i for i in range(k + 1)) / LINEAR.of(k, alone)  # noqa: E731
+    assert np.mean([rate(k) for k in chosen[len(chosen) // 2 :]]) > 0.96 * rate(best)
+
+
+def test_goodput_drafts_nothing_where_drafts_cost_more_than_they_bring_and_tries_again_later():
+    dear = DraftCosts({1: {0: 1.0, 4: 4.0}})
+    policy = Goodput(dear, 4, Levels.none(4), prior=0.8, memory=0.9)
+    state, depths = policy.init(None), []
+    for step in range(60):
+        depths.append(play(policy, [state], [0], step)[0].depth)
+    assert depths[0] > 0
+    assert 0 in depths
+    assert any(one for one in depths[depths.index(0) :]), "what was seen long ago counts less"
+
+
+def test_levels_that_are_seldom_drafted_cost_little():
+    """A look-up that finds nothing costs nothing, so that its depth need not be limited."""
+    dear = DraftCosts({1: {0: 1.0, 4: 1.8}})
+    policy = Goodput(dear, 4, Levels.none(4), prior=0.3, scope="request")
+    often, seldom = policy.init(None), policy.init(None)
+    for step in range(80):
+        policy.learn([outcome(often, Limit(4), 4, 4 if step % 8 == 0 else 0)])
+        policy.learn([outcome(seldom, Limit(4), 4 if step % 8 == 0 else 0, 4 if step % 8 == 0 else 0)])
+    assert policy.best([often]) == 0
+    assert policy.best([seldom]) >= 3
+
+
+def test_a_run_forgets_what_it_has_learned():
+    policy = Goodput(LINEAR, 4, Levels.none(4))
+    before = policy.best([policy.init(None)])
+    for step in range(30):
+        play(policy, [policy.init(None)], [0], step)
+    assert policy.best([policy.init(None)]) != before
+    policy.forget()
+    assert policy.best([policy.init(None)]) == before
+
+
+# Gain
+
+
+def test_the_threshold_of_a_gain_is_the_tokens_that_the_seconds_of_a_node_are_worth():
+    costs = DraftCosts({1: {0: 1.0, 1: 1.8}})
+    policy = GainOverCost(costs, 8, Rate(), scale=0.5, memory=1.0)
+    state = policy.init(None)
+    for _ in range(2000):
+        policy.learn([outcome(state, Limit(), 4, 2)])
+    (limit,) = policy.decide(batch(), [state])
+    assert limit.depth is None
+    assert limit.threshold == pytest.approx(0.1 * (3 / 1.4) / 0.5, rel=1e-2)
+
+
+# Bandits
+
+
+def simulate(policy, speeds, steps=800, live=1):
+    """Pulls of each configuration where the mean speed-up of configuration n is ``speeds[n]``."""
+    random, counts = np.random.default_rng(1), np.zeros(len(policy.arms), dtype=int)
+    states = [policy.init(None) for _ in range(live)]
+    for step in range(steps):
+        found = []
+        for state, limit in zip(states, policy.decide(batch(live, step), states), strict=True):
+            arm = policy.arms.index(limit)
+            counts[arm] += 1
+            mean = speeds[arm] * LINEAR.of(limit.depth) - 1
+            accepted = int(min(limit.depth, random.poisson(max(mean, 0))))
+            found.append(outcome(state, limit, limit.depth, accepted, 1))
+        policy.learn(found)
+    return counts
+
+
+@pytest.mark.parametrize("rule", ["ucb", "thompson"])
+@pytest.mark.parametrize("scope", ["run", "request"])
+def test_the_best_configuration_is_chosen_most_often_and_the_others_are_tried(rule, scope):
+    arms = tuple(Limit(depth) for depth in (0, 4, 8))
+    counts = simulate(Bandit(arms, {"": LINEAR}, Pulls.none(3), rule, scope=scope), [1.0, 2.0, 1.4])
+    assert counts.argmax() == 1
+    assert counts[1] > 0.7 * counts.sum()
+    assert counts.min() >= 2
+
+
+def test_sequences_of_one_batch_try_different_configurations_first():
+    policy = Bandit(tuple(Limit(depth) for depth in (0, 2, 4)), {"": LINEAR}, Pulls.none(3))
+    states = [policy.init(None) for _ in range(3)]
+    assert [one.depth for one in policy.decide(batch(3), states)] == [0, 2, 4]
+
+
+def test_upper_confidence_bounds_count_the_steps_of_each_configuration():
+    """With the steps of all of them in the denominator nothing would be explored."""
+    arms = (Limit(0), Limit(8))
+    known = Pulls(np.array([100.0, 2.0]), np.array([150.0, 2.0]), np.array([100.0, 2.0]), np.array([225.0, 2.0]))
+    policy = Bandit(arms, {"": LINEAR}, known, exploration=0.5)
+    index = [1.5 + 0.5 * math.sqrt(math.log(102) / 100), 1.0 + 0.5 * math.sqrt(math.log(102) / 2)]
+    assert index[1] > index[0]
+    assert policy.decide(batch(), [None]) == [arms[1]]
+
+
+def test_thompson_sampling_repeats_its_choices():
+    arms = tuple(Limit(depth) for depth in (0, 4, 8))
+    first, second = (simulate(Bandit(arms, {"": LINEAR}, Pulls.none(3), "thompson"), [1.0, 1.1, 1.2], 50) for _ in "ab")
+    assert first.tolist() == second.tolist()
+
+
+@pytest.mark.parametrize(
+    ("load", "options", "named"),
+    [
+        (Fixed, {"depth": -1}, "policy.depth"),
+        (Fixed, {"depth": True}, "policy.depth"),
+        (Heuristic, {"start": 0}, "policy.start"),
+        (Heuristic, {"start": 30}, "policy.start"),
+        (Heuristic, {"up": -1}, "policy.up"),
+        (Heuristic, {"most": 0}, "policy.most"),
+        (Threshold, {"rule": "best", "threshold": 0.1}, "policy.rule"),
+        (Threshold, {"rule": "svip", "threshold": 2}, "policy.threshold"),
+        (Threshold, {"rule": "svip", "threshold": 0.2, "adapt": True}, "policy.adapt"),
+        (Threshold, {"rule": "confidence", "threshold": 0.2, "factor": 1.0}, "policy.factor"),
+        (Threshold, {"rule": "adaedl", "threshold": 0.2, "factor": -1.0}, "policy.factor"),
+        (Threshold, {"rule": "adaedl", "threshold": 0.2, "depth": 0}, "policy.depth"),
+        (Goodput, {"depth": 0}, "policy.depth"),
+        (Goodput, {"depth": 4, "scope": "all"}, "policy.scope"),
+        (Goodput, {"depth": 4, "prior": 2}, "policy.prior"),
+        (Goodput, {"depth": 4, "weight": 0}, "policy.weight"),
+        (GainOverCost, {"scale": 0}, "policy.scale"),
+        (GainOverCost, {"scope": 1}, "policy.scope"),
+        (Bandit, {"depths": 3}, "policy.depths"),
+        (Bandit, {"depths": [3]}, "policy.depths"),
+        (Bandit, {"depths": [1, -2]}, "policy.depths"),
+        (Bandit, {"depths": [1, 2], "rule": "best"}, "policy.rule"),
+        (Bandit, {"depths": [1, 2], "thresholds": [0.1]}, "policy.stop"),
+        (Bandit, {"depths": [1, 2], "thresholds": [0.1], "stop": "gain"}, "policy.stop"),
+        (Bandit, {"depths": [1, 2], "exploration": -1}, "policy.exploration"),
+        (Bandit, {"depths": list(range(65))}, "at most|64"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_named(load, options, named):
+    with pytest.raises(ValueError, match=named):
+        load.load(None, None, **options)

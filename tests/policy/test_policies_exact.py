@@ -1,0 +1,134 @@
+"""Enumeration: whatever a policy decides, outputs follow the target. Dropping drawn tokens is no policy and wrong."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from spec_lab.cli.main import conf
+from spec_lab.core.draft import empty
+from spec_lab.core.limit import Limit
+from spec_lab.policy.adaptive import adapt
+from spec_lab.policy.bandit import Bandit, Pulls
+from spec_lab.policy.costs import DraftCosts
+from spec_lab.policy.depths import Fixed, Heuristic
+from spec_lab.policy.goodput import GainOverCost, Goodput, Levels, Rate
+from spec_lab.policy.recorded import Recorded
+from spec_lab.policy.thresholds import Threshold
+from spec_lab.propose.best_first import Budget
+from spec_lab.propose.stop_rules import AdaEdl, Confidence, Svip
+from spec_lab.tasks.certify.certificate import prove
+from spec_lab.tasks.certify.instances import LOOPS, QUICK
+from spec_lab.verify import Token, Traversal
+from tests.tasks.certify.test_exact import best_of, draft_model, require_exact
+
+COSTS = DraftCosts({1: {0: 1.0, 1: 1.1, 2: 1.3, 3: 1.6}})
+DEPTHS = tuple(Limit(depth) for depth in (1, 0, 2))
+STOPS = tuple(Limit(depth, threshold) for depth in (1, 3) for threshold in (0.2, 0.5))
+
+POLICIES = {
+    "fixed": Fixed(1),
+    "heuristic": Heuristic(1.0, most=3),
+    "confidence": Threshold(Confidence(), 0.5),
+    "draft_and_verify": Threshold(Confidence(), 0.5, adapt=True),
+    "adaedl": Threshold(AdaEdl(), 0.5, adapt=True),
+    "svip": Threshold(Svip(), 0.4),
+    "ucb": Bandit(DEPTHS, {"": COSTS}, Pulls.none(3)),
+    "ucb over thresholds": Bandit(STOPS, {"": COSTS}, Pulls.none(4), stop=AdaEdl()),
+    "thompson": Bandit(DEPTHS, {"": COSTS}, Pulls.none(3), "thompson"),
+    "goodput": Goodput(COSTS, 3, Levels.none(3), weight=0.5),
+    "gain": GainOverCost(COSTS, 3, Rate()),
+    "recorded": Recorded({0: [Limit(1), Limit(0), Limit(2)]}),
+}
+PROPOSERS = {
+    "chain": draft_model("1x1", "iid"),
+    "tree": draft_model("2x1", "without"),
+    "best first": draft_model(drawn="iid", budget=Budget(3)),
+}
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_is_exact(policy, proposer):
+    proof = prove(adapt(PROPOSERS[proposer], POLICIES[policy]), Token(), QUICK)
+    require_exact(proof)
+    assert proof.drafts == "proposer"
+
+
+@pytest.mark.parametrize("policy", ["adaedl", "gain", "heuristic"])
+def test_policies_are_exact_with_traversal_verification(policy):
+    require_exact(prove(adapt(PROPOSERS["tree"], POLICIES[policy]), Traversal(), QUICK))
+
+
+def test_a_policy_of_parts_is_exact():
+    arms = (Limit(2, part="0"), Limit(2, part="1"))
+    bandit = Bandit(arms, {"0": COSTS, "1": COSTS}, Pulls.none(2))
+    require_exact(
+        prove(adapt(best_of(draft_model("1x1", "iid"), draft_model("2x1", "without")), bandit), Token(), QUICK)
+    )
+
+
+def test_policies_change_what_is_drafted():
+    proofs = [prove(adapt(PROPOSERS["chain"], one), Token(), LOOPS[:2]) for one in POLICIES.values()]
+    assert len({tuple(np.round([one.accepted for one in proof.findings], 9)) for proof in proofs}) >= 6
+
+
+def test_every_shipped_policy_is_enumerated():
+    shipped = {OmegaConf.load(file).get("_target_") for file in Path(conf(), "policy").glob("*.yaml")}
+    mine = {f"{type(one).__module__}.{type(one).__name__}.load" for one in POLICIES.values()}
+    assert shipped - {None} == mine | {"spec_lab.policy.none"}
+
+
+class Drops:
+    """A chain that ends before the first sampled token of a draft probability below ``least``, as llama.cpp's p_min.
+
+    Args:
+        inner: drafts a chain, sampled.
+        stated: whether q is stated as the distribution of the tokens that stay.
+    """
+
+    least = 0.3
+
+    def __init__(self, inner, stated):
+        self.inner, self.stated = inner, stated
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def toy(self, target, draft, tree):
+        return Drops(self.inner.toy(target, draft, tree), self.stated)
+
+    def propose(self, batch):
+        draft = self.inner.propose(batch)
+        shape = draft.shape
+        if not shape.nodes:
+            return draft
+        own = draft.q[torch.from_numpy(draft.q_row[shape.parent])]
+        kept = own.gather(-1, draft.token[:, None])[:, 0] >= self.least
+        if not kept.any():
+            return empty(shape.roots)
+        smaller, _ = draft.keep(np.append(np.ones(shape.roots, dtype=bool), kept.numpy()))
+        if not self.stated:
+            return smaller
+        q = torch.where(smaller.q >= self.least, smaller.q, 0.0)
+        return replace(smaller, q=torch.where(q.sum(-1, keepdim=True) > 0, q / q.sum(-1, keepdim=True), smaller.q))
+
+
+@cache
+def dropped(stated):
+    return prove(Drops(draft_model("1x1", "iid"), stated), Token(), QUICK)
+
+
+def test_dropping_sampled_tokens_by_their_probability_is_not_lossless():
+    """Judged with plain q, a token that is dropped when it is drawn is emitted too seldom (or too often)."""
+    assert dropped(stated=False).failure is not None
+    assert dropped(stated=False).worst.tv > 0.01
+
+
+def test_it_is_lossless_where_q_is_the_distribution_of_the_tokens_that_stay():
+    require_exact(dropped(stated=True))
