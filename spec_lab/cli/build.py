@@ -122,10 +122,18 @@ def task(config: DictConfig) -> Any:
     return made
 
 
-def build(config: DictConfig, part: str, **live: Any) -> Any:
+def build(config: DictConfig, part: str, group: str = "", **live: Any) -> Any:
     """Call what ``config[part]`` names with its scalar arguments and with live objects.
 
-    Live objects go in by call: Hydra would turn those that are dataclasses into configs.
+    Live objects go in by call: Hydra would turn those that are dataclasses into configs. The ``parts`` of a hybrid are
+    built first. The ``inner`` proposer of another is loaded by it, for the target that it passes; its inner
+    ``verifier`` is built first.
+
+    Args:
+        config: of the run.
+        part: what to build.
+        group: names its contract; empty: the first word of ``part``.
+        live: the live objects.
 
     Raises:
         Refused: what went wrong, with the part where it did; if a file is at fault, with the part's path.
@@ -134,6 +142,13 @@ def build(config: DictConfig, part: str, **live: Any) -> Any:
     if OmegaConf.is_dict(named.get("parts")):  # of a hybrid, which are built first
         live |= {"parts": build_each(config, f"{part}.parts", **live)}
         named = OmegaConf.masked_copy(named, [str(key) for key in named if key != "parts"])
+    if OmegaConf.is_dict(named.get("inner")):
+
+        def inner(target: Target) -> Any:
+            return build(config, f"{part}.inner", target=target)
+
+        live |= {"inner": inner, "verifier": build(config, f"{part}.verifier", "verifier")}
+        named = OmegaConf.masked_copy(named, [str(key) for key in named if key not in ("inner", "verifier")])
     try:
         made = instantiate(named, _partial_=True, _convert_="all")(**live)
         if made is None and part == "constraint":
@@ -142,7 +157,8 @@ def build(config: DictConfig, part: str, **live: Any) -> Any:
         text = reason(error)
         where = f"{part}.path={named.path}" if isinstance(error, OSError) and "path" in named else part
         raise Refused(f"spec_lab: {text}" if text.startswith(part) else f"spec_lab: {where}: {text}") from error
-    group = {"arms": "proposer", "verifiers": "verifier"}.get(part.partition(".")[0], part.partition(".")[0])
+    group = group or part.partition(".")[0]
+    group = {"arms": "proposer", "verifiers": "verifier"}.get(group, group)
     if lacks := [name for name in members(get_object(CONTRACTS[group])) if not hasattr(made, name)]:
         raise Refused(
             f"spec_lab: {part}._target_={named._target_} returns an object of type {type(made).__name__} without "
