@@ -130,6 +130,7 @@ class Batch:
         clock: records the phase "propose_forward": the calls of a draft model or of heads.
         draft_masks: what a constraint allows the draft to draw; None without one. A proposer need not use it.
         read: reads tensors on the host, once for each level that is drafted.
+        deepest: ``[B]`` most levels that are drafted for each sequence; None: as many as its context has room for.
     """
 
     target: Target
@@ -138,6 +139,7 @@ class Batch:
     clock: Clock = field(default_factory=Clock)
     draft_masks: DraftMasks | None = None
     read: Readback = field(default_factory=Readback)
+    deepest: Sequence[int] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -145,8 +147,9 @@ class Batch:
         return self.target.lm.device
 
     def room(self) -> list[int]:
-        """For each sequence the deepest node whose position fits the context."""
-        return [self.target.context - len(sequence.tokens) for sequence in self.sequences]
+        """For each sequence the deepest node whose position fits the context, and that is asked for."""
+        room = [self.target.context - len(sequence.tokens) for sequence in self.sequences]
+        return room if self.deepest is None else list(map(min, room, self.deepest))
 
 
 def by_row(samplings: Sequence[Sampling], tree: np.ndarray) -> list[Sampling]:

@@ -130,8 +130,10 @@ class WithinChain(Lifecycle):
         return self.inner.requires
 
     def propose(self, batch: Batch) -> Draft:
-        """The inner proposer's draft, cut."""
-        return self.inner.propose(batch).cut([self.ends[one] - len(one.tokens) - 1 for one in batch.sequences])
+        """The inner proposer's draft."""
+        left = [self.ends[one] - len(one.tokens) - 1 for one in batch.sequences]
+        own = replace(batch, deepest=left)
+        return self.inner.propose(own).cut(own.room())
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """The inner proposer observes."""
@@ -296,29 +298,24 @@ class DraftCascade(Lifecycle):
             max(0, min(self.depth, room, self.parts.target.context - len(one.tokens)))
             for room, one in zip(batch.room(), batch.sequences, strict=True)
         ]
-        texts = {}
-        for one, limit in zip(batch.sequences, limits, strict=True):
-            if limit:
-                one.state.follow(one.tokens, self.parts.proposer)
-                texts[one] = SequenceState(
-                    self._inner_request(one.request), one.state.kv, list(one.tokens), (*one.lineage, INNER, one.step),
-                    state=one.state.inner,
-                )  # fmt: skip
-        ends = {own: len(own.tokens) + limits[n] for n, one in enumerate(batch.sequences) if (own := texts.get(one))}
-        cold = all(own.request.sampling.temperature == 0 for own in ends)
-        rows = None if cold else KeptRows(self.parts.choose)
-        q, broken = self._decode(batch, ends, rows)
-        tokens: list[int] = []
-        lengths: list[int] = []
-        for one in batch.sequences:
-            own = texts.get(one)
-            if own is not None:
-                one.state.tokens = own.tokens
-            drafted = [] if own is None or own in broken else own.tokens[len(one.tokens) : ends[own]]
-            tokens += drafted
-            lengths.append(len(drafted))
-        why = {n: broken[own] for n, one in enumerate(batch.sequences) if (own := texts.get(one)) in broken}
-        return self._draft(batch, lengths, tokens, [row for own in ends if own not in broken for row in q[own]], why)
+        texts = [self._text(one) if limit else None for one, limit in zip(batch.sequences, limits, strict=True)]
+        ends = {text: len(text.tokens) + limit for text, limit in zip(texts, limits, strict=True) if text is not None}
+        cold = all(text.request.sampling.temperature == 0 for text in ends)
+        q, broken = self._decode(batch, ends, None if cold else KeptRows(self.parts.choose))
+        chains = [
+            [] if text is None or text in broken else text.tokens[len(one.tokens) :]
+            for one, text in zip(batch.sequences, texts, strict=True)
+        ]
+        why = {tree: broken[text] for tree, text in enumerate(texts) if text is not None and text in broken}
+        return self._draft(batch, chains, [part for text in ends if text not in broken for part in q[text]], why)
+
+    def _text(self, sequence: SequenceState) -> SequenceState:
+        """The draft model's sequence for a step of the target's, as a fork of it: its choices are no other's."""
+        state: DraftedText = sequence.state
+        state.follow(sequence.tokens, self.parts.proposer)
+        lineage = (*sequence.lineage, INNER, sequence.step)
+        request = self._inner_request(sequence.request)
+        return SequenceState(request, state.kv, state.tokens, lineage, state=state.inner)
 
     def _decode(
         self, batch: Batch, ends: Mapping[SequenceState, int], rows: KeptRows | None
@@ -326,8 +323,8 @@ class DraftCascade(Lifecycle):
         """Run inner steps until every sequence has as many tokens as its end states, or is broken.
 
         Returns:
-            For each sequence the probabilities ``[n, V]`` from which its tokens up to the end were sampled, in parts,
-            where ``rows`` keeps them; and why sequences are broken.
+            For each sequence the probabilities from which its tokens were sampled, ``[n, V]`` of each step, where
+            ``rows`` keeps them; and why sequences are broken.
         """
         proposer = WithinChain(self.parts.proposer, ends)
         parts = replace(self.parts, proposer=proposer, draws=batch.draws, choose=rows or self.parts.choose)
@@ -342,33 +339,31 @@ class DraftCascade(Lifecycle):
                 if one in info.errors or len(one.tokens) == start:
                     broken[one] = f"the draft model: {info.errors.get(one, 'no token could be sampled')}"
                 elif rows is not None and rows.p is not None:
-                    own = [tree, *info.committed[tree].path][: ends[one] - start]
+                    own = [tree, *info.committed[tree].path]
                     q[one].append(rows.p[upload(rows.p.device, np.array(own))[0]])
             left = [one for one in left if one not in broken and len(one.tokens) < ends[one]]
         return q, broken
 
     def _draft(
-        self, batch: Batch, lengths: Sequence[int], tokens: Sequence[int], q: Sequence[Tensor], broken: dict[int, str]
+        self, batch: Batch, chains: Sequence[Sequence[int]], q: Sequence[Tensor], broken: dict[int, str]
     ) -> Draft:
-        """The draft of chains of these lengths."""
-        shape = forest(tuple(self._chain(length) for length in lengths))
-        token = torch.tensor(tokens, dtype=torch.long, device=batch.device)
+        """The draft of these chains, whose tokens were sampled from the rows of ``q``; none where q is one-hot."""
+        shape = forest(tuple(self._chain(len(tokens)) for tokens in chains))
+        token = torch.tensor([one for tokens in chains for one in tokens], dtype=torch.long, device=batch.device)
         if self.drawn == "point":
             return Draft(shape, token, broken=broken)
         q_row = np.full(shape.rows, -1, dtype=np.int64)
         q_row[shape.parent] = np.arange(shape.nodes)
         if q:
-            return Draft(shape, token, self.drawn, torch.cat(list(q)), q_row, broken=broken)
+            return Draft(shape, token, self.drawn, torch.cat([*q]), q_row, broken=broken)
         lm = self.parts.target.lm
         certain = torch.empty(shape.nodes, lm.vocabulary, dtype=probs_dtype(lm.dtype), device=batch.device)
         return Draft(shape, token, self.drawn, one_hot_(token, certain), q_row, broken=broken, one_hot=True)
 
     def _inner_request(self, request: Request) -> Request:
         """The request of the draft model's decoding, which never ends: only the chain's length counts."""
-        beyond = self.depth + self.parts.proposer.nodes + 2
-        return Request(
-            request.id, request.name, request.tokens, self.sampling(request.sampling), request.max_new_tokens + beyond
-        )
+        most = request.max_new_tokens + self.depth
+        return Request(request.id, request.name, request.tokens, self.sampling(request.sampling), most)
 
     def _count(self, batch: Batch, info: StepInfo) -> None:
         """Count the model calls and copies of an inner step as those of this proposer."""

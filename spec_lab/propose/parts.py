@@ -154,7 +154,8 @@ class ProposerParts:
         numbers = range(len(batch.sequences)) if sequences is None else sequences
         own = [replace(one, state=one.state.each[part]) for one in (batch.sequences[n] for n in numbers)]
         masks = batch.draft_masks if len(own) == len(batch.sequences) else None
-        return replace(batch, sequences=own, draft_masks=masks)
+        deepest = None if batch.deepest is None else [batch.deepest[n] for n in numbers]
+        return replace(batch, sequences=own, draft_masks=masks, deepest=deepest)
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Let each part observe what it requires, and the rows that it drafted."""
