@@ -4,9 +4,9 @@ Source: staged speculation 2308.04623, cascades 2312.11462. The inner proposer (
 other) drafts for the draft model, and a lossless verifier verifies these tokens against the draft model. The chain is
 then distributed as if it was sampled from the draft model token by token: its q are the draft model's own rows.
 
-The chain always has the same length, whatever its tokens are. A chain that ended with an inner step would be longer
-where the inner proposer guessed right: given that a token stands at the chain's end it is not distributed as q, and
-verification with q would not be lossless.
+The chain always has the same length; only the context makes it shorter. A chain that ended where an inner step ends
+would be exact as well: given that a step goes on after a text, its next token is distributed as q, which is what
+lossless means of a step. One that left out tokens that the inner proposer did not guess would not be exact.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.engine.step import Choose, Memory, Parts, StepInfo, step
 from spec_lab.models.target import Target
 from spec_lab.propose.draft_loading import check_same_tokens, load_draft
+from spec_lab.propose.siblings import BROKEN
 from spec_lab.propose.trees import MOST_DEPTH, Choices, depth_of
 
 INNER = -1
@@ -337,7 +338,8 @@ class DraftCascade(Lifecycle):
             self._count(batch, info)
             for tree, (one, start) in enumerate(before.items()):
                 if one in info.errors or len(one.tokens) == start:
-                    broken[one] = f"the draft model: {info.errors.get(one, 'no token could be sampled')}"
+                    inner = info.draft.broken.get(tree)
+                    broken[one] = BROKEN if inner is None else f"in the inner proposer, {inner}"
                 elif rows is not None and rows.p is not None:
                     own = [tree, *info.committed[tree].path]
                     q[one].append(rows.p[upload(rows.p.device, np.array(own))[0]])
