@@ -30,6 +30,7 @@ from spec_lab.tasks.certify.enumeration import Watched
 from spec_lab.tasks.certify.instances import LOOPS, QUICK
 from spec_lab.tasks.certify.toy_models import RandomToy, table_models
 from spec_lab.verify import Lenient, Token, Traversal
+from tests.propose import lab
 from tests.propose.lab import (
     COLD,
     PROMPTS,
@@ -63,10 +64,8 @@ INNER = {
 }
 
 
-def cascade(inner, depth=3, drawn="iid", temperature=None, verifier=None, context=CONTEXT, model=None):
-    draft = Target(CausalLM(model or MODEL), None, "tiny-draft", context, "", 0.0)
-    parts = Engine(draft, inner, verifier or Token(), CounterDraws(0)).parts
-    return DraftCascade(parts, depth, drawn, temperature)
+def cascade(inner, model=MODEL, **options):
+    return lab.cascade(inner, CausalLM(model), **options)
 
 
 def cells_are_free(one):
