@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.engine import Engine, Limits
+from spec_lab.engine.engine import Engine, Limits, fixed_group
 from spec_lab.engine.proposer import Lifecycle, Requires
+from spec_lab.engine.request import Request
 from spec_lab.engine.step import Parts
 from spec_lab.models.target import Target
 from spec_lab.propose import cascade as module
@@ -30,6 +31,7 @@ from spec_lab.tasks.certify.enumeration import Watched
 from spec_lab.tasks.certify.instances import LOOPS, QUICK
 from spec_lab.tasks.certify.toy_models import RandomToy, table_models
 from spec_lab.verify import Lenient, Token, Traversal
+from tests.engine.test_copies import MadeUp, target_on
 from tests.propose import lab
 from tests.propose.lab import (
     COLD,
@@ -131,6 +133,22 @@ def test_calls_and_copies_of_inner_steps_are_counted_as_the_proposer_s(target):
         took = info.seconds()
         assert 0 < took["propose_forward"] < took["propose"] and info.copies_before >= 2
         assert sum(name == "target_forward" for name, _, _ in info.spans) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", ["n-gram", "chain"])
+def test_inner_steps_read_nothing_of_the_device_but_counted_copies(monkeypatch, name, temperature):
+    """Every token is 0; sampled inner drafts are rejected, so that each of three inner steps emits one token."""
+    monkeypatch.setattr("spec_lab.engine.step.Readback", MadeUp)
+    monkeypatch.setattr(MadeUp, "whole", 0)
+    inner = draft_model("1x1", lm=target_on("meta").lm) if name == "chain" else Ngram(3, 3, 1)
+    request = Request(0, "r", (1, 2, 3, 1, 2, 3, 1, 2), Sampling(temperature), 8)
+    one = lab.cascade(inner, target_on("meta").lm, depth=3)
+    steps = list(fixed_group(target_on("meta"), one, Token(), [request], CounterDraws(1)))
+    levels = 2 + 1 if name == "chain" else 0  # of all inner drafts
+    assert len(steps) >= 2 and all(info.copies_after == 1 for info in steps)
+    assert max(info.copies_before for info in steps) <= 3 + levels
+    assert temperature == 0 or steps[0].copies_before == 3 + levels
 
 
 def test_chains_end_with_the_context_of_the_target_and_of_the_draft_model(target):
