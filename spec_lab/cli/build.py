@@ -123,10 +123,18 @@ def task(config: DictConfig) -> Any:
     return made
 
 
-def build(config: DictConfig, part: str, **live: Any) -> Any:
+def build(config: DictConfig, part: str, group: str = "", **live: Any) -> Any:
     """Call what ``config[part]`` names with its scalar arguments and with live objects.
 
-    Live objects go in by call: Hydra would turn those that are dataclasses into configs.
+    Live objects go in by call: Hydra would turn those that are dataclasses into configs. The ``parts`` of a hybrid are
+    built first. The ``inner`` proposer of another is loaded by it, for the target that it passes; its inner
+    ``verifier`` is built first.
+
+    Args:
+        config: of the run.
+        part: what to build.
+        group: names its contract; empty: the first word of ``part``.
+        live: the live objects.
 
     Raises:
         Refused: what went wrong, with the part where it did; if a file is at fault, with the part's path.
@@ -135,19 +143,26 @@ def build(config: DictConfig, part: str, **live: Any) -> Any:
     if OmegaConf.is_dict(named.get("parts")):  # of a hybrid, which are built first
         live |= {"parts": build_each(config, f"{part}.parts", **live)}
         named = without(named, "parts")
+    if OmegaConf.is_dict(named.get("inner")):
+
+        def inner(target: Target) -> Any:
+            return build(config, f"{part}.inner", target=target)
+
+        live |= {"inner": inner, "verifier": build(config, f"{part}.verifier", "verifier")}
+        named = without(named, "inner", "verifier")
     with_policy = part.partition(".")[0] in ("proposer", "arms") and "policy" in named
     if with_policy:
         named = without(named, "policy")
     try:
         made = instantiate(named, _partial_=True, _convert_="all")(**live)
-        if made is None and (part == "constraint" or part.endswith("policy")):
+        if made is None and (part == "constraint" or group == "policy"):
             return None
     except (InstantiationException, OSError, TypeError, ValueError) as error:
         text = reason(error)
         where = f"{part}.path={named.path}" if isinstance(error, OSError) and "path" in named else part
         raise Refused(f"spec_lab: {text}" if text.startswith(part) else f"spec_lab: {where}: {text}") from error
-    first = part.partition(".")[0]
-    group = "policy" if part.endswith("policy") else {"arms": "proposer", "verifiers": "verifier"}.get(first, first)
+    group = group or part.partition(".")[0]
+    group = {"arms": "proposer", "verifiers": "verifier"}.get(group, group)
     if lacks := [name for name in members(get_object(CONTRACTS[group])) if not hasattr(made, name)]:
         raise Refused(
             f"spec_lab: {part}._target_={named._target_} returns an object of type {type(made).__name__} without "
@@ -156,11 +171,12 @@ def build(config: DictConfig, part: str, **live: Any) -> Any:
     return under_policy(config, f"{part}.policy", made, **live) if with_policy else made
 
 
-def without(named: DictConfig, key: str) -> DictConfig:
-    """Return a config without one of its keys; its interpolations still refer to the whole."""
+def without(named: DictConfig, *keys: str) -> DictConfig:
+    """Return a config without some of its keys; its interpolations still refer to the whole."""
     copy = deepcopy(named)
     with open_dict(copy):
-        del copy[key]
+        for key in keys:
+            copy.pop(key, None)
     return copy
 
 
@@ -172,7 +188,7 @@ def under_policy(config: DictConfig, part: str, proposer: Any, **live: Any) -> A
     """
     if ".parts." in part:
         raise Refused(f"spec_lab: {part}: a policy limits a whole hybrid, not one of its parts: name it one level up")
-    policy = build(config, part, proposer=proposer, **{name: one for name, one in live.items() if name == "target"})
+    policy = build(config, part, "policy", proposer=proposer, target=live["target"])
     if policy is None:
         return proposer
     from spec_lab.policy.adaptive import adapt

@@ -17,7 +17,7 @@ from spec_lab.engine.request import Request
 from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
-from spec_lab.policy.policy import Outcome, Policy
+from spec_lab.policy.policy import DraftOutcome, Policy
 from spec_lab.propose.parts import PartStates, ProposerParts
 from spec_lab.propose.trees import Choices
 
@@ -58,7 +58,7 @@ class Decided:
     """
 
     state: Any
-    last: Outcome | None = None
+    last: DraftOutcome | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +164,7 @@ class Adaptive:
         np.maximum.at(deepest, draft.shape.root, draft.shape.depth)
         every = zip(own, limits, deepest.tolist(), draft.acceptable_nodes.tolist(), strict=True)
         for one, limit, levels, nodes in every:
-            one.last = Outcome(one.state, limit, levels, nodes, 0, len(own))
+            one.last = DraftOutcome(one.state, limit, levels, nodes, 0, len(own))
         return replace(draft, limits=tuple(limits))
 
     def observe(self, observed: Sequence[Observation]) -> None:

@@ -18,7 +18,7 @@ from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.policy.costs import DraftCosts, Timing, TimingOptions, draft_costs
 from spec_lab.policy.goodput import Scope
-from spec_lab.policy.policy import Outcome
+from spec_lab.policy.policy import DraftOutcome
 from spec_lab.propose.stop_rules import described, rule_of
 from spec_lab.propose.trees import MOST_DEPTH
 
@@ -179,7 +179,7 @@ class Bandit:
         noise = np.random.default_rng([number % 2**63 for number in key]).standard_normal(len(mean))
         return int(np.argmax(mean + spread * noise))
 
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
+    def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """See ``Policy``."""
         if self.memory < 1:
             for own in [self.shared] if self.scope == "run" else [one.state for one in outcomes]:

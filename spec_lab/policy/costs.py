@@ -18,7 +18,7 @@ from spec_lab.core.protocols import Hashed, facts_of
 from spec_lab.engine.proposer import Proposer, StopsEarly, forget
 from spec_lab.models.target import Target
 from spec_lab.policy.adaptive import Adaptive
-from spec_lab.policy.depths import Fixed
+from spec_lab.policy.depths import FixedDepth
 from spec_lab.propose.calibrate import conditions, visits
 from spec_lab.propose.cost_cache import CostCache, default_folder
 from spec_lab.propose.parts import ProposerParts
@@ -121,7 +121,7 @@ def draft_costs(
     sampling = Sampling(timing.temperature)
     stop = Confidence() if isinstance(proposer, StopsEarly) else None  # at the threshold 0: never
     own = ProposerParts({proposer.name: proposer})
-    limited: dict[int, Proposer] = {k: Adaptive(own, Fixed(k, part, stop=stop)) for k in sizes}
+    limited: dict[int, Proposer] = {k: Adaptive(own, FixedDepth(k, part, stop=stop)) for k in sizes}
     sha256 = proposer.sha256 if isinstance(proposer, Hashed) else None
     drafter = {"name": proposer.name, "sha256": sha256, "drawn": proposer.drawn, "nodes": proposer.nodes,
                "tree": facts_of(proposer).get("tree"), "part": part}  # fmt: skip

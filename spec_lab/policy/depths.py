@@ -12,12 +12,12 @@ from spec_lab.engine.proposer import Proposer
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
-from spec_lab.policy.policy import Outcome, Policy
+from spec_lab.policy.policy import DraftOutcome, Policy
 from spec_lab.propose.trees import MOST_DEPTH
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedDepth:
     """The same depth in every step: a tree without the levels below it.
 
     Args:
@@ -31,13 +31,13 @@ class Fixed:
     stop: StopRule | None = None
 
     @staticmethod
-    def load(target: Target, proposer: Proposer, depth: int, part: str = "") -> Fixed:
+    def load(target: Target, proposer: Proposer, depth: int, part: str = "") -> FixedDepth:
         """Check the options.
 
         Raises:
             ValueError: a wrong one; names it.
         """
-        return Fixed(whole("policy.depth", depth, 0, most=MOST_DEPTH), str(part))
+        return FixedDepth(whole("policy.depth", depth, 0, most=MOST_DEPTH), str(part))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Fixed:
         """See ``Policy``."""
         return [Limit(self.depth, part=self.part)] * len(states)
 
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
+    def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Nothing is learned."""
 
     def alone(self) -> Policy:
@@ -119,7 +119,7 @@ class Heuristic:
         """See ``Policy``."""
         return [Limit(int(one.value)) for one in states]
 
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
+    def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """See ``Policy``."""
         for one in outcomes:
             if one.drafted:

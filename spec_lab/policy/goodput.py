@@ -13,7 +13,7 @@ from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.policy.costs import DraftCosts, Timing, TimingOptions, draft_costs
-from spec_lab.policy.policy import Outcome
+from spec_lab.policy.policy import DraftOutcome
 from spec_lab.propose.stop_rules import Gain, described
 from spec_lab.propose.trees import MOST_DEPTH
 
@@ -49,7 +49,7 @@ class Levels:
         for own in (self.trials, self.hits, self.begun, self.drawn):
             own[:] = [one * memory for one in own]
 
-    def add(self, one: Outcome) -> None:
+    def add(self, one: DraftOutcome) -> None:
         """Count an outcome."""
         for level in range(len(self.trials) if one.limit.depth is None else min(one.limit.depth, len(self.trials))):
             if one.accepted >= level:
@@ -174,7 +174,7 @@ class Goodput:
                 best, best_rate = depth, tokens / spent
         return best
 
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
+    def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """See ``Policy``."""
         self.shared.age(self.memory)
         for one in outcomes:
@@ -282,7 +282,7 @@ class GainOverCost:
         tokens, seconds = rate.tokens + 2 * live, rate.seconds + (without + whole_draft) / 2
         return min(1.0, of_node * tokens / seconds / self.scale)
 
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
+    def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """See ``Policy``."""
         for own in [self.shared] if self.scope == "run" else [one.state for one in outcomes]:
             own.tokens, own.seconds = own.tokens * self.memory, own.seconds * self.memory

@@ -17,7 +17,7 @@ from spec_lab.engine.sequence import Batch
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DraftOutcome:
     """What came of one sequence's draft in one step.
 
     Args:
@@ -65,7 +65,7 @@ class Policy(Protocol):
         """A limit for each sequence ``[B]``, given the policy's states of them."""
         ...
 
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
+    def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Learn what came of the last decisions; once for each step."""
         ...
 

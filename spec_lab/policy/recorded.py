@@ -13,14 +13,14 @@ from spec_lab.engine.proposer import Proposer
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
-from spec_lab.policy.policy import Outcome, Policy
+from spec_lab.policy.policy import DraftOutcome, Policy
 from spec_lab.propose.stop_rules import described, rule_of
 from spec_lab.results.manifest import begun
 from spec_lab.results.writer import load
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded:
+class RecordedPolicy:
     """What another run decided, for the same requests step by step.
 
     Args:
@@ -37,7 +37,7 @@ class Recorded:
     name: str = "recorded"
 
     @staticmethod
-    def load(target: Target, proposer: Proposer, path: str, arm: str = "speculative") -> Recorded:
+    def load(target: Target, proposer: Proposer, path: str, arm: str = "speculative") -> RecordedPolicy:
         """Read the decisions of a finished run.
 
         Args:
@@ -64,7 +64,7 @@ class Recorded:
         ordered = own.sort_values(["group", "round"])
         limits = {int(n): [Limit.parse(one) for one in each] for n, each in ordered.groupby("request")["policy"]}
         policy = manifest["proposers"].get(arm, {}).get("policy")
-        return Recorded(limits, rule_of(policy if isinstance(policy, Mapping) else {}), folder.name)
+        return RecordedPolicy(limits, rule_of(policy if isinstance(policy, Mapping) else {}), folder.name)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ class Recorded:
             )
         return of_request[step]
 
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
+    def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Nothing is learned."""
 
     def alone(self) -> Policy:

@@ -12,7 +12,7 @@ from spec_lab.engine.proposer import Proposer
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
-from spec_lab.policy.policy import Outcome, Policy
+from spec_lab.policy.policy import DraftOutcome, Policy
 from spec_lab.propose.stop_rules import AdaEdl, Confidence, Svip, described
 from spec_lab.propose.trees import MOST_DEPTH
 
@@ -96,7 +96,7 @@ class Threshold:
         """See ``Policy``."""
         return [Limit(self.depth, one.threshold) for one in states]
 
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
+    def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Move the thresholds. Where nothing was drafted they fall, so that drafting begins again."""
         if not self.adapt:
             return

@@ -200,7 +200,7 @@ def without_groups(out: Path, facts: Mapping[str, Any]) -> str:
 def begun_trees(out: Path, config: Mapping[str, Any], config_sha256: str = "") -> dict[str, str]:
     """Return the draft trees of the run in ``out``; empty unless it began with this configuration.
 
-    They are named by their arm, those of a hybrid's parts ``arm.parts.name``.
+    They are named by their arm, those of a hybrid's parts ``arm.parts.name``, a cascade's ``arm.inner``.
 
     A tree that is chosen by timing may come out differently the next time. A resumed run must decode with
     the tree that it began with.
@@ -219,7 +219,9 @@ def begun_trees(out: Path, config: Mapping[str, Any], config_sha256: str = "") -
 
 
 def with_parts(proposers: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the facts of proposers by arm, and of the parts of hybrids by ``arm.parts.name``, arm by arm."""
+    """Return the facts of proposers by arm, of the parts of hybrids by ``arm.parts.name``, and of the inner proposers
+    of cascades by ``arm.inner``, arm by arm.
+    """
     found: dict[str, Mapping[str, Any]] = {}
     for name, facts in proposers.items():
         if isinstance(facts, Mapping):
@@ -230,6 +232,7 @@ def with_parts(proposers: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
                 if isinstance(parts, Mapping)
                 else {}
             )
+            found |= with_parts({f"{name}.inner": facts["inner"]} if "inner" in facts else {})
     return found
 
 

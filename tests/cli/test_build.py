@@ -1,11 +1,14 @@
 """What the command line builds from a config has every member that its place in the run requires."""
 
+from types import SimpleNamespace
+
 import pytest
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from spec_lab.cli.build import CONTRACTS, Refused, build, check_drawing, reason
 from spec_lab.core.protocols import members
+from spec_lab.engine.proposer import Proposer
 from spec_lab.verify import KSeq, Token
 
 EVERY = [(group, name) for group, contract in CONTRACTS.items() for name in members(get_object(contract))]
@@ -102,6 +105,45 @@ def test_the_parts_of_a_hybrid_are_built_first_and_may_be_hybrids():
     assert [one.name for one in made.parts.all] == ["ngram", "best_of"]
     assert [one.depth for one in made.parts.named["b"].parts.all] == [10, 3]
     assert made.facts["parts"]["b"]["costs"] == {"c": 0.0, "d": 0.0}
+
+
+def passes_on(target, inner, verifier, **options):
+    """A proposer with another inside, which is loaded for its own target."""
+    made = inner(f"the draft of {target}")
+    return SimpleNamespace(**dict.fromkeys(members(Proposer)) | vars(made) | {"verifier": verifier} | options)
+
+
+def loaded_for(target, depth):
+    return SimpleNamespace(**dict.fromkeys(members(Proposer)) | {"loaded_for": target, "depth": depth})
+
+
+CASCADE = {
+    "_target_": f"{__name__}.passes_on",
+    "inner": {"_target_": f"{__name__}.loaded_for", "depth": 3},
+    "verifier": {"_target_": "spec_lab.verify.Token"},
+}
+
+
+@pytest.mark.parametrize("part", ["proposer", "arms.verifiers"])
+def test_the_inner_proposer_of_another_is_loaded_by_it_for_a_target_of_its_own(part):
+    config = OmegaConf.create({"proposer": CASCADE | {"own": 1}, "arms": {"verifiers": CASCADE | {"own": 1}}})
+    made = build(config, part, target="big")
+    assert (made.loaded_for, made.depth, made.own) == ("the draft of big", 3, 1)
+    assert isinstance(made.verifier, Token)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"inner": NGRAM | {"depth": -1}}, r"proposer\.inner: proposer\.depth"),
+        ({"inner": {"depth": 3}}, r"proposer\.inner must be a mapping whose _target_"),
+        ({"verifier": NGRAM | {"target": None}}, r"proposer\.verifier\._target_=.*Verifier"),
+        ({"verifier": None}, r"proposer\.verifier must be a mapping"),
+    ],
+)
+def test_a_wrong_inner_proposer_or_verifier_is_refused_by_name(wrong, message):
+    with pytest.raises(Refused, match=message):
+        build(OmegaConf.create({"proposer": CASCADE | wrong}), "proposer", target=None)
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.propose.forced import RUN
 from spec_lab.propose.medusa import Medusa
-from spec_lab.propose.ngram import NgramTree
+from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token, Traversal
 from tests.constrain.scripted import Scripted, after, at
-from tests.propose.lab import COLD, WARM, draft_model, plain_logits
+from tests.propose.lab import COLD, WARM, cascade, draft_model, plain_logits
 from tests.propose.test_medusa import heads_of
 from tests.tiny import CONTEXT, VOCABULARY, tiny_target
 
@@ -84,6 +84,7 @@ PROPOSERS = {
     "ngram_tree": (lambda target: NgramTree(6, 3, 2, 1), Token()),
     "draft_chain": (lambda target: draft_model("1x1x1", "iid"), Token()),
     "draft_tree": (lambda target: draft_model("0 1 0.0 1.0", "without", 1.0), Traversal()),
+    "cascade": (lambda target: cascade(Ngram(3, 2, 1), draft_model("1x1x1").lm), Token()),
     "medusa": (lambda target: Medusa(heads_of(target), parse("0 1 0.0")), Token()),
 }
 TIGHT = 6

@@ -12,9 +12,9 @@ from spec_lab.engine.proposer import forget
 from spec_lab.policy.adaptive import adapt
 from spec_lab.policy.bandit import Bandit, Pulls
 from spec_lab.policy.costs import DraftCosts, Timing, draft_costs
-from spec_lab.policy.depths import Fixed, Heuristic
+from spec_lab.policy.depths import FixedDepth, Heuristic
 from spec_lab.policy.goodput import Goodput, Levels
-from spec_lab.policy.recorded import Recorded
+from spec_lab.policy.recorded import RecordedPolicy
 from spec_lab.policy.thresholds import Threshold
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.ngram import Ngram
@@ -31,7 +31,7 @@ def test_drafts_are_no_deeper_than_the_policy_allows(target, truth):
     """For a proposer that looks at the limits, and for one that does not."""
     for proposer in (draft_model("1x1x1x1"), Truth(truth, 4)):
         for depth in (0, 1, 3):
-            group, steps = decode(target, adapt(proposer, Fixed(depth)), requests())
+            group, steps = decode(target, adapt(proposer, FixedDepth(depth)), requests())
             assert max(one.draft.shape.deepest for one in steps) == depth
             assert emitted(group) == truth
 
@@ -39,14 +39,14 @@ def test_drafts_are_no_deeper_than_the_policy_allows(target, truth):
 @pytest.mark.parametrize("sampling", [COLD, WARM])
 def test_a_depth_drafts_what_a_chain_of_that_depth_drafts(target, sampling):
     """The same tokens, and the same random choices."""
-    whole, steps = decode(target, adapt(draft_model("1x1x1x1"), Fixed(2)), requests(sampling))
+    whole, steps = decode(target, adapt(draft_model("1x1x1x1"), FixedDepth(2)), requests(sampling))
     short, expected = decode(target, draft_model("1x1"), requests(sampling))
     assert emitted(whole) == emitted(short)
     assert [one.draft.shape.nodes for one in steps] == [one.draft.shape.nodes for one in expected]
 
 
 def test_each_sequence_has_its_own_limit(target):
-    adaptive = adapt(draft_model("1x1x1"), Recorded({n: [Limit(n + 1)] for n in range(3)}))
+    adaptive = adapt(draft_model("1x1x1"), RecordedPolicy({n: [Limit(n + 1)] for n in range(3)}))
     draft = adaptive.propose(batch_of(target, requests(), adaptive))
     assert [int(draft.shape.depth[own].max()) for own in draft.shape.trees] == [1, 2, 3]
     assert list(draft.limits) == [Limit(1), Limit(2), Limit(3)]
@@ -58,13 +58,13 @@ def test_decisions_are_recorded_and_repeated(target):
     rows = [row for one in steps for row in one.slim().rows()]
     limits = {n: [Limit.parse(row["policy"]) for row in rows if row["request"] == n] for n in range(3)}
     assert len({one for each in limits.values() for one in each}) > 1, "it decided differently"
-    again, repeated = decode(target, adapt(draft_model("1x1x1x1"), Recorded(limits)), requests(WARM))
+    again, repeated = decode(target, adapt(draft_model("1x1x1x1"), RecordedPolicy(limits)), requests(WARM))
     assert emitted(again) == emitted(group)
     assert [one.draft.token.tolist() for one in repeated] == [one.draft.token.tolist() for one in steps]
 
 
 def test_what_was_not_recorded_is_an_error(target):
-    adaptive = adapt(draft_model("1x1"), Recorded({0: [Limit(1)]}, source="run"))
+    adaptive = adapt(draft_model("1x1"), RecordedPolicy({0: [Limit(1)]}, source="run"))
     with pytest.raises(ValueError, match="run holds no decision for step 0 of request 1"):
         adaptive.propose(batch_of(target, requests(), adaptive))
 
@@ -118,13 +118,13 @@ def test_it_declares_what_the_proposer_does_and_records_the_policy(target):
 def test_a_policy_names_the_part_that_drafts(target, truth):
     both = best_of(Truth(truth, 3), Truth(truth, 3, right=False))
     for part, accepts in (("p0", True), ("p1", False)):
-        group, steps = decode(target, adapt(both, Fixed(3, part)), requests())
+        group, steps = decode(target, adapt(both, FixedDepth(3, part)), requests())
         assert emitted(group) == truth
         assert (sum(len(got.path) for one in steps for got in one.committed) > 0) == accepts
 
 
 def test_pairs_that_do_not_fit_are_refused(target, truth):
-    stops, named = Threshold(AdaEdl(), 0.3), Fixed(2, "p7")
+    stops, named = Threshold(AdaEdl(), 0.3), FixedDepth(2, "p7")
     confident = draft_model("1x1")
     confident.plan = replace(confident.plan, confidence=0.4)
     reranked = draft_model("1x1")
@@ -141,7 +141,7 @@ def test_pairs_that_do_not_fit_are_refused(target, truth):
 
 
 def test_a_wrong_number_of_limits_is_an_error(target):
-    class Few(Fixed):
+    class Few(FixedDepth):
         def decide(self, batch, states):
             return [Limit(1)]
 

@@ -10,9 +10,9 @@ import pytest
 from spec_lab.core.limit import Limit
 from spec_lab.policy.bandit import Bandit, Pulls
 from spec_lab.policy.costs import DraftCosts, Timing
-from spec_lab.policy.depths import Fixed, Heuristic
+from spec_lab.policy.depths import FixedDepth, Heuristic
 from spec_lab.policy.goodput import GainOverCost, Goodput, Levels, Rate
-from spec_lab.policy.policy import Outcome
+from spec_lab.policy.policy import DraftOutcome
 from spec_lab.policy.thresholds import Threshold
 from spec_lab.propose.stop_rules import AdaEdl, Confidence, Svip, described, rule_of
 
@@ -24,7 +24,7 @@ def batch(count=1, step=0):
 
 
 def outcome(state, limit, drafted, accepted, live=1):
-    return Outcome(state, limit, drafted, drafted, accepted, live)
+    return DraftOutcome(state, limit, drafted, drafted, accepted, live)
 
 
 def play(policy, states, accepts, step=0):
@@ -67,7 +67,7 @@ def test_rules_are_read_as_they_were_recorded():
 
 
 def test_a_fixed_depth_is_the_same_in_every_step():
-    assert Fixed.load(None, None, 3).decide(batch(2), [None, None]) == [Limit(3)] * 2
+    assert FixedDepth.load(None, None, 3).decide(batch(2), [None, None]) == [Limit(3)] * 2
 
 
 def test_the_heuristic_adds_two_after_a_draft_that_was_wholly_accepted_and_subtracts_one_after_another():
@@ -266,8 +266,8 @@ def test_thompson_sampling_repeats_its_choices():
 @pytest.mark.parametrize(
     ("load", "options", "named"),
     [
-        (Fixed, {"depth": -1}, "policy.depth"),
-        (Fixed, {"depth": True}, "policy.depth"),
+        (FixedDepth, {"depth": -1}, "policy.depth"),
+        (FixedDepth, {"depth": True}, "policy.depth"),
         (Heuristic, {"start": 0}, "policy.start"),
         (Heuristic, {"start": 30}, "policy.start"),
         (Heuristic, {"up": -1}, "policy.up"),

@@ -15,9 +15,9 @@ from spec_lab.core.limit import Limit
 from spec_lab.policy.adaptive import adapt
 from spec_lab.policy.bandit import Bandit, Pulls
 from spec_lab.policy.costs import DraftCosts
-from spec_lab.policy.depths import Fixed, Heuristic
+from spec_lab.policy.depths import FixedDepth, Heuristic
 from spec_lab.policy.goodput import GainOverCost, Goodput, Levels, Rate
-from spec_lab.policy.recorded import Recorded
+from spec_lab.policy.recorded import RecordedPolicy
 from spec_lab.policy.thresholds import Threshold
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.stop_rules import AdaEdl, Confidence, Svip
@@ -31,7 +31,7 @@ DEPTHS = tuple(Limit(depth) for depth in (1, 0, 2))
 STOPS = tuple(Limit(depth, threshold) for depth in (1, 3) for threshold in (0.2, 0.5))
 
 POLICIES = {
-    "fixed": Fixed(1),
+    "fixed": FixedDepth(1),
     "heuristic": Heuristic(1.0, most=3),
     "confidence": Threshold(Confidence(), 0.5),
     "draft_and_verify": Threshold(Confidence(), 0.5, adapt=True),
@@ -42,7 +42,7 @@ POLICIES = {
     "thompson": Bandit(DEPTHS, {"": COSTS}, Pulls.none(3), "thompson"),
     "goodput": Goodput(COSTS, 3, Levels.none(3), weight=0.5),
     "gain": GainOverCost(COSTS, 3, Rate()),
-    "recorded": Recorded({0: [Limit(1), Limit(0), Limit(2)]}),
+    "recorded": RecordedPolicy({0: [Limit(1), Limit(0), Limit(2)]}),
 }
 PROPOSERS = {
     "chain": draft_model("1x1", "iid"),

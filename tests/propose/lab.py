@@ -8,10 +8,12 @@ import torch
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.engine import Engine, fixed_group
 from spec_lab.engine.proposer import Observation
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch, SequenceState
+from spec_lab.models.target import Target
+from spec_lab.propose.cascade import DraftCascade
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
@@ -63,6 +65,11 @@ def plain_probabilities(model, tokens, sampling):
 def draft_model(tree="1x1x1", drawn="iid", temperature=None, context=CONTEXT, lm=None, **changes):
     lm = lm or CausalLM(tiny_model(**{"seed": 1, "num_hidden_layers": 1} | changes))
     return DraftModel(lm, context, TreePlan(parse(tree), drawn, temperature))
+
+
+def cascade(inner, lm, depth=3, drawn="iid", temperature=None, verifier=None, context=CONTEXT, kind=DraftCascade):
+    parts = Engine(Target(lm, None, "tiny-draft", context, "", 0.0), inner, verifier or Token(), CounterDraws(0)).parts
+    return kind(parts, depth, drawn, temperature)
 
 
 def batch_of(target, wanted, proposer, draws=None):

@@ -152,6 +152,17 @@ def test_trees_of_a_hybrid_s_parts_are_named_by_part_and_part_of_the_run_s_ident
         claim(tmp_path, hybrid("0 1 2"))
 
 
+def test_the_tree_of_a_cascade_s_inner_proposer_is_named_and_part_of_the_run_s_identity(tmp_path):
+    def cascade(tree):
+        inner = {"name": "draft_tree", "tree": tree}
+        return facts() | {"proposers": {"speculative": {"name": "cascade", "drawn": "iid", "inner": inner}}}
+
+    claim(tmp_path, cascade("0 1"))
+    assert begun_trees(tmp_path, CONFIG) == {"speculative.inner": "0 1"}
+    with pytest.raises(ValueError, match="tree"):
+        claim(tmp_path, cascade("0 1 2"))
+
+
 def test_trees_are_those_of_a_run_of_the_same_configuration(tmp_path):
     assert begun_trees(tmp_path, CONFIG) == {}
     claim(tmp_path, facts())

@@ -11,17 +11,20 @@ from omegaconf import OmegaConf
 
 from spec_lab.cli.main import conf
 from spec_lab.core.probabilities import Sampling
-from spec_lab.core.randomness import Purpose
+from spec_lab.core.randomness import CounterDraws, Purpose
+from spec_lab.engine.step import Parts
 from spec_lab.models.block import BlockSettings
 from spec_lab.models.block import random_network as block_network
 from spec_lab.models.draft_layers import small_layer
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
 from spec_lab.models.hydra import HydraSettings, random_heads
 from spec_lab.models.mtp import MtpSettings, random_mtp
+from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.best_of import BestOf
 from spec_lab.propose.block import BlockDrafter
+from spec_lab.propose.cascade import DraftCascade
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.heads import Heads
@@ -68,6 +71,11 @@ def union(*parts, **options):
 
 def best_of(*parts, **options):
     return BestOf.load(TARGET, {str(n): one for n, one in enumerate(parts)}, **options)
+
+
+def cascade(inner, verifier=None, **options):
+    model = Target(DRAFT, None, "draft", TARGET.context, "", 0.0)
+    return DraftCascade(Parts(model, inner, verifier or Token(), CounterDraws(0)), 2, **options)
 
 
 def eagle(settings, tree="2x1", drawn="point", **options):
@@ -142,6 +150,13 @@ PROPOSERS = {
     "union with a sampled tree": union(Ngram(2, 2, 1), draft_model("2x1", "without")),
     "union with a sampled tree that may repeat points": union(Ngram(2, 2, 1), draft_model("2", "iid"), exclude=False),
     "best of an n-gram and a chain": best_of(Ngram(2, 2, 1), draft_model("1x1", "iid"), start=1.0, memory=0.5),
+    "cascade from an n-gram": cascade(Ngram(3, 3, 1)),
+    "cascade of points from an n-gram tree": cascade(NgramTree(5, 3, 3, 1), drawn="point"),
+    "cascade from a chain": cascade(draft_model("1x1", "iid"), temperature=1.5),
+    "cascade of points from a chain": cascade(draft_model("1x1", "iid"), drawn="point"),
+    "cascade from a tree": cascade(draft_model("2x1", "without"), Traversal()),
+    "cascade from a union": cascade(union(NgramTree(2, 2, 2, 1), draft_model("1x1", "iid"))),
+    "cascade from a cascade": cascade(cascade(Ngram(2, 2, 1))),
     "suffix chain": Suffix.load(None, shared=9),
     "suffix tree": Suffix.load(None, nodes=5, children=3, factor=4.0),
 }
