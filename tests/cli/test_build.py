@@ -6,9 +6,10 @@ import pytest
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from spec_lab.cli.build import CONTRACTS, Refused, build, check_drawing, reason
+from spec_lab.cli.build import CONTRACTS, Refused, build, check_drawing, reason, under_policy
 from spec_lab.core.protocols import members
 from spec_lab.engine.proposer import Proposer
+from spec_lab.propose.ngram import Ngram
 from spec_lab.verify import KSeq, Token
 
 EVERY = [(group, name) for group, contract in CONTRACTS.items() for name in members(get_object(contract))]
@@ -144,6 +145,36 @@ def test_the_inner_proposer_of_another_is_loaded_by_it_for_a_target_of_its_own(p
 def test_a_wrong_inner_proposer_or_verifier_is_refused_by_name(wrong, message):
     with pytest.raises(Refused, match=message):
         build(OmegaConf.create({"proposer": CASCADE | wrong}), "proposer", target=None)
+
+
+FIXED = {"_target_": "spec_lab.policy.depths.FixedDepth.load", "depth": "${four}"}
+
+
+def test_a_policy_of_an_arm_and_of_the_proposer_limits_it():
+    arms = {"a": NGRAM | {"policy": FIXED}, "b": NGRAM | {"policy": {"_target_": "spec_lab.policy.none"}}}
+    config = OmegaConf.create({"four": 4, "arms": arms, "proposer": NGRAM, "policy": FIXED})
+    arm, plain = build(config, "arms.a", target=None), build(config, "arms.b", target=None)
+    assert (arm.policy.depth, arm.proposer.name) == (4, "ngram")
+    assert isinstance(plain, Ngram)
+    assert under_policy(config, "policy", build(config, "proposer", target=None), target=None).policy.depth == 4
+
+
+@pytest.mark.parametrize(
+    ("proposer", "message"),
+    [
+        (NGRAM | {"policy": FIXED | {"depth": -1}}, r"policy\.depth"),
+        (NGRAM | {"policy": FIXED | {"part": "x"}}, r"proposer\.policy: policy 'fixed' names the part x"),
+        (NGRAM | {"policy": {"depth": 3}}, r"proposer\.policy must be a mapping whose _target_"),
+        (NGRAM | {"policy": NGRAM}, r"proposer\.policy"),
+        (
+            {"_target_": "spec_lab.propose.best_of.BestOf.load", "parts": {"a": NGRAM | {"policy": FIXED}, "b": NGRAM}},
+            r"proposer\.parts\.a\.policy: a policy limits a whole hybrid",
+        ),
+    ],
+)
+def test_a_wrong_policy_is_refused_by_name(proposer, message):
+    with pytest.raises(Refused, match=message):
+        build(OmegaConf.create({"four": 4, "proposer": proposer}), "proposer", target=None)
 
 
 @pytest.mark.parametrize(
