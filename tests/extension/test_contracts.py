@@ -23,6 +23,9 @@ from spec_lab.models.draft_layers import small_layer
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
 from spec_lab.models.hydra import HydraSettings, random_heads
 from spec_lab.models.mtp import MtpSettings, random_mtp
+from spec_lab.policy.adaptive import adapt
+from spec_lab.policy.depths import Heuristic
+from spec_lab.policy.thresholds import Threshold
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.block import BlockDrafter
 from spec_lab.propose.draft_model import DraftModel
@@ -33,6 +36,7 @@ from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.pard import Pard
 from spec_lab.propose.pld_plus import PldPlus
 from spec_lab.propose.retokenized import Retokenized, Tokens
+from spec_lab.propose.stop_rules import AdaEdl
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.propose.vocabularies import SharedTokens
@@ -187,6 +191,16 @@ def union(target):
     return part("union", "Union")(depth=2)
 
 
+def adaptive(target):
+    """A draft model's chain under a policy of depths."""
+    return adapt(shared(target), Heuristic(1.0, most=2))
+
+
+def stopped(target):
+    """An EAGLE head's tree under a policy that stops drafts, at a threshold that follows the acceptance."""
+    return adapt(eagle3_tree(target), Threshold(AdaEdl(), 0.4, adapt=True))
+
+
 PROPOSERS = {
     "features": features, "feature_trees": feature_trees, "recycling": recycling, "lookahead": lookahead,
     "union": union, "eagle1": eagle1, "eagle3": eagle3, "eagle3_tree": eagle3_tree,
@@ -195,6 +209,7 @@ PROPOSERS = {
     "mtp_tree": mtp_tree, "mtp_modules": mtp_modules,
     "pard": pard, "pard_tree": pard_tree, "block": block, "block_markov": block_markov,
     "pld_plus": pld_plus, "shared": shared, "shared_tree": shared_tree,
+    "adaptive": adaptive, "stopped": stopped,
 }  # fmt: skip
 
 
