@@ -12,6 +12,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from hydra._internal.utils import get_args_parser
 from hydra.utils import get_object
@@ -571,3 +572,31 @@ def test_ctrl_c_keeps_finished_groups_and_leaves_with_130(tiny, tmp_path):
     assert f"finished groups of {100 * len(checkpoints.TEXTS)} are in" in errors
     assert "Traceback" not in errors
     assert 1 <= metrics.load(tmp_path / "here").requests["group"].nunique() < 100 * len(checkpoints.TEXTS)
+
+
+def test_decisions_of_a_policy_are_written_and_repeated_by_another_run(cli, tiny, tmp_path):
+    warm = ["proposer.depth=4", "sampling=temperature_1", "prompts.limit=3", "max_new_tokens=12"]
+    assert cli(*tiny, *warm, "policy=heuristic", "policy.start=1", "output_dir=first")[0] == 0
+    first = pd.read_parquet(tmp_path / "first" / "steps.parquet").sort_values("id", ignore_index=True)
+    decisions = first.loc[first["arm"] == "speculative", "policy"].map(json.loads)
+    assert {one["depth"] for one in decisions} > {1}
+    assert first.loc[first["arm"] == "baseline", "policy"].isna().all()
+    assert json.loads((tmp_path / "first" / "manifest.json").read_text())["proposers"]["speculative"]["policy"] == {
+        "name": "heuristic", "start": 1.0, "up": 2.0, "down": 1.0, "most": 20,
+    }  # fmt: skip
+    code, _, errors = cli(*tiny, *warm, "policy=recorded", "policy.path=first", "output_dir=second")
+    assert code == 0, errors
+    second = pd.read_parquet(tmp_path / "second" / "steps.parquet").sort_values("id", ignore_index=True)
+    pd.testing.assert_frame_equal(first, second)
+    assert cli(*tiny, *warm, "output_dir=plain")[0] == 0
+    for path, arm, why in (
+        ("nowhere", "speculative", "no folder of a run"),
+        ("plain", "speculative", "holds no decisions"),
+        ("first", "baseline", "holds no decisions"),
+        ("first", "x", "holds no decisions"),
+    ):
+        given = [f"policy.path={path}", f"policy.arm={arm}", "output_dir=third"]
+        code, _, errors = cli(*tiny, *warm, "policy=recorded", *given)
+        assert code == 1 and why in errors, errors
+    code, _, errors = cli(*tiny, *warm, "policy=recorded", "policy.path=first", "prompts.limit=4", "output_dir=more")
+    assert code == 1 and "holds no decision for step 0 of request 3" in errors, errors
