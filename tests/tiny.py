@@ -46,7 +46,7 @@ DENSE_ONLY: dict[str, dict[str, Any]] = {
     "falcon": COMMON | dict(alibi=False),
     "gptj": GPT | dict(rotary_dim=4),
 }
-"""Families with attention of their own, which run under the dense mask only."""
+"""Families with attention of their own, which run under the dense mask only (GPT-J: before transformers 5.24)."""
 
 WINDOWED: dict[str, dict[str, Any]] = {
     "qwen2-windows": COMMON

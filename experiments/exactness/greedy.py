@@ -18,6 +18,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import spec_lab
+from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
@@ -99,7 +100,7 @@ def truth(model: Any, request: Request) -> tuple[list[int], float]:
     """
     cache, given, tokens, distances = DynamicCache(config=model.config), list(request.tokens), [], []
     while len(tokens) < request.max_new_tokens and not (tokens and tokens[-1] in request.stop):
-        logits = model(torch.tensor([given]), past_key_values=cache, logits_to_keep=1).logits[0, -1]
+        logits = model(torch.tensor([given]), logits_to_keep=1, **{cache_argument(model): cache}).logits[0, -1]
         assert logits.dtype == torch.float64
         first, second = logits.topk(2).values.tolist()
         distances.append(first - second)

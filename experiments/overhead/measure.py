@@ -23,6 +23,7 @@ from transformers import DynamicCache
 
 import spec_lab
 from spec_lab.analysis.metrics.intervals import cluster_interval
+from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
@@ -46,9 +47,10 @@ def engine_tokens(target: Target, prompt: tuple[int, ...], count: int) -> Iterat
 def bare_tokens(model: torch.nn.Module, prompt: tuple[int, ...], count: int) -> Iterator[int]:
     """Decode with a loop over the model, one token for each step."""
     cache, ids = DynamicCache(), torch.tensor([prompt])
+    read = {cache_argument(model): cache}
     for _ in range(count):
         with torch.inference_mode():
-            logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = model(input_ids=ids, use_cache=True, logits_to_keep=1, **read).logits
             ids = logits[:, -1].argmax(-1)[None]
         yield int(ids)
 

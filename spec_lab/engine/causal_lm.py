@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.clock import Clock, Phase
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.inference import inference
@@ -225,9 +226,9 @@ class CausalLM:
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask,
-            past_key_values=pack,
             use_cache=True,
             logits_to_keep=keep,
+            **{cache_argument(self.model): pack},
             **more,
         )
         hidden = None

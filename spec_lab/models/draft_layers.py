@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
+from spec_lab.core.cache_argument import cache_argument
 from spec_lab.engine.attention import SPANS, layer_kinds
 from spec_lab.models.checkpoint import one_line
 from spec_lab.models.services import TargetServices
@@ -26,8 +27,8 @@ PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 """What a decoder layer must consist of."""
 WHOLE = ("self_attn", "input_layernorm")
 """What one that is only run whole must have."""
-GIVEN = {"attention_mask", "position_ids", "past_key_values", "position_embeddings"}
-"""What such a layer must read besides its input."""
+GIVEN = {"attention_mask", "position_ids", "position_embeddings"}
+"""What such a layer must read besides its input and the KV cache."""
 MOST_BUFFERS = 2**20
 """Most numbers in the buffers of a config's model, which are made before weights are compared with the config."""
 
@@ -82,7 +83,8 @@ class DraftLayers(nn.Module):
         children = {name for layer in model.layers for name, _ in layer.named_children()}
         if whole:
             reads = {name for layer in model.layers for name in signature(layer.forward).parameters}
-            fits = children >= {*WHOLE} and reads >= GIVEN and _uses_interface(model.layers[0].self_attn)
+            fits = children >= {*WHOLE} and reads >= GIVEN | {cache_argument(model.layers[0])}
+            fits = fits and _uses_interface(model.layers[0].self_attn)
             if not fits or windows:
                 raise Unsupported(
                     f"layers of model_type '{kind}' are not supported in a drafter: they need full attention with a KV "
@@ -117,8 +119,9 @@ class DraftLayers(nn.Module):
             cache: ``engine.attention.Pack``, or anything with its ``update``.
             mask: for attention that is not over cells.
         """
-        out: Tensor = self.layers[layer].self_attn(
-            hidden_states=x, position_embeddings=rotation, attention_mask=mask, past_key_values=cache
+        own = self.layers[layer].self_attn
+        out: Tensor = own(
+            hidden_states=x, position_embeddings=rotation, attention_mask=mask, **{cache_argument(own): cache}
         )[0]
         return out
 
@@ -146,9 +149,8 @@ class DraftLayers(nn.Module):
         if latent:
             cache = _ExpandedCache(own.self_attn, cache)
         try:
-            found = own(
-                x, attention_mask=mask, position_ids=positions, past_key_values=cache, position_embeddings=rotation
-            )
+            read = {"position_embeddings": rotation, cache_argument(own): cache}
+            found = own(x, attention_mask=mask, position_ids=positions, **read)
         finally:
             if latent:
                 del own.self_attn.expand_kv
@@ -198,7 +200,7 @@ class _ExpandedCache:
         self.attention, self.cache = attention, cache
         attention.expand_kv = self.expand
 
-    def update(self, latent: Tensor, rotated: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def update(self, latent: Tensor, rotated: Tensor, layer_idx: int, **_: Any) -> tuple[Tensor, Tensor]:
         """The latents, which are not cached."""
         return latent, rotated
 

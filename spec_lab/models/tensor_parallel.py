@@ -27,6 +27,7 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from spec_lab.core.cache_argument import cache_argument
 from spec_lab.engine.attention import AttentionKind, Pack, Segment
 from spec_lab.engine.kv_cache import Cells
 from spec_lab.models.ranks import rank
@@ -112,7 +113,7 @@ class Link:
             plain = {name: value for name, value in both.items() if not isinstance(value, Tensor | Pack)}
             what = {"do": "call", "number": number, "part": part, "plain": plain}
             what["attention"] = watched.config._attn_implementation
-            if isinstance(pack := both.get("past_key_values"), Pack):
+            if (pack := next((one for one in both.values() if isinstance(one, Pack)), None)) is not None:
                 what["pack"], more = self._packed(pack)
                 tensors |= more
             with self._step(), torch.inference_mode():
@@ -179,7 +180,7 @@ class Link:
         tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
         named = what["plain"]
         if "pack" in what:
-            named["past_key_values"] = self._unpacked(what["pack"], tensors, model.device)
+            named[cache_argument(_parts(model)[what["part"]])] = self._unpacked(what["pack"], tensors, model.device)
         named |= {name: tensor for name, tensor in tensors.items() if " " not in name}
         given = [named.pop(name) for name in sorted(name for name in named if name.isdecimal())]
         _parts(model)[what["part"]](*given, **named)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.options import share, whole
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.request import Request
@@ -211,11 +212,12 @@ class Bare:
         new = room(request, self.target)
         start = time.perf_counter()
         cache = DynamicCache(config=self.model.config)
+        read: dict[str, Any] = {cache_argument(self.model): cache}
         token = torch.tensor([request.tokens], device=self.target.lm.device)
         tokens: list[int] = []
         first = 0.0
         while len(tokens) < new and not (tokens and tokens[-1] in request.stop):
-            token = self._pick(self.model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1])
+            token = self._pick(self.model(token, logits_to_keep=1, **read).logits[:, -1])
             tokens.append(int(token))
             first = first or time.perf_counter()
         prefill, decode = first - start, time.perf_counter() - first

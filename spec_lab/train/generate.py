@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, StaticCache
 
+from spec_lab.core.cache_argument import cache_argument
 from spec_lab.train.tokens import Batches
 
 log = logging.getLogger(__name__)
@@ -53,10 +55,11 @@ def continue_text(
     """Continue ``prefix [B, P]`` to ``length`` tokens; return ids ``[B, T]`` and hidden states ``[B, T, k * H]``."""
     generator = torch.Generator().manual_seed(seed)
     cache = StaticCache(config=target.config, max_cache_len=length)
+    read: dict[str, Any] = {cache_argument(target.model): cache}
     ids, hidden = [prefix], []
     step = prefix
     while True:
-        every = target.model(input_ids=step, past_key_values=cache, use_cache=True, output_hidden_states=True)
+        every = target.model(input_ids=step, use_cache=True, output_hidden_states=True, **read)
         states = every.last_hidden_state
         hidden.append(torch.cat([every.hidden_states[number] for number in kept], -1).bfloat16())
         if sum(s.shape[1] for s in ids) == length:

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from spec_lab.core.cache_argument import cache_argument
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.propose.pard import Pard
@@ -93,7 +94,7 @@ class PardDrafts:
             tokens = ids if level == 0 else torch.full_like(ids[:, :columns], self.mask)
             positions = torch.arange(level, level + columns, device=ids.device)[None]
             found = self.network.model(
-                input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=False
+                input_ids=tokens, position_ids=positions, use_cache=False, **{cache_argument(self.network.model): cache}
             ).last_hidden_state
             yield found[:, 1:]
 

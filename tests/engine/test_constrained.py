@@ -20,6 +20,7 @@ from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.engines.grammar import json_schema, regex
 from spec_lab.constrain.protocol import unpack
 from spec_lab.constrain.vocabulary import Vocabulary
+from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
@@ -109,7 +110,7 @@ def truths(target, cases):
 def bare(model, state, request) -> list[int]:
     cache, tokens, new = DynamicCache(), list(request.tokens), list(request.tokens)
     while len(tokens) - len(request.tokens) < request.max_new_tokens:
-        logits = model(input_ids=torch.tensor([new]), past_key_values=cache, use_cache=True).logits[0, -1]
+        logits = model(input_ids=torch.tensor([new]), use_cache=True, **{cache_argument(model): cache}).logits[0, -1]
         logits[torch.from_numpy(~unpack(state.mask(), len(logits)))] = -torch.inf
         new = [int(logits.argmax())]
         tokens += new

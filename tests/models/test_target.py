@@ -212,7 +212,7 @@ def test_attention_other_than_softmax_is_refused(asked):
 def test_a_model_with_custom_attention_is_refused_at_load_too(folder, tmp_path):
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    tiny_model("gptj", dtype=torch.float32).save_pretrained(tmp_path)
+    tiny_model("falcon", dtype=torch.float32).save_pretrained(tmp_path)
     with pytest.raises(Unsupported, match="target.attention=dense"):
         Target.load(str(tmp_path), dtype="float32")
     assert Target.load(str(tmp_path), dtype="float32", attention="dense").self_check < 1e-3
@@ -220,8 +220,8 @@ def test_a_model_with_custom_attention_is_refused_at_load_too(folder, tmp_path):
 
 def test_the_error_for_a_model_with_custom_attention_names_the_dense_mask():
     with pytest.raises(Unsupported, match="target.attention=dense"):
-        self_check(tiny_model("gptj"), "spans")
-    assert self_check(tiny_model("gptj"), "dense") < 1e-6
+        self_check(tiny_model("falcon"), "spans")
+    assert self_check(tiny_model("falcon"), "dense") < 1e-6
 
 
 def fill_with_nan(model):
