@@ -284,7 +284,7 @@ def arms_by_place(
         axes.grid(axis="y", visible=False)
     for axes in grid[-1]:
         axes.set_xlabel(label)
-    for axes in list(grid.flat)[len(places):]:
+    for axes in list(grid.flat)[len(places) :]:
         axes.set_visible(False)
     return figure
 

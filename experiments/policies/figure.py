@@ -53,7 +53,9 @@ def places(table: pd.DataFrame) -> list[tuple[str, pd.Series]]:
     for temperature in sorted(table["temperature"].unique()):
         for text in ("code", "json", "prose", "bundled"):
             for size in sorted(table["batch_size"].unique()):
-                here = (table["prompts"] == text) & (table["batch_size"] == size) & (table["temperature"] == temperature)
+                here = (
+                    (table["prompts"] == text) & (table["batch_size"] == size) & (table["temperature"] == temperature)
+                )
                 if here.any():
                     batch = f", batch {size:g}" if text == "bundled" else ""
                     found.append((f"{'mixed' if text == 'bundled' else text}{batch}, T = {temperature:g}", here))
@@ -66,7 +68,9 @@ def draw(table: pd.DataFrame) -> Figure:
     figure = arms_by_place(table, OVER, "over the best fixed depth", places(table), arms)
     for axes in figure.axes:
         no_gain(axes, along="x")
-    figure.suptitle("Tokens/s over the fastest fixed depth, chosen in hindsight; 95 % intervals over groups", fontsize=10)
+    figure.suptitle(
+        "Tokens/s over the fastest fixed depth, chosen in hindsight; 95 % intervals over groups", fontsize=10
+    )
     return figure
 
 
