@@ -72,7 +72,7 @@ def test_deep_drafts_are_cut_to_the_width_of_the_terminal(summary):
 def test_phases_of_many_arms_are_split_into_tables_that_fit_the_terminal(summary):
     summary = copy.deepcopy(summary)
     names = [f"draft_model_{number:02}" for number in range(12)]
-    summary["arms"] |= {name: summary["arms"]["longer"] for name in names}
+    summary["arms"] |= dict.fromkeys(names, summary["arms"]["longer"])
     lines = shown(summary).splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("Decode time by phase"))
     heads = [line.split() for line in lines[first:] if line.strip().startswith("phase ")]
