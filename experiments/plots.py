@@ -18,7 +18,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from spec_lab.analysis import metrics
+from spec_lab.analysis import figures, metrics
 from spec_lab.analysis.figures import COLOURS, GREY, STYLE
 from spec_lab.analysis.metrics import sweeps
 from spec_lab.analysis.metrics.paired import Totals, acceptance_totals, change, speedup_totals
@@ -40,13 +40,26 @@ NAMES = {
     "hydra": "Hydra",
     "pard": "PARD",
     "draft": "draft model",
+    "suffix": "suffix",
+    "sam": "SAM",
+    "rest": "REST",
+    "pld_plus": "PLD+",
+    "recycling": "token recycling",
+    "lookahead": "lookahead",
+    "jacobi": "Jacobi",
+    "early_exit": "early exit",
+    "kangaroo": "Kangaroo",
+    "skip": "skipped sublayers",
+    "cascade": "cascade",
+    "lookup": "transformers, prompt lookup",
+    "assisted": "transformers, assisted",
 }
 """Names of the arms in figures and tables."""
 
 PROPOSERS = ("medusa", "draft_chain", "draft_tree", "ngram_chain", "ngram_tree")
 """The bundled proposers, in the order of the tables."""
 
-WORKLOADS = ("code", "json", "prose")
+WORKLOADS = ("code", "json", "prose", "repetitive")
 
 
 def swept(sweep: Path) -> pd.DataFrame:
@@ -228,6 +241,52 @@ def forest(axes: Axes, table: pd.DataFrame, value: str, rows: str, lines: str, o
     axes.set_yticks(range(len(down)), down)
     axes.set_ylim(len(down) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
+
+
+def texts_and_temperatures(table: pd.DataFrame) -> list[tuple[str, pd.Series]]:
+    """Return a title for each temperature and text, and which rows of ``table`` belong to it."""
+    return [
+        (f"{text}, T = {temperature:g}", (table["prompts"] == text) & (table["temperature"] == temperature))
+        for temperature in sorted(table["temperature"].unique())
+        for text in ordered(list(table["prompts"]), WORKLOADS)
+    ]
+
+
+def arms_by_place(
+    table: pd.DataFrame, value: str, label: str, places: Sequence[tuple[str, pd.Series]], arms: Mapping[str, str]
+) -> Figure:
+    """Plot a figure of every arm with its 95 % interval: a panel for each place, arms from top to bottom.
+
+    Args:
+        table: a row for each arm and place.
+        value: the column.
+        label: of the axis.
+        places: the panels' titles, in rows of at most four, and which rows of ``table`` each shows.
+        arms: the arms' names, in order.
+    """
+    across = min(4, len(places))
+    down = -(-len(places) // across)
+    size = (2.7 * across + 1.9, (0.24 * len(arms) + 0.75) * down + 0.4)
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False, sharey=True, sharex=False)
+    colour = figures.colours(arms)
+    for axes, (title, here) in zip(grid.flat, places, strict=False):
+        for height, arm in enumerate(arms):
+            row = row_where(table[here], arm=arm)
+            if row is None or not np.isfinite(row[value]):
+                continue
+            low, high = band(row, value)
+            whiskers = [[row[value] - low], [high - row[value]]] if np.isfinite(low) else None
+            axes.errorbar(row[value], height, xerr=whiskers, fmt="o", color=colour[arm], markersize=5, capsize=2)
+        axes.set_title(title)
+        axes.set_yticks(range(len(arms)), list(arms.values()))
+        axes.set_ylim(len(arms) - 0.5, -0.5)
+        axes.grid(axis="y", visible=False)
+    for axes in grid[-1]:
+        axes.set_xlabel(label)
+    for axes in list(grid.flat)[len(places) :]:
+        axes.set_visible(False)
+    return figure
 
 
 def no_gain(axes: Axes, along: str = "y", at: float = 1.0) -> None:

@@ -24,7 +24,7 @@ TRAINING = "training.json"
 """The file beside the runs that states what each drafter learned from."""
 
 Arm = tuple[str, Mapping[str, object]]
-"""A proposer of ``conf/proposer``, and its options."""
+"""A proposer of ``conf/proposer``, and its options; "group@place" chooses a config of a group, as "policy@policy"."""
 
 
 def parser(description: str | None, out: str, limit: int) -> argparse.ArgumentParser:
@@ -62,9 +62,17 @@ def sweep(chosen: argparse.Namespace, out: Path, arms: Mapping[str, Arm], *optio
     short = [f"prompts.limit={chosen.limit}", f"max_new_tokens={chosen.new}", f"warmup={min(16, chosen.new)}"]
     usual = ["proposer=none", f"threads={chosen.threads}", f"name={out.name}", f"output_dir={out}"]
     named = [f"+proposer@arms.{name}={proposer}" for name, (proposer, _) in arms.items()]
-    own = [f"arms.{name}.{key}={value}" for name, (_, more) in arms.items() for key, value in more.items()]
+    own = [option(name, key, value) for name, (_, more) in arms.items() for key, value in more.items()]
     command = [sys.executable, "-m", "spec_lab", "--multirun", *options, *usual, *short, *named, *own]
     subprocess.run(command, check=True)
+
+
+def option(arm: str, key: str, value: object) -> str:
+    """Return the override of an arm's option."""
+    group, chosen, place = key.partition("@")
+    if not chosen:
+        return f"arms.{arm}.{key}={value}"
+    return f"{'+' if group == 'policy' else ''}{group}@arms.{arm}.{place}={value}"
 
 
 def chain(proposer: str, folder: Path, depth: int) -> Arm:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -43,7 +43,8 @@ def show(summary: Mapping[str, Any], console: Console, verbose: bool = False) ->
         console.print(_peers(summary))
     if any(arm["survival"] for arm in summary["arms"].values()):
         console.print(_depths(summary, verbose, console.width))
-    console.print(_phases(summary, verbose))
+    for one in _phases(summary, verbose, console.width):
+        console.print(one)
     console.print("\n".join(_notes(summary, verbose)), highlight=False)
 
 
@@ -120,17 +121,22 @@ def _depths(summary: Mapping[str, Any], verbose: bool, width: int) -> Table:
     return shown
 
 
-def _phases(summary: Mapping[str, Any], verbose: bool) -> Table:
-    shown = table("Decode time by phase" + ": seconds and share" * verbose)
-    shown.add_column("phase")
+def _phases(summary: Mapping[str, Any], verbose: bool, width: int) -> Iterator[Table]:
+    """Yield a table for as many arms as fit the width, then one for the next ones."""
     arms = {name: arm for name, arm in summary["arms"].items() if arm["decode_seconds"]}
-    for name in arms:
-        shown.add_column(visible(name), justify="right", overflow="fold")
-    for phase, label in PHASES.items():
-        if any(arm["phase_seconds"][phase] for arm in arms.values()):
-            parts = [(arm["phase_seconds"][phase], arm["decode_seconds"]) for arm in arms.values()]
+    phases = {phase: label for phase, label in PHASES.items() if any(a["phase_seconds"][phase] for a in arms.values())}
+    labels, column = max(map(len, phases.values()), default=0), max((6 + 6 * verbose, *map(len, arms))) + 2
+    most = max(1, (width - labels) // column)
+    for start in range(0, len(arms), most):
+        shown = table("Decode time by phase" + ": seconds and share" * verbose + ", continued" * (start > 0))
+        shown.add_column("phase")
+        own = dict(list(arms.items())[start : start + most])
+        for name in own:
+            shown.add_column(visible(name), justify="right", overflow="fold")
+        for phase, label in phases.items():
+            parts = [(arm["phase_seconds"][phase], arm["decode_seconds"]) for arm in own.values()]
             shown.add_row(label, *(f"{part:.2f} " * verbose + f"{part / total:6.1%}" for part, total in parts))
-    return shown
+        yield shown
 
 
 def _notes(summary: Mapping[str, Any], verbose: bool) -> list[str]:

@@ -69,6 +69,19 @@ def test_deep_drafts_are_cut_to_the_width_of_the_terminal(summary):
     assert all(len(line.rstrip()) <= 80 for line in shown(summary).splitlines())
 
 
+def test_phases_of_many_arms_are_split_into_tables_that_fit_the_terminal(summary):
+    summary = copy.deepcopy(summary)
+    names = [f"draft_model_{number:02}" for number in range(12)]
+    summary["arms"] |= dict.fromkeys(names, summary["arms"]["longer"])
+    lines = shown(summary).splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("Decode time by phase"))
+    heads = [line.split() for line in lines[first:] if line.strip().startswith("phase ")]
+    assert len(heads) > 1 and [arm for head in heads for arm in head[1:]] == [
+        "repeat", "longer", "baseline", *names,
+    ]  # fmt: skip
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+
+
 def test_a_summary_without_latencies_is_shown(summary):
     old = copy.deepcopy(summary)
     for arm in old["arms"].values():

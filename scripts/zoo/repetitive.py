@@ -1,15 +1,14 @@
-"""Write a repetitive workload, as agents have: code that is edited, and records that change from turn to turn.
+"""Write the bundled repetitive prompts: code that is edited, and JSON records that change from turn to turn.
 
-    python -m experiments.training_free.workload OUT.jsonl
+    python -m scripts.zoo.repetitive
 
-Every prompt is made of one of the bundled held-out prompts. An edit: a piece of code, then the same piece in which one
-identifier has another name, as far as its first third; the model goes on with the copy. A conversation: a record, twice
-more with a number changed, then its beginning once more.
+Every prompt is made of one of the bundled held-out prompts. An edit is a piece of code, then the first third of the
+same piece with one identifier renamed; the model continues the copy. A conversation is a record, twice more with one
+number changed, then its beginning once more. So agents that edit files, or answer in JSON, repeat themselves.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import keyword
 import re
@@ -17,7 +16,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.runs import ZOO
+import spec_lab
+
+ZOO = Path(spec_lab.__file__).parent / "zoo"
+FILE = ZOO / "workloads" / "repetitive.jsonl"
 
 NAME = re.compile(r"\b[a-z][a-z_]{3,}\b")
 NUMBER = re.compile(r"\b\d{2,}\b")
@@ -66,12 +68,10 @@ def workload() -> Iterator[dict[str, str]]:
         yield from both
 
 
-def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("out", type=Path)
-    out = made.parse_args().out
-    out.write_text("".join(json.dumps(one) + "\n" for one in workload()))
+def text() -> str:
+    """Return the file's text."""
+    return "".join(json.dumps(one) + "\n" for one in workload())
 
 
 if __name__ == "__main__":
-    main()
+    FILE.write_text(text())

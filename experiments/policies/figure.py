@@ -1,0 +1,98 @@
+"""Results, figure and table of the study: python -m experiments.policies.figure [RUNS]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from experiments.plots import arms_by_place, bounds, kept, markdown, no_gain, row_where, shown, speed_over, study, swept
+from experiments.policies.measure import FIXED, POLICIES
+from spec_lab.analysis import metrics
+
+KEYS = ("prompts", "temperature", "batch_size")
+NAMES = {f"fixed_{n}": f"fixed {n}" for n in FIXED} | {name: name for name in POLICIES} | {
+    "draft_and_verify": "Draft&Verify", "adaedl": "AdaEDL", "svip": "SVIP", "ucb": "UCB", "thompson": "Thompson",
+}  # fmt: skip
+OVER = "speed_over_best_fixed"
+
+
+def results(runs: Path) -> pd.DataFrame:
+    """Return one row for each text, temperature, batch size and arm, compared with the run's fastest fixed depth.
+
+    Args:
+        runs: the folder of all sweeps.
+    """
+    rows = []
+    for sweep in sorted(one for one in runs.iterdir() if (one / "sweep.json").is_file()):
+        for run, own in swept(sweep).groupby("run", sort=False):
+            rows += compared(sweep / str(run), own)
+    found = pd.DataFrame(rows)
+    named = found[[*KEYS, "arm", "best_fixed"]]
+    return kept(found, *KEYS, more=(OVER,)).merge(named, on=[*KEYS, "arm"])
+
+
+def compared(run: Path, table: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Yield the run's rows of ``table``; each is compared with the fastest fixed depth, chosen in hindsight."""
+    requests = metrics.load(run).requests
+    fixed = [arm for arm in table["recorded"] if arm.startswith("fixed_")]
+    best = max(fixed, key=lambda arm: speed_over(requests, arm, "baseline").mean)
+    for row in table.to_dict("records"):
+        row["best_fixed"] = best
+        if row["recorded"] != best:
+            row |= bounds(OVER, speed_over(requests, row["recorded"], best))
+        yield row
+
+
+def places(table: pd.DataFrame) -> list[tuple[str, pd.Series]]:
+    """Return the title of each workload, and which rows are its own: texts, then batches of all texts mixed."""
+    found = []
+    for temperature in sorted(table["temperature"].unique()):
+        for text in ("code", "json", "prose", "bundled"):
+            for size in sorted(table["batch_size"].unique()):
+                here = (
+                    (table["prompts"] == text) & (table["batch_size"] == size) & (table["temperature"] == temperature)
+                )
+                if here.any():
+                    batch = f", batch {size:g}" if text == "bundled" else ""
+                    found.append((f"{'mixed' if text == 'bundled' else text}{batch}, T = {temperature:g}", here))
+    return found
+
+
+def draw(table: pd.DataFrame) -> Figure:
+    """Plot the speed of every policy over the best fixed depth's; a panel for each workload."""
+    arms = {name: NAMES[name] for name in POLICIES}
+    figure = arms_by_place(table, OVER, "over the best fixed depth", places(table), arms)
+    for axes in figure.axes:
+        no_gain(axes, along="x")
+    figure.suptitle(
+        "Tokens/s over the fastest fixed depth, chosen in hindsight; 95 % intervals over groups", fontsize=10
+    )
+    return figure
+
+
+def written(table: pd.DataFrame) -> str:
+    """Return the README's tables: speed-ups of fixed depths; of policies, over the best fixed depth as well."""
+    all_places = places(table)
+    titles = [title for title, _ in all_places]
+    fixed, own = [["depth", *titles]], [["policy", *titles]]
+    for arm, name in NAMES.items():
+        found = [row_where(table[here], arm=arm) for _, here in all_places]
+        if arm not in POLICIES:
+            fixed.append([name.removeprefix("fixed "), *map(shown, found)])
+        else:
+            own.append([name, *(f"{shown(row, OVER)}" for row in found)])
+    best = [row_where(table[here], arm=POLICIES[0]) for _, here in all_places]
+    own.append(["best fixed depth", *(row["best_fixed"].removeprefix("fixed_") if row else "-" for row in best)])
+    return f"{markdown(fixed)}\n\n{markdown(own)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
+    return study(__file__, results, draw, written, arguments)
+
+
+if __name__ == "__main__":
+    main()
