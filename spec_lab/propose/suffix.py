@@ -24,7 +24,8 @@ from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
 from spec_lab.propose.suffix_counts import NO_DRAFT, SuffixDraft, SuffixRules
-from spec_lab.propose.suffix_index import SuffixIndex, SuffixSource
+from spec_lab.propose.suffix_index import SuffixIndex
+from spec_lab.propose.suffix_search import SuffixSource
 from spec_lab.propose.suffix_store import TokenStore
 from spec_lab.propose.trees import MOST_NODES, Choices
 

@@ -6,14 +6,13 @@ them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import groupby
-from operator import itemgetter
 from typing import NamedTuple
 
-from spec_lab.propose.suffix_index import SuffixSource
+from spec_lab.propose.suffix_search import SuffixSource
 
 
 class SuffixDraft(NamedTuple):
@@ -66,21 +65,54 @@ class SuffixRules:
         """Return the draft with the best score: ``best``, or one from a source. Ties go to ``best``, then to longer
         matches.
         """
-        found = source.matches(context, self.min_match, self.occurrences)
-        if not found or self.budget(found[0][1]) <= best.score:
-            return best
-        rows = source.continuations(found, min(self.depth, self.budget(found[0][1])))
-        end = 0
-        for match, group in groupby(found, key=itemgetter(1)):
-            end += sum(1 for _ in group)
+
+        def worth(match: int) -> bool:
+            # A node adds at most 1, and shorter matches have smaller budgets.
+            return match >= self.min_match and self.budget(match) > best.score
+
+        rows: list[list[int]] = []
+        for match, places in source.matches(context, self.occurrences, worth):
             budget = self.budget(match)
-            if budget <= best.score:  # a node adds at most 1, and shorter matches have smaller budgets
-                break
-            one = grow(rows[:end], budget, self.children, self.min_share)
+            rows += source.continuations(places, min(self.depth, budget))
+            if self.children == 1:
+                one = chain(rows, budget, self.min_share, best.score)
+            else:
+                one = grow(rows, budget, self.children, self.min_share)
             best = one if one.score > best.score else best
             if self.longest_only:
                 break
         return best
+
+
+def chain(rows: Sequence[Sequence[int]], budget: int, min_share: float, least: float = 0.0) -> SuffixDraft:
+    """Return the tree of ``grow`` with one child, a chain, in less time; no draft if its score is at most ``least``."""
+    tokens: list[int] = []
+    here, total, counted, depth = rows, len(rows), 0, 0
+    while depth < budget:
+        count = len(here)
+        if count == 1:
+            if 1 / total >= min_share:
+                tokens += here[0][depth:budget]
+                counted += len(tokens) - depth
+            break
+        column = [row[depth] for row in here if len(row) > depth]
+        if not column:
+            break
+        token = column[0]
+        same = column.count(token)
+        if same < len(column):
+            counts = Counter(column)
+            token = max(counts, key=counts.__getitem__)  # the first of the most frequent ones
+            same = counts[token]
+        if same / total < min_share or (counted + same * (budget - depth)) / total <= least:
+            break
+        if same < count:
+            here = [row for row in here if len(row) > depth and row[depth] == token]
+        tokens.append(token)
+        counted += same
+        depth += 1
+    score = counted / total
+    return SuffixDraft(score, tuple(range(len(tokens))), tuple(tokens)) if score > least else NO_DRAFT
 
 
 def grow(rows: Sequence[Sequence[int]], budget: int, children: int, min_share: float) -> SuffixDraft:
@@ -111,6 +143,17 @@ def grow(rows: Sequence[Sequence[int]], budget: int, children: int, min_share: f
                 order += 1
                 heappush(heap, (-len(through), order, parent, token, depth + 1, through))
         if not heap:
+            break
+        if heap[0][0] == -1:  # so are all others, which take turns
+            heap.sort()
+            for _, _, above, token, depth, (row,) in heap:
+                parents.append(above)
+                tokens.append(token)
+                counted += 1
+                if len(tokens) == budget:
+                    break
+                if depth < len(row):
+                    heap.append((-1, 0, len(tokens), row[depth], depth + 1, [row]))
             break
         count, _, above, token, depth, here = heappop(heap)
         counted -= count

@@ -18,23 +18,26 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from itertools import repeat
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from spec_lab.core.files import expect, open_regular, read_json
 from spec_lab.core.options import brief
 from spec_lab.models.target import Target
-from spec_lab.propose.suffix_index import Occurrence, around, until
+from spec_lab.propose.suffix_search import LAST, Level, around, levels, until
 
 CONTEXT = 16
 """Number of preceding tokens by which positions are sorted: the longest match."""
 
 TOKENS, ORDER, FIRST, STORE = "tokens.npy", "order.npy", "first.npy", "store.json"
 HASHED = (TOKENS, ORDER, FIRST)
+PAIRS = 2**15
+"""Pairs of last tokens whose ranges are remembered."""
+
 CHUNK = 2**22
 """Entries, or bytes, that are checked at once."""
 
@@ -45,7 +48,8 @@ FACTS: dict[str, Any] = {
 """What ``store.json`` holds; ``tokenizer`` is the hash of its vocabulary, ``sha256`` those of the files."""
 
 
-class TokenStore(NamedTuple):
+@dataclass(eq=False)
+class TokenStore:
     """An open store.
 
     Args:
@@ -61,6 +65,11 @@ class TokenStore(NamedTuple):
     longest: int
     facts: dict[str, Any]
     sha256: str
+    _pairs: dict[tuple[int, int], tuple[int, int]] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Single numbers are read faster through memoryviews.
+        self._tokens, self._order, self._first = self.tokens.data, self.order.data, self.first.data
 
     @staticmethod
     def open(path: str, target: Target, longest: int = CONTEXT) -> TokenStore:
@@ -96,51 +105,66 @@ class TokenStore(NamedTuple):
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         return TokenStore(tokens, order, first, min(longest, CONTEXT), kept, digest)
 
-    def matches(self, context: Sequence[int], least: int, most: int) -> list[Occurrence]:
+    def matches(self, context: Sequence[int], most: int, worth: Callable[[int], bool]) -> Iterator[Level]:
         """As in ``SuffixSource``."""
-        order, ranges = self.order.data, self.ranges(context)
-        found: list[Occurrence] = []
-        inner, outer = ranges[-1][:1] * 2 if ranges else (0, 0)  # the range of the longer matches
-        for length in range(len(ranges), least - 1, -1):
-            low, high = ranges[length - 1]
-            if len(found) < most:
-                places = [order[rank] for rank in around(low, inner, outer, high, most - len(found))]
-                found += zip(sorted(places, reverse=True), repeat(length))
-            inner, outer = low, high
-        return found
-
-    def ranges(self, context: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the ranges in ``order`` of the positions after the last 1, 2, ... tokens, as long as there are any."""
-        query = context[: -self.longest - 1 : -1]
-        separator = len(self.first) - 1
+        separator = len(self._first) - 1
+        query = list(context[: -self.longest - 1 : -1])
         if not query or query[0] >= separator:
-            return []
-        tokens, order = self.tokens.data, self.order.data
-        low, high = int(self.first[query[0]]), int(self.first[query[0] + 1])
-        found = []
-        for back, token in enumerate([*query[1:], separator], start=2):
-            if low == high:
-                break
-            found.append((low, high))
-            if token >= separator:
-                break
+            return iter(())
+        if max(query) >= separator:
+            query = query[: next(at for at, token in enumerate(query) if token >= separator)]
+        tokens, order, whole = self._tokens, self._order, self._last(query[:1])
+        last = self._last(query[:2])
+        point = self._rank(last, [*query[2:], LAST]) if len(query) > 1 else last[1]
 
-            def preceding(rank: int, back: int = back) -> int:
-                return tokens[order[rank] - back]
+        def match(position: int, length: int) -> int:
+            if tokens[position - length : position].tolist() == query[length - 1 :: -1]:
+                return length
+            length = 0
+            while tokens[position - length - 1] == query[length]:
+                length += 1
+            return length
 
-            if preceding(low) == token == preceding(high - 1):  # often the case after a few tokens
-                continue
-            within = range(low, high)
-            left = bisect_left(within, token, key=preceding)
-            low, high = low + left, low + bisect_right(within, token, lo=left, key=preceding)
+        def sample(length: int, first: int, second: int, wanted: int) -> list[int]:
+            low, high = self._last(query[: min(length, 2)])
+            if length > 2:
+                low, high = (self._rank((low, high), [*query[2:length], *end]) for end in ((), (LAST,)))
+            return [order[rank] for rank in around(low, point - first, point + second, high, wanted)]
+
+        before = order[max(whole[0], point - most - 1) : point].tolist()[::-1]
+        after = order[point : min(whole[1], point + most + 1)].tolist()
+        return levels(before, after, len(query), most, worth, match, sample)
+
+    def _last(self, query: list[int]) -> tuple[int, int]:
+        """Return the range in ``order`` of the positions after one or two tokens, the last one first."""
+        low, high = self._first[query[0]], self._first[query[0] + 1]
+        if len(query) == 1:
+            return low, high
+        pair = query[0], query[1]
+        found = self._pairs.get(pair)
+        if found is None:
+            tokens, order, within = self._tokens, self._order, range(low, high)
+            left = bisect_left(within, pair[1], key=lambda rank: tokens[order[rank] - 2])
+            right = bisect_right(within, pair[1], lo=left, key=lambda rank: tokens[order[rank] - 2])
+            if len(self._pairs) == PAIRS:
+                self._pairs.clear()
+            found = self._pairs[pair] = low + left, low + right
         return found
 
-    def continuations(self, found: Sequence[Occurrence], count: int) -> list[list[int]]:
+    def _rank(self, within: tuple[int, int], query: list[int]) -> int:
+        """Return where the positions of a range of two last tokens end whose tokens before these are smaller."""
+        tokens, order, length = self._tokens, self._order, len(query)
+
+        def preceding(rank: int) -> list[int]:
+            position = order[rank] - 3
+            return tokens[position : position - length if position >= length else None : -1].tolist()
+
+        return within[0] + bisect_left(range(*within), query, key=preceding)
+
+    def continuations(self, places: Sequence[int], count: int) -> list[list[int]]:
         """As in ``SuffixSource``."""
-        places = np.array([position for position, _ in found])[:, None] + np.arange(count)
-        separator = len(self.first) - 1
-        read = self.tokens[np.minimum(places, len(self.tokens) - 1)].tolist()
-        return [until(one, separator) for one in read]
+        tokens, separator = self._tokens, len(self._first) - 1
+        return [until(tokens[place : place + count].tolist(), separator) for place in places]
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
