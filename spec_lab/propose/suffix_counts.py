@@ -89,30 +89,33 @@ def chain(rows: Sequence[Sequence[int]], budget: int, min_share: float, least: f
     tokens: list[int] = []
     here, total, counted, depth = rows, len(rows), 0, 0
     while depth < budget:
-        count = len(here)
-        if count == 1:
-            if 1 / total >= min_share:
-                tokens += here[0][depth:budget]
-                counted += len(tokens) - depth
-            break
         column = [row[depth] for row in here if len(row) > depth]
         if not column:
             break
-        token = column[0]
+        token, end = column[0], depth + 1
         same = column.count(token)
-        if same < len(column):
+        if same == len(here):
+            end = _agree(here, depth, budget)
+        elif same < len(column):
             counts = Counter(column)
             token = max(counts, key=counts.__getitem__)  # the first of the most frequent ones
             same = counts[token]
         if same / total < min_share or (counted + same * (budget - depth)) / total <= least:
             break
-        if same < count:
+        if same < len(here):
             here = [row for row in here if len(row) > depth and row[depth] == token]
-        tokens.append(token)
-        counted += same
-        depth += 1
+        tokens += here[0][depth:end]
+        counted += same * (end - depth)
+        depth = end
     score = counted / total
     return SuffixDraft(score, tuple(range(len(tokens))), tuple(tokens)) if score > least else NO_DRAFT
+
+
+def _agree(rows: Sequence[Sequence[int]], depth: int, most: int) -> int:
+    """Return up to where rows agree which agree on the token at ``depth``, at most ``most``."""
+    low, high = min(rows), max(rows)  # those between them begin as both do
+    end = min(len(low), len(high), most)
+    return next((at for at in range(depth + 1, end) if low[at] != high[at]), end) if len(rows) > 1 else end
 
 
 def grow(rows: Sequence[Sequence[int]], budget: int, children: int, min_share: float) -> SuffixDraft:

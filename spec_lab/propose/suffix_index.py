@@ -9,6 +9,7 @@ oldest text, and is copied for forks by copying arrays.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from bisect import bisect_left
 from collections import deque
@@ -16,10 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from spec_lab.propose.suffix_search import LAST, Level, around, levels, until
+from spec_lab.propose.suffix_search import Level, around, levels, until
 
 SEPARATOR = -1
 """Stands before and between texts, so that no context and no continuation joins two of them."""
+
+LAST = b"\xff" * 4
+"""Larger than the bytes of any token: follows a prefix to find where its range ends."""
 
 BLOCK = 500
 """Positions of a block of the sorted list: half the most that it holds."""
@@ -43,9 +47,12 @@ class SuffixIndex:
         self.dropped = 0  # tokens (and separators) that are forgotten
         self.documents: deque[int] = deque()  # lengths of the texts that ``add`` added, the oldest first
         self._pad = [SEPARATOR] * (max_match + 1)  # before each text: contexts end within it
-        self._text = list(self._pad)
+        self._text = array("i", self._pad)
+        # The same in bytes: token + 1 in four of them, the lowest first. From the last byte to the first, the tokens
+        # before a position are compared as their reversed list is.
+        self._bytes = bytearray(4 * len(self._pad))
         self._blocks = [array("q")]
-        self._heads: list[list[int]] = [[]]  # the first context of each block
+        self._heads: list[bytearray] = [bytearray()]  # the first context of each block
         self._next: tuple[int, int] | None = None  # where the next position of the text is inserted, if that is known
 
     def __len__(self) -> int:
@@ -60,7 +67,8 @@ class SuffixIndex:
         """Return an independent copy, in time proportional to the text, a few nanoseconds per token."""
         other = SuffixIndex(self.max_match)
         other.dropped, other.documents = self.dropped, self.documents.copy()
-        other._text, other._heads, other._next = self._text.copy(), self._heads.copy(), self._next
+        other._text, other._bytes = self._text[:], self._bytes[:]
+        other._heads, other._next = self._heads.copy(), self._next
         other._blocks = [block[:] for block in self._blocks]
         return other
 
@@ -75,7 +83,7 @@ class SuffixIndex:
         """
         pad, had = len(self._pad), len(self)
         common = min(known, had, len(tokens))
-        mine, theirs = self._text[pad + common :], tokens[common:had]
+        mine, theirs = self._text[pad + common :].tolist(), list(tokens[common:had])
         if mine != theirs:
             for one, other in zip(mine, theirs, strict=False):
                 if one != other:
@@ -87,12 +95,15 @@ class SuffixIndex:
             self._next = None
         changed = had - common + len(tokens) - common
         if changed > BULK and changed > len(tokens) // 8:
-            self._text[pad + common :] = tokens[common:]
+            self._truncate(common)
+            self._extend(tokens[common:])
             self._sort()
             return
         for position in range(had - 1, max(common, 1) - 1, -1):
             self._remove(position, newest=True)
-        self._text[pad + common :] = tokens[common:]
+        if common < had:
+            self._truncate(common)
+        self._extend(tokens[common:])
         for position in range(max(common, 1), len(tokens)):
             self._insert(position)
 
@@ -101,7 +112,7 @@ class SuffixIndex:
     def add(self, tokens: Sequence[int]) -> None:
         """Add a text, apart from the others."""
         start = self.dropped + len(self)
-        self._text += [*tokens, *self._pad]
+        self._extend([*tokens, *self._pad])
         self.documents.append(len(tokens))
         if len(tokens) > BULK and len(tokens) > len(self) // 8:
             self._sort()
@@ -115,56 +126,65 @@ class SuffixIndex:
         for position in range(self.dropped + 1, self.dropped + length):
             self._remove(position, newest=False)
         gone = length + len(self._pad)
-        del self._text[:gone]
+        del self._text[:gone], self._bytes[: 4 * gone]
         self.dropped += gone
 
     # Lookups ---------------------------------------------------------------------------------------------------------
 
     def matches(self, context: Sequence[int], most: int, worth: Callable[[int], bool]) -> Iterator[Level]:
         """As in ``SuffixSource``."""
-        query = list(context[: -self.max_match - 1 : -1])
-        text, shift = self._text, len(self._pad) - self.dropped - 1
-        at, place = point = self._find([*query, LAST])
-        if len(query) == self.max_match and text[: -self.max_match - 1 : -1] == query:
+        length = min(len(context), self.max_match)
+        query = as_bytes(context[-length:])[::-1] if length else b""
+        at, place = point = self._find(query + LAST)
+        if length == self.max_match and self._bytes[: -4 * length - 1 : -1] == query:
             self._next = point  # the text's next position goes there
+        text, shift, size = self._bytes, 4 * (len(self._pad) - self.dropped), 4 * length
+        number = int.from_bytes(query, "big")
 
-        def match(position: int, length: int) -> int:
-            last = position + shift
-            if text[last : last - length : -1] == query[:length]:
-                return length
-            length = 0
-            while text[last - length] == query[length]:
-                length += 1
-            return length
+        def match(position: int, most: int) -> int:
+            end = 4 * position + shift
+            differs = int.from_bytes(text[end - size : end], "little") ^ number
+            return min(most, length - (differs.bit_length() + 31) // 32)
 
         def sample(length: int, first: int, second: int, wanted: int) -> list[int]:
-            low, high = self._find(query[:length]), self._find([*query[:length], LAST])
+            prefix = query[: 4 * length]
+            low, high = self._find(prefix), self._find(prefix + LAST)
             middle = self._distance(low, point)
             return self._select(
                 low, around(0, middle - first, middle + second, middle + self._distance(point, high), wanted)
             )
 
         before, after = self._before(at, place, most + 1), self._after(at, place, most + 1)
-        return levels(before, after, len(query), most, worth, match, sample)
+        return levels(before, after, length, most, worth, match, sample)
 
     def continuations(self, places: Sequence[int], count: int) -> list[list[int]]:
         """As in ``SuffixSource``."""
         text, shift = self._text, len(self._pad) - self.dropped
-        read = [text[shift + position : shift + position + count] for position in places]
+        read = [text[shift + position : shift + position + count].tolist() for position in places]
         return read if not self.documents else [until(one, SEPARATOR) for one in read]
 
     # The sorted list -------------------------------------------------------------------------------------------------
 
-    def _context(self, position: int) -> list[int]:
-        """The reversed preceding tokens by which a position is sorted."""
-        last = position + len(self._pad) - self.dropped - 1
-        return self._text[last : last - self.max_match : -1]
+    def _extend(self, tokens: Sequence[int]) -> None:
+        self._text.extend(tokens)
+        self._bytes += as_bytes(tokens)
 
-    def _find(self, context: list[int]) -> tuple[int, int]:
+    def _truncate(self, length: int) -> None:
+        length += len(self._pad)
+        del self._text[length:], self._bytes[4 * length :]
+
+    def _context(self, position: int) -> bytearray:
+        """The reversed preceding tokens by which a position is sorted."""
+        last = 4 * (position + len(self._pad) - self.dropped) - 1
+        return self._bytes[last : last - 4 * self.max_match : -1]
+
+    def _find(self, context: bytes | bytearray) -> tuple[int, int]:
         """Where the positions end whose context is smaller: the block, and the place within it."""
         at = max(0, bisect_left(self._heads, context) - 1)
-        text, shift, length = self._text, len(self._pad) - self.dropped - 1, self.max_match
-        return at, bisect_left(self._blocks[at], context, key=lambda p: text[p + shift : p + shift - length : -1])
+        text, last, size = self._bytes, 4 * (len(self._pad) - self.dropped) - 1, 4 * self.max_match
+        return at, bisect_left(
+            self._blocks[at], context, key=lambda p: text[(end := 4 * p + last) : end - size : -1]
+        )
 
     def _before(self, at: int, place: int, count: int) -> list[int]:
         """Up to ``count`` positions before a place, the nearest first."""
@@ -205,7 +225,7 @@ class SuffixIndex:
         if self._next is not None:
             (at, place), self._next = self._next, None
         else:
-            at, place = self._find([*self._context(position), LAST])
+            at, place = self._find(self._context(position) + LAST)
         block = self._blocks[at]
         block.insert(place, position)
         if place == 0:
@@ -218,7 +238,7 @@ class SuffixIndex:
     def _remove(self, position: int, newest: bool) -> None:
         """Remove the newest or the oldest position: the last or the first of those with its context."""
         context = self._context(position)
-        at, place = self._find([*context, LAST] if newest else context)
+        at, place = self._find(context + LAST if newest else context)
         if newest:
             place -= 1
         elif place == len(self._blocks[at]):
@@ -230,7 +250,7 @@ class SuffixIndex:
             self._delete(at)
             return
         if place == 0:
-            self._heads[at] = self._context(block[0]) if block else []
+            self._heads[at] = self._context(block[0]) if block else bytearray()
         if at + 1 < len(self._blocks) and len(block) + len(self._blocks[at + 1]) < BLOCK:
             block.extend(self._blocks[at + 1])
             self._delete(at + 1)
@@ -245,7 +265,15 @@ class SuffixIndex:
         order = sorted_contexts(np.array(self._text, dtype=np.int64), self.max_match) - pad + self.dropped
         cuts = range(0, max(1, len(order)), BLOCK)
         self._blocks = [array("q", order[cut : cut + BLOCK].tobytes()) for cut in cuts]
-        self._heads = [self._context(block[0]) if block else [] for block in self._blocks]
+        self._heads = [self._context(block[0]) if block else bytearray() for block in self._blocks]
+
+
+def as_bytes(tokens: Sequence[int]) -> bytes:
+    """Return token + 1 in four bytes, the lowest first, for each token or SEPARATOR."""
+    numbers = array("I", [token + 1 for token in tokens])
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
 
 
 def sorted_contexts(text: np.ndarray, length: int) -> np.ndarray:

@@ -10,9 +10,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-LAST = 2**62
-"""Larger than any token: follows a prefix to find where its range ends."""
-
 Level = tuple[int, list[int]]
 """The occurrences of one match length: how many of the last tokens of a text precede them, at most the longest match
 that is looked up, and the positions of the tokens that followed, more recent ones first.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ import numpy as np
 from spec_lab.core.files import expect, open_regular, read_json
 from spec_lab.core.options import brief
 from spec_lab.models.target import Target
-from spec_lab.propose.suffix_search import LAST, Level, around, levels, until
+from spec_lab.propose.suffix_search import Level, around, levels, until
 
 CONTEXT = 16
 """Number of preceding tokens by which positions are sorted: the longest match."""
@@ -70,6 +71,8 @@ class TokenStore:
     def __post_init__(self) -> None:
         # Single numbers are read faster through memoryviews.
         self._tokens, self._order, self._first = self.tokens.data, self.order.data, self.first.data
+        self._bytes = self._tokens.cast("B")  # from the last to the first they compare as reversed tokens do
+        self._size = self.tokens.itemsize
 
     @staticmethod
     def open(path: str, target: Target, longest: int = CONTEXT) -> TokenStore:
@@ -113,27 +116,30 @@ class TokenStore:
             return iter(())
         if max(query) >= separator:
             query = query[: next(at for at, token in enumerate(query) if token >= separator)]
-        tokens, order, whole = self._tokens, self._order, self._last(query[:1])
-        last = self._last(query[:2])
-        point = self._rank(last, [*query[2:], LAST]) if len(query) > 1 else last[1]
+        order, whole, length = self._order, self._last(query[:1]), len(query)
+        text, size = self._bytes, self._size
+        dtype = "I" if size == 4 else "H"
+        pair = self._last(query[:2])
+        wanted = array(dtype, query[::-1]).tobytes()[::-1]
+        number = int.from_bytes(wanted, "big")
+        point = self._rank(pair, wanted[2 * size :] + b"\xff" * 2 * size) if length > 1 else pair[1]
 
-        def match(position: int, length: int) -> int:
-            if tokens[position - length : position].tolist() == query[length - 1 :: -1]:
-                return length
-            length = 0
-            while tokens[position - length - 1] == query[length]:
-                length += 1
-            return length
+        def match(position: int, most: int) -> int:
+            have = min(position, length)
+            found = int.from_bytes(text[(position - have) * size : position * size], "little")
+            bits = (found ^ number >> 8 * size * (length - have)).bit_length()
+            return min(most, have - -(-bits // (8 * size)))
 
-        def sample(length: int, first: int, second: int, wanted: int) -> list[int]:
-            low, high = self._last(query[: min(length, 2)])
+        def sample(length: int, first: int, second: int, most: int) -> list[int]:
+            low, high = whole if length == 1 else pair
             if length > 2:
-                low, high = (self._rank((low, high), [*query[2:length], *end]) for end in ((), (LAST,)))
-            return [order[rank] for rank in around(low, point - first, point + second, high, wanted)]
+                prefix = wanted[2 * size : length * size]
+                low, high = self._rank(pair, prefix), self._rank(pair, prefix + b"\xff" * 2 * size)
+            return [order[rank] for rank in around(low, point - first, point + second, high, most)]
 
         before = order[max(whole[0], point - most - 1) : point].tolist()[::-1]
         after = order[point : min(whole[1], point + most + 1)].tolist()
-        return levels(before, after, len(query), most, worth, match, sample)
+        return levels(before, after, length, most, worth, match, sample)
 
     def _last(self, query: list[int]) -> tuple[int, int]:
         """Return the range in ``order`` of the positions after one or two tokens, the last one first."""
@@ -151,15 +157,15 @@ class TokenStore:
             found = self._pairs[pair] = low + left, low + right
         return found
 
-    def _rank(self, within: tuple[int, int], query: list[int]) -> int:
-        """Return where the positions of a range of two last tokens end whose tokens before these are smaller."""
-        tokens, order, length = self._tokens, self._order, len(query)
+    def _rank(self, within: tuple[int, int], wanted: bytes) -> int:
+        """Return where the positions of a range of two last tokens end whose bytes before these are smaller."""
+        order, text, size, length = self._order, self._bytes, self._size, len(wanted)
 
-        def preceding(rank: int) -> list[int]:
-            position = order[rank] - 3
-            return tokens[position : position - length if position >= length else None : -1].tolist()
+        def preceding(rank: int) -> bytes:
+            end = size * (order[rank] - 2)
+            return text[max(0, end - length) : end].tobytes()[::-1]
 
-        return within[0] + bisect_left(range(*within), query, key=preceding)
+        return within[0] + bisect_left(range(*within), wanted, key=preceding)
 
     def continuations(self, places: Sequence[int], count: int) -> list[list[int]]:
         """As in ``SuffixSource``."""

@@ -123,7 +123,7 @@ def check_structure(index):
     """Blocks are not empty, their heads are right."""
     sizes = [len(block) for block in index._blocks]
     assert len(sizes) == 1 or all(sizes)
-    assert index._heads == [index._context(block[0]) if block else [] for block in index._blocks]
+    assert index._heads == [index._context(block[0]) if block else bytearray() for block in index._blocks]
 
 
 @given(TEXT, EDITS, st.integers(1, 5), st.integers(1, 9), st.booleans())

@@ -81,6 +81,25 @@ def test_matches_are_those_of_a_naive_search(tmp_path_factory, documents, contex
             assert continued(store, found, 4) == [shifted[t][p : p + 4] for (t, p), _ in naive]
 
 
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("size", [4, 65_535, 70_000])
+def test_text_that_repeats_itself_is_sorted_in_small_buckets(tmp_path, monkeypatch, size):
+    """Also contexts that end at a separator of which all bits are 1."""
+    sorted_at_once, sort = [], suffix_build.sorted_positions
+    monkeypatch.setattr(
+        suffix_build, "sorted_positions", lambda t, p, s: sorted_at_once.append(len(p)) or sort(t, p, s)
+    )
+    documents = [[1] * 60, *[[1, 2]] * 20, [1, 2, 3] * 20, *[[3, 1, 2]] * 20]
+    store, starts = made(tmp_path / "out", documents, size), starts_of(documents)
+    assert store.order.tolist() == [starts[t] + p for t, p in naive_order(documents, 16, end=size)]
+    assert max(sorted_at_once) <= 14
+    for context in ([1, 2], [2, 1], [1] * 20, [1, 2, 3, 1], [3, 1]):
+        for most in (1, 5, 50):
+            found = found_by(store, context, 1, most)
+            naive = naive_matches(documents, context, 16, 1, most, end=size)
+            assert found == [(starts[t] + p, match) for (t, p), match in naive]
+
+
 def test_documents_are_not_joined(tmp_path):
     store = made(tmp_path / "out", [[1, 2], [3, 1]], 4)
     assert found_by(store, [1, 2], 1, 9) == [] and found_by(store, [3], 1, 9) != []
