@@ -70,52 +70,62 @@ class SuffixRules:
             # A node adds at most 1, and shorter matches have smaller budgets.
             return match >= self.min_match and self.budget(match) > best.score
 
-        rows: list[list[int]] = []
+        found: list[int] = []
         for match, places in source.matches(context, self.occurrences, worth):
+            found += places
             budget = self.budget(match)
-            rows += source.continuations(places, min(self.depth, budget))
+            longest = min(self.depth, budget)
             if self.children == 1:
-                one = chain(rows, budget, self.min_share, best.score)
+                one = chain(source, found, longest, self.min_share, best.score)
             else:
-                one = grow(rows, budget, self.children, self.min_share)
+                one = grow(source.continuations(found, longest), budget, self.children, self.min_share)
             best = one if one.score > best.score else best
             if self.longest_only:
                 break
         return best
 
 
-def chain(rows: Sequence[Sequence[int]], budget: int, min_share: float, least: float = 0.0) -> SuffixDraft:
-    """Return the tree of ``grow`` with one child, a chain, in less time; no draft if its score is at most ``least``."""
+def chain(source: SuffixSource, places: Sequence[int], budget: int, min_share: float, least: float) -> SuffixDraft:
+    """Return the tree of ``grow`` with one child, a chain, in less time; no draft if its score is at most ``least``.
+
+    Args:
+        source: what the positions are of.
+        places: the position of each occurrence.
+        budget: maximum number of nodes.
+        min_share: smallest probability of a node.
+        least: a score.
+    """
     tokens: list[int] = []
-    here, total, counted, depth = rows, len(rows), 0, 0
-    while depth < budget:
-        column = [row[depth] for row in here if len(row) > depth]
-        if not column:
-            break
-        token, end = column[0], depth + 1
+    total, counted = len(places), 0
+    while len(tokens) < budget:
+        depth = len(tokens)
+        column = source.following(places, depth)
+        token = column[0]
         same = column.count(token)
-        if same == len(here):
-            end = _agree(here, depth, budget)
-        elif same < len(column):
+        if token == source.end or 2 * same < len(column):
             counts = Counter(column)
+            counts[source.end] = 0
             token = max(counts, key=counts.__getitem__)  # the first of the most frequent ones
             same = counts[token]
-        if same / total < min_share or (counted + same * (budget - depth)) / total <= least:
+        if not same or same / total < min_share or (counted + same * (budget - depth)) / total <= least:
             break
-        if same < len(here):
-            here = [row for row in here if len(row) > depth and row[depth] == token]
-        tokens += here[0][depth:end]
-        counted += same * (end - depth)
-        depth = end
+        if same < len(places):
+            places = [place for place, one in zip(places, column, strict=True) if one == token]
+            tokens.append(token)
+        else:
+            tokens += _common(source.continuations([place + depth for place in places], budget - depth))
+        counted += same * (len(tokens) - depth)
     score = counted / total
     return SuffixDraft(score, tuple(range(len(tokens))), tuple(tokens)) if score > least else NO_DRAFT
 
 
-def _agree(rows: Sequence[Sequence[int]], depth: int, most: int) -> int:
-    """Return up to where rows agree which agree on the token at ``depth``, at most ``most``."""
-    low, high = min(rows), max(rows)  # those between them begin as both do
-    end = min(len(low), len(high), most)
-    return next((at for at in range(depth + 1, end) if low[at] != high[at]), end) if len(rows) > 1 else end
+def _common(rows: list[list[int]]) -> list[int]:
+    """Return the tokens that all rows begin with."""
+    if len(rows) == 1:
+        return rows[0]
+    low, high = min(rows), max(rows)  # the others begin as both do
+    same = next((at for at, (one, other) in enumerate(zip(low, high, strict=False)) if one != other), len(low))
+    return low[:same]
 
 
 def grow(rows: Sequence[Sequence[int]], budget: int, children: int, min_share: float) -> SuffixDraft:

@@ -83,16 +83,10 @@ class SuffixIndex:
         """
         pad, had = len(self._pad), len(self)
         common = min(known, had, len(tokens))
-        mine, theirs = self._text[pad + common :].tolist(), list(tokens[common:had])
-        if mine != theirs:
-            for one, other in zip(mine, theirs, strict=False):
-                if one != other:
-                    break
-                common += 1
-        else:
-            common += len(mine)
         if common < had:
-            self._next = None
+            mine, theirs = self._text[pad + common :].tolist(), list(tokens[common:had])
+            differs = (at for at, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other)
+            common += next(differs, min(len(mine), len(theirs)))
         changed = had - common + len(tokens) - common
         if changed > BULK and changed > len(tokens) // 8:
             self._truncate(common)
@@ -102,6 +96,7 @@ class SuffixIndex:
         for position in range(had - 1, max(common, 1) - 1, -1):
             self._remove(position, newest=True)
         if common < had:
+            self._next = None
             self._truncate(common)
         self._extend(tokens[common:])
         for position in range(max(common, 1), len(tokens)):
@@ -154,8 +149,23 @@ class SuffixIndex:
                 low, around(0, middle - first, middle + second, middle + self._distance(point, high), wanted)
             )
 
+        nearest = self._before(at, place, 1), self._after(at, place, 1)
+        left, right = (match(one[0], length) if one else 0 for one in nearest)
+        if not worth(max(left, right)):
+            return iter(())
         before, after = self._before(at, place, most + 1), self._after(at, place, most + 1)
-        return levels(before, after, length, most, worth, match, sample)
+        return levels(before, after, left, right, most, worth, match, sample)
+
+    @property
+    def end(self) -> int:
+        """As in ``SuffixSource``."""
+        return SEPARATOR
+
+    def following(self, places: Sequence[int], offset: int) -> list[int]:
+        """As in ``SuffixSource``."""
+        text, shift = self._text, len(self._pad) - self.dropped + offset
+        last = len(text) - shift
+        return [text[position + shift] if position < last else SEPARATOR for position in places]
 
     def continuations(self, places: Sequence[int], count: int) -> list[list[int]]:
         """As in ``SuffixSource``."""

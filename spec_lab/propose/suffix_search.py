@@ -22,6 +22,11 @@ Match = Callable[[int, int], int]
 class SuffixSource(Protocol):
     """Text in which contexts are looked up."""
 
+    @property
+    def end(self) -> int:
+        """Stands for a token where a text ends."""
+        ...
+
     def matches(self, context: Sequence[int], most: int, worth: Callable[[int], bool]) -> Iterator[Level]:
         """Up to ``most`` occurrences of the last tokens of ``context``, by match length, the longest first.
 
@@ -35,6 +40,13 @@ class SuffixSource(Protocol):
         """
         ...
 
+    def following(self, places: Sequence[int], offset: int) -> list[int]:
+        """The token that stands ``offset`` after each position, ``end`` where the text ends there.
+
+        (Nothing is promised for positions beyond.)
+        """
+        ...
+
     def continuations(self, places: Sequence[int], count: int) -> list[list[int]]:
         """Up to ``count`` tokens from each position on; fewer where the text ends."""
         ...
@@ -43,7 +55,8 @@ class SuffixSource(Protocol):
 def levels(
     before: list[int],
     after: list[int],
-    longest: int,
+    left: int,
+    right: int,
     most: int,
     worth: Callable[[int], bool],
     match: Match,
@@ -53,15 +66,13 @@ def levels(
 
     Args:
         before, after: up to ``most + 1`` positions on both sides of the place, the nearest first.
-        longest: number of tokens of the context.
+        left, right: the matches of the nearest; 0 where there is none.
         most, worth: as of ``SuffixSource.matches``.
         match: of the context.
         sample: of a match length, how many positions before and after the place have longer matches, and a number,
             returns so many positions of this match length, evenly spread.
     """
     i = j = 0  # how many of ``before`` and ``after`` match at least the length at hand
-    left = match(before[0], longest) if before else 0
-    right = match(after[0], longest) if after else 0
     while i + j < most and (length := max(left, right)) and worth(length):
         first, second = i, j
         if left == length:
@@ -78,10 +89,16 @@ def levels(
 
 def _passed(places: list[int], at: int, length: int, match: Match) -> tuple[int, int]:
     """Return the end of the positions from ``at`` on with matches of this length, and the match of the next."""
-    end = at + 1
-    near = match(places[end], length) if end < len(places) else 0
-    if near == length:
-        end = bisect_left(places, True, lo=end + 1, key=lambda position: match(position, length) < length)
+    low, end, step = at + 1, at + 1, 1
+    while end < len(places):  # in steps that double
+        near = match(places[end], length)
+        if near < length:
+            break
+        low, end, step = end + 1, end + 2 * step, 2 * step
+    else:
+        end, near = len(places), 0
+    if low < end:
+        end = bisect_left(places, True, lo=low, hi=end, key=lambda position: match(position, length) < length)
         near = match(places[end], length) if end < len(places) else 0
     return end, near
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,6 @@ CONTEXT = 16
 
 TOKENS, ORDER, FIRST, STORE = "tokens.npy", "order.npy", "first.npy", "store.json"
 HASHED = (TOKENS, ORDER, FIRST)
-PAIRS = 2**15
-"""Pairs of last tokens whose ranges are remembered."""
-
 CHUNK = 2**22
 """Entries, or bytes, that are checked at once."""
 
@@ -66,7 +63,6 @@ class TokenStore:
     longest: int
     facts: dict[str, Any]
     sha256: str
-    _pairs: dict[tuple[int, int], tuple[int, int]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         # Single numbers are read faster through memoryviews.
@@ -116,13 +112,12 @@ class TokenStore:
             return iter(())
         if max(query) >= separator:
             query = query[: next(at for at, token in enumerate(query) if token >= separator)]
-        order, whole, length = self._order, self._last(query[:1]), len(query)
-        text, size = self._bytes, self._size
-        dtype = "I" if size == 4 else "H"
-        pair = self._last(query[:2])
-        wanted = array(dtype, query[::-1]).tobytes()[::-1]
+        low, high = self._first[query[0]], self._first[query[0] + 1]
+        order, text, size, length = self._order, self._bytes, self._size, len(query)
+        wanted = array("I" if size == 4 else "H", query[::-1]).tobytes()[::-1]
         number = int.from_bytes(wanted, "big")
-        point = self._rank(pair, wanted[2 * size :] + b"\xff" * 2 * size) if length > 1 else pair[1]
+        last = b"\xff" * (2 * size)  # larger than what precedes any position
+        point = self._rank(low, high, wanted[size:] + last)
 
         def match(position: int, most: int) -> int:
             have = min(position, length)
@@ -130,42 +125,40 @@ class TokenStore:
             bits = (found ^ number >> 8 * size * (length - have)).bit_length()
             return min(most, have - -(-bits // (8 * size)))
 
-        def sample(length: int, first: int, second: int, most: int) -> list[int]:
-            low, high = whole if length == 1 else pair
-            if length > 2:
-                prefix = wanted[2 * size : length * size]
-                low, high = self._rank(pair, prefix), self._rank(pair, prefix + b"\xff" * 2 * size)
-            return [order[rank] for rank in around(low, point - first, point + second, high, most)]
+        def sample(length: int, first: int, second: int, count: int) -> list[int]:
+            start, end = low, high
+            if length > 1:
+                prefix = wanted[size : length * size]
+                start, end = self._rank(low, point, prefix), self._rank(point, high, prefix + last)
+            return [order[rank] for rank in around(start, point - first, point + second, end, count)]
 
-        before = order[max(whole[0], point - most - 1) : point].tolist()[::-1]
-        after = order[point : min(whole[1], point + most + 1)].tolist()
-        return levels(before, after, length, most, worth, match, sample)
+        left = match(order[point - 1], length) if point > low else 0
+        right = match(order[point], length) if point < high else 0
+        if not worth(max(left, right)):
+            return iter(())
+        before = order[max(low, point - most - 1) : point].tolist()[::-1]
+        after = order[point : min(high, point + most + 1)].tolist()
+        return levels(before, after, left, right, most, worth, match, sample)
 
-    def _last(self, query: list[int]) -> tuple[int, int]:
-        """Return the range in ``order`` of the positions after one or two tokens, the last one first."""
-        low, high = self._first[query[0]], self._first[query[0] + 1]
-        if len(query) == 1:
-            return low, high
-        pair = query[0], query[1]
-        found = self._pairs.get(pair)
-        if found is None:
-            tokens, order, within = self._tokens, self._order, range(low, high)
-            left = bisect_left(within, pair[1], key=lambda rank: tokens[order[rank] - 2])
-            right = bisect_right(within, pair[1], lo=left, key=lambda rank: tokens[order[rank] - 2])
-            if len(self._pairs) == PAIRS:
-                self._pairs.clear()
-            found = self._pairs[pair] = low + left, low + right
-        return found
-
-    def _rank(self, within: tuple[int, int], wanted: bytes) -> int:
-        """Return where the positions of a range of two last tokens end whose bytes before these are smaller."""
+    def _rank(self, low: int, high: int, wanted: bytes) -> int:
+        """Return where the positions of a range of one last token end whose bytes before it are smaller."""
         order, text, size, length = self._order, self._bytes, self._size, len(wanted)
 
         def preceding(rank: int) -> bytes:
-            end = size * (order[rank] - 2)
-            return text[max(0, end - length) : end].tobytes()[::-1]
+            end = size * (order[rank] - 1)
+            return text[end - length if end > length else 0 : end].tobytes()[::-1]
 
-        return within[0] + bisect_left(range(*within), wanted, key=preceding)
+        return low + bisect_left(range(low, high), wanted, key=preceding)
+
+    @property
+    def end(self) -> int:
+        """As in ``SuffixSource``."""
+        return len(self._first) - 1
+
+    def following(self, places: Sequence[int], offset: int) -> list[int]:
+        """As in ``SuffixSource``."""
+        tokens = self._tokens
+        return [tokens[position + offset] for position in places]
 
     def continuations(self, places: Sequence[int], count: int) -> list[list[int]]:
         """As in ``SuffixSource``."""
