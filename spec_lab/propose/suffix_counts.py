@@ -32,6 +32,13 @@ class SuffixDraft(NamedTuple):
 NO_DRAFT = SuffixDraft(0.0)
 
 
+class Found(NamedTuple):
+    """What a search found: the draft, and the length of the longest match."""
+
+    draft: SuffixDraft
+    longest: int
+
+
 @dataclass(frozen=True)
 class SuffixRules:
     """How occurrences become a draft.
@@ -61,28 +68,34 @@ class SuffixRules:
         """Return the maximum number of nodes after a match of this length."""
         return min(self.nodes, int(self.factor * match) + self.offset)
 
-    def draft(self, source: SuffixSource, context: Sequence[int], best: SuffixDraft = NO_DRAFT) -> SuffixDraft:
+    def worth(self, match: int, score: float) -> bool:
+        """Whether occurrences with a match of this length may have a better score."""
+        return match >= self.min_match and self.budget(match) > score  # a node adds at most 1
+
+    def draft(self, source: SuffixSource, context: Sequence[int], best: SuffixDraft = NO_DRAFT) -> Found:
         """Return the draft with the best score: ``best``, or one from a source. Ties go to ``best``, then to longer
         matches.
         """
+        longest = 0
 
         def worth(match: int) -> bool:
-            # A node adds at most 1, and shorter matches have smaller budgets.
-            return match >= self.min_match and self.budget(match) > best.score
+            nonlocal longest
+            longest = longest or match
+            return self.worth(match, best.score)  # shorter matches have smaller budgets
 
         found: list[int] = []
         for match, places in source.matches(context, self.occurrences, worth):
             found += places
             budget = self.budget(match)
-            longest = min(self.depth, budget)
+            depth = min(self.depth, budget)
             if self.children == 1:
-                one = chain(source, found, longest, self.min_share, best.score)
+                one = chain(source, found, depth, self.min_share, best.score)
             else:
-                one = grow(source.continuations(found, longest), budget, self.children, self.min_share)
+                one = grow(source.continuations(found, depth), budget, self.children, self.min_share)
             best = one if one.score > best.score else best
             if self.longest_only:
                 break
-        return best
+        return Found(best, longest)
 
 
 def chain(source: SuffixSource, places: Sequence[int], budget: int, min_share: float, least: float) -> SuffixDraft:

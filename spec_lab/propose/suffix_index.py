@@ -128,10 +128,12 @@ class SuffixIndex:
 
     def matches(self, context: Sequence[int], most: int, worth: Callable[[int], bool]) -> Iterator[Level]:
         """As in ``SuffixSource``."""
-        length = min(len(context), self.max_match)
-        query = as_bytes(context[-length:])[::-1] if length else b""
+        context = context[-self.max_match :]
+        length = len(context)
+        own = self._text[-length:].tolist() == context  # as long as one text is followed
+        query = self._bytes[: -4 * length - 1 : -1] if own else as_bytes(context)[::-1]
         at, place = point = self._find(query + LAST)
-        if length == self.max_match and self._bytes[: -4 * length - 1 : -1] == query:
+        if own and length == self.max_match:
             self._next = point  # the text's next position goes there
         text, shift, size = self._bytes, 4 * (len(self._pad) - self.dropped), 4 * length
         number = int.from_bytes(query, "big")

@@ -107,7 +107,7 @@ class TokenStore:
     def matches(self, context: Sequence[int], most: int, worth: Callable[[int], bool]) -> Iterator[Level]:
         """As in ``SuffixSource``."""
         separator = len(self._first) - 1
-        query = list(context[: -self.longest - 1 : -1])
+        query = context[: -self.longest - 1 : -1]
         if not query or query[0] >= separator:
             return iter(())
         if max(query) >= separator:
