@@ -3,9 +3,10 @@
     python -m experiments.training_free.lookup --out OUT
 
 The text is Python source, in the bundled target's tokens: the standard library is the text of the request (``own``) and
-what it decodes, installed packages are the store. A round decodes the draft's tokens as far as the text has them, and
-one more; its lookup adds these tokens to the index of the request's text, searches this text, the responses of finished
-requests (100,000 tokens, ``suffix`` only) and the store, and makes the draft. Microseconds by round, and tokens by round.
+what it decodes, installed packages are the store. A step decodes the draft's tokens as far as the text has them, and one
+more; its lookup adds these tokens to the index of the request's text, searches this text, the responses of finished
+requests (100,000 tokens, ``suffix`` only) and the store, and makes the draft. The figures are microseconds and, last,
+tokens per step.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def accepted(draft: Draft, text: list[int], at: int) -> int:
     return max(depth.values())
 
 
-def measure(proposer: Suffix, text: list[int], start: int, rounds: int, evict: np.ndarray) -> dict[str, float]:
+def measure(proposer: Suffix, text: list[int], start: int, steps: int, evict: np.ndarray) -> dict[str, float]:
     """Decode the text from ``start`` on, and time the lookups.
 
     Args:
@@ -80,7 +81,7 @@ def measure(proposer: Suffix, text: list[int], start: int, rounds: int, evict: n
     batch: Any = SimpleNamespace(sequences=[sequence], device="cpu")
     proposer.scores(batch)  # indexes the text so far
     seconds, at = [], start
-    for _ in range(rounds):
+    for _ in range(steps):
         evict.sum()
         new = text[at : at + 1 + accepted(proposer.propose(batch), text, at)]
         sequence.tokens += new
@@ -89,7 +90,7 @@ def measure(proposer: Suffix, text: list[int], start: int, rounds: int, evict: n
         proposer.scores(batch)
         seconds.append(time.perf_counter() - began)
     low, middle, high = np.percentile(np.array(seconds) * 1e6, [10, 50, 90])
-    return {"p10": low, "median": middle, "p90": high, "tokens_per_round": (at - start) / rounds}
+    return {"p10": low, "median": middle, "p90": high, "tokens_per_step": (at - start) / steps}
 
 
 def main(given: list[str] | None = None) -> pd.DataFrame:
@@ -97,7 +98,7 @@ def main(given: list[str] | None = None) -> pd.DataFrame:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--own", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="tokens of the text")
     parser.add_argument("--store", type=int, nargs="*", default=[1_000_000, 10_000_000], help="tokens of the store")
-    parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--evict", type=int, default=0, help="MiB that are read between lookups (0)")
     parser.add_argument("--proposers", nargs="+", default=["suffix", "sam", "rest"])
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="folder of the text")
@@ -107,7 +108,7 @@ def main(given: list[str] | None = None) -> pd.DataFrame:
 
     tokenizer = AutoTokenizer.from_pretrained(ZOO / "target")
     target: Any = SimpleNamespace(name="zoo", tokenizer=tokenizer, vocabulary=len(tokenizer))
-    most = max(chosen.own) + chosen.rounds * 65 + 1
+    most = max(chosen.own) + chosen.steps * 65 + 1
     text = [token for one in tokens_of(tokenizer, chosen.text, most) for token in one]
     evict = np.zeros(chosen.evict * 2**17)
     rows = []
@@ -131,7 +132,7 @@ def main(given: list[str] | None = None) -> pd.DataFrame:
             if proposer.shared is not None:
                 proposer.shared.learn(text[::-1][: proposer.shared.most][::-1])
             facts = {"proposer": name, "own": own if proposer.own else 0, "store": size}
-            rows.append(facts | measure(proposer, text, own, chosen.rounds, evict))
+            rows.append(facts | measure(proposer, text, own, chosen.steps, evict))
     table = pd.DataFrame(rows).round(2)
     print(table.to_string(index=False))
     table.to_csv(chosen.out / "lookup.csv", index=False)

@@ -1,8 +1,8 @@
 """Build a store of text on disk (``suffix_store``), in bounded memory.
 
 1. The tokens are written as they come, and the positions after each token are counted.
-2. The positions are distributed over buckets, each a range of last tokens with at most twice ``BUCKET`` positions. A last
-   token with more positions than ``BUCKET`` is a bucket alone.
+2. The positions are distributed over buckets, each a range of last tokens with at most twice ``BUCKET`` positions. A
+   last token with more positions than ``BUCKET`` is a bucket alone.
 3. Such a bucket is distributed again by the token before the last one, and so on; the others are sorted in memory.
 
 In memory are about 100 bytes for each position of a bucket, a chunk of tokens, and the pages of ``tokens.npy`` that the

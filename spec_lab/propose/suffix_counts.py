@@ -109,15 +109,15 @@ def chain(source: SuffixSource, places: Sequence[int], budget: int, min_share: f
         least: a score.
     """
     tokens: list[int] = []
-    total, counted = len(places), 0
+    total, counted, ended = len(places), 0, source.end
     while len(tokens) < budget:
         depth = len(tokens)
         column = source.following(places, depth)
         token = column[0]
         same = column.count(token)
-        if token == source.end or 2 * same < len(column):
+        if token == ended or 2 * same < len(column):
             counts = Counter(column)
-            counts[source.end] = 0
+            counts[ended] = 0
             token = max(counts, key=counts.__getitem__)  # the first of the most frequent ones
             same = counts[token]
         if not same or same / total < min_share or (counted + same * (budget - depth)) / total <= least:

@@ -9,7 +9,6 @@ oldest text, and is copied for forks by copying arrays.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from bisect import bisect_left
 from collections import deque
@@ -17,10 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from spec_lab.propose.suffix_contexts import SEPARATOR, as_bytes, sorted_contexts
 from spec_lab.propose.suffix_search import Level, around, levels, until
-
-SEPARATOR = -1
-"""Stands before and between texts, so that no context and no continuation joins two of them."""
 
 LAST = b"\xff" * 4
 """Larger than the bytes of any token: follows a prefix to find where its range ends."""
@@ -44,6 +41,7 @@ class SuffixIndex:
 
     def __init__(self, max_match: int) -> None:
         self.max_match = max_match
+        self.end = SEPARATOR
         self.dropped = 0  # tokens (and separators) that are forgotten
         self.documents: deque[int] = deque()  # lengths of the texts that ``add`` added, the oldest first
         self._pad = [SEPARATOR] * (max_match + 1)  # before each text: contexts end within it
@@ -158,11 +156,6 @@ class SuffixIndex:
         before, after = self._before(at, place, most + 1), self._after(at, place, most + 1)
         return levels(before, after, left, right, most, worth, match, sample)
 
-    @property
-    def end(self) -> int:
-        """As in ``SuffixSource``."""
-        return SEPARATOR
-
     def following(self, places: Sequence[int], offset: int) -> list[int]:
         """As in ``SuffixSource``."""
         text, shift = self._text, len(self._pad) - self.dropped + offset
@@ -194,9 +187,7 @@ class SuffixIndex:
         """Where the positions end whose context is smaller: the block, and the place within it."""
         at = max(0, bisect_left(self._heads, context) - 1)
         text, last, size = self._bytes, 4 * (len(self._pad) - self.dropped) - 1, 4 * self.max_match
-        return at, bisect_left(
-            self._blocks[at], context, key=lambda p: text[(end := 4 * p + last) : end - size : -1]
-        )
+        return at, bisect_left(self._blocks[at], context, key=lambda p: text[(end := 4 * p + last) : end - size : -1])
 
     def _before(self, at: int, place: int, count: int) -> list[int]:
         """Up to ``count`` positions before a place, the nearest first."""
@@ -278,34 +269,3 @@ class SuffixIndex:
         cuts = range(0, max(1, len(order)), BLOCK)
         self._blocks = [array("q", order[cut : cut + BLOCK].tobytes()) for cut in cuts]
         self._heads = [self._context(block[0]) if block else bytearray() for block in self._blocks]
-
-
-def as_bytes(tokens: Sequence[int]) -> bytes:
-    """Return token + 1 in four bytes, the lowest first, for each token or SEPARATOR."""
-    numbers = array("I", [token + 1 for token in tokens])
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()
-
-
-def sorted_contexts(text: np.ndarray, length: int) -> np.ndarray:
-    """Return the positions p of a text with a context, sorted by the reversed ``length`` tokens before p, then by p.
-
-    Contexts of twice the length are sorted by pairs of ranks (Manber and Myers 1993).
-
-    Args:
-        text: ``[n]`` int64, tokens and SEPARATOR, which precedes the first token.
-        length: at least 1.
-
-    Returns:
-        ``[<= n]`` int64: those p for which neither ``text[p]`` nor ``text[p - 1]`` is a separator.
-    """
-    rank, done = np.unique(text, return_inverse=True)[1].astype(np.int64), 1
-    while done < length:
-        step = min(done, length - done)  # the second half may overlap the first
-        earlier = np.zeros_like(rank)
-        earlier[step:] = rank[:-step] if step < len(rank) else 0
-        rank = np.unique(rank * (len(text) + 1) + earlier, return_inverse=True)[1].astype(np.int64)
-        done += step
-    order = np.argsort(rank[:-1], kind="stable") + 1
-    return order[(text[order] != SEPARATOR) & (text[order - 1] != SEPARATOR)]

@@ -22,10 +22,8 @@ Match = Callable[[int, int], int]
 class SuffixSource(Protocol):
     """Text in which contexts are looked up."""
 
-    @property
-    def end(self) -> int:
-        """Stands for a token where a text ends."""
-        ...
+    end: int
+    """Stands for a token where a text ends."""
 
     def matches(self, context: Sequence[int], most: int, worth: Callable[[int], bool]) -> Iterator[Level]:
         """Up to ``most`` occurrences of the last tokens of ``context``, by match length, the longest first.

@@ -69,6 +69,7 @@ class TokenStore:
         self._tokens, self._order, self._first = self.tokens.data, self.order.data, self.first.data
         self._bytes = self._tokens.cast("B")  # from the last to the first they compare as reversed tokens do
         self._size = self.tokens.itemsize
+        self.end = len(self.first) - 1  # the separator
 
     @staticmethod
     def open(path: str, target: Target, longest: int = CONTEXT) -> TokenStore:
@@ -106,7 +107,7 @@ class TokenStore:
 
     def matches(self, context: Sequence[int], most: int, worth: Callable[[int], bool]) -> Iterator[Level]:
         """As in ``SuffixSource``."""
-        separator = len(self._first) - 1
+        separator = self.end
         query = context[: -self.longest - 1 : -1]
         if not query or query[0] >= separator:
             return iter(())
@@ -150,11 +151,6 @@ class TokenStore:
 
         return low + bisect_left(range(low, high), wanted, key=preceding)
 
-    @property
-    def end(self) -> int:
-        """As in ``SuffixSource``."""
-        return len(self._first) - 1
-
     def following(self, places: Sequence[int], offset: int) -> list[int]:
         """As in ``SuffixSource``."""
         tokens = self._tokens
@@ -162,7 +158,7 @@ class TokenStore:
 
     def continuations(self, places: Sequence[int], count: int) -> list[list[int]]:
         """As in ``SuffixSource``."""
-        tokens, separator = self._tokens, len(self._first) - 1
+        tokens, separator = self._tokens, self.end
         return [until(tokens[place : place + count].tolist(), separator) for place in places]
 
 
@@ -208,10 +204,10 @@ def _check(
         ORDER: (order, (count,), order_dtype(facts["tokens"])),
         FIRST: (first, (separator + 1,), np.dtype(np.int64)),
     }
-    for name, (array, shape, dtype) in expected.items():
-        if array.shape != shape or array.dtype != dtype:
+    for name, (found, shape, dtype) in expected.items():
+        if found.shape != shape or found.dtype != dtype:
             raise ValueError(
-                f"{folder / name} must have the shape {shape} and the type {dtype}, not {array.shape} and {array.dtype}"
+                f"{folder / name} must have the shape {shape} and the type {dtype}, not {found.shape} and {found.dtype}"
             )
     if not len(tokens) or tokens[0] != separator or tokens[-1] != separator:
         raise ValueError(f"{folder / TOKENS} must begin and end with the separator {separator}")

@@ -232,7 +232,11 @@ def drafted(proposer, asked):
 @settings(max_examples=60)
 @given(st.lists(TEXT, max_size=3), TEXT.filter(bool), EDITS, st.integers(2, 5), st.sampled_from(RULES))
 def test_the_best_draft_over_match_lengths_and_sources(responses, tokens, edits, longest, rules):
-    proposer = Suffix(rules, longest, shared=SharedResponses(SuffixIndex(longest), 1000))
+    """Also where a source is not searched, because its longest match has been too short shortly before."""
+    stored = [[0, 1, 2, 2, 0, 0, 1, 1, 2, 0, 1, 2, 1, 0, 2, 2, 1]]
+    store = SuffixIndex(longest)
+    store.add(stored[0])
+    proposer = Suffix(rules, longest, shared=SharedResponses(SuffixIndex(longest), 1000), store=store)
     asked = batch(proposer, tokens)
     (sequence,) = asked.sequences
     learned = []
@@ -244,7 +248,7 @@ def test_the_best_draft_over_match_lengths_and_sources(responses, tokens, edits,
         finished = SimpleNamespace(finish="stop", emitted=response)
         proposer.observe([SimpleNamespace(sequence=finished), SimpleNamespace(sequence=SimpleNamespace(finish=None))])
         learned += [response] if response else []
-        score, expected = naive_best([[sequence.tokens], learned], sequence.tokens, longest, rules)
+        score, expected = naive_best([[sequence.tokens], learned, stored], sequence.tokens, longest, rules)
         (got,) = proposer.scores(asked)
         assert got == pytest.approx(score) and drafted(proposer, asked) == [expected]
 
