@@ -3,8 +3,8 @@
     python -m experiments.training_free.lookup --out OUT
 
 The text is Python source, in the bundled target's tokens: the standard library is the text of the request (``own``) and
-what it decodes, installed packages are the store. A step decodes the draft's tokens as far as the text has them, and one
-more; its lookup adds these tokens to the index of the request's text, searches this text, the responses of finished
+what it decodes, installed packages are the store. A step decodes the draft's tokens as far as the text has them, and
+one more; its lookup adds these tokens to the index of the request's text, searches this text, the responses of finished
 requests (100,000 tokens, ``suffix`` only) and the store, and makes the draft. The figures are microseconds and, last,
 tokens per step.
 """
