@@ -24,7 +24,8 @@ from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
 from spec_lab.propose.suffix_counts import NO_DRAFT, SuffixDraft, SuffixRules
-from spec_lab.propose.suffix_index import SuffixIndex, SuffixSource
+from spec_lab.propose.suffix_index import SuffixIndex
+from spec_lab.propose.suffix_search import SuffixSource
 from spec_lab.propose.suffix_store import TokenStore
 from spec_lab.propose.trees import MOST_NODES, Choices
 
@@ -78,12 +79,14 @@ class SuffixState:
         own: the index of its text; None where it is not used.
         known: how many of the indexed tokens are unchanged since.
         planned: number of tokens, and version of the shared responses, that ``draft`` was made for.
+        longest: of the longest match in the own text, the shared responses and the store, the most it could be then.
         draft: the last one.
     """
 
     own: SuffixIndex | None
     known: int = 0
     planned: tuple[int, int] | None = None
+    longest: tuple[int, ...] = (0, 0, 0)
     draft: SuffixDraft = NO_DRAFT
 
 
@@ -209,21 +212,36 @@ class Suffix(Lifecycle):
         return Draft(forest(shapes), torch.tensor(tokens, dtype=torch.long, device=batch.device))
 
     def _draft(self, sequence: SequenceState) -> SuffixDraft:
-        """Return the draft of the best score over the sources: the own text first, which wins ties."""
+        """Return the draft of the best score over the sources: the own text first, which wins ties.
+
+        A match is at most as much longer than the longest one in the last step as the text has become. Sources in which
+        this allows no better score are not searched.
+        """
         state: SuffixState = sequence.state
         tokens = sequence.tokens
         planned = (len(tokens), 0 if self.shared is None else self.shared.version)
-        if state.planned != planned:
-            best, context = NO_DRAFT, tokens[-self.max_match :]
-            if state.own is not None:
-                state.own.follow(tokens, state.known)
-                best = self.rules.draft(state.own, context, best)
-            if self.shared is not None:
-                best = self.rules.draft(self.shared.index, context, best)
-            if self.store is not None:
-                best = self.rules.draft(self.store, context, best)
-            state.draft, state.known, state.planned = best, len(tokens), planned
-        return state.draft
+        if state.planned == planned:
+            return state.draft
+        if state.own is not None:
+            state.own.follow(tokens, state.known)
+        best, context, longest = NO_DRAFT, tokens[-self.max_match :], []
+        for source, most in zip(self._sources(state), self._longest(state, planned), strict=True):
+            if source is not None and self.rules.worth(most, best.score):
+                best, most = self.rules.draft(source, context, best)
+            longest.append(most)
+        state.draft, state.known, state.planned, state.longest = best, len(tokens), planned, tuple(longest)
+        return best
+
+    def _sources(self, state: SuffixState) -> tuple[SuffixSource | None, ...]:
+        return state.own, None if self.shared is None else self.shared.index, self.store
+
+    def _longest(self, state: SuffixState, planned: tuple[int, int]) -> tuple[int, ...]:
+        """Return the most that the longest match in each source could be."""
+        if state.planned is None:
+            return (self.max_match,) * 3
+        more = planned[0] - state.planned[0]
+        own, shared, store = state.longest
+        return own + more, self.max_match if state.planned[1] != planned[1] else shared + more, store + more
 
     def init(self, request: Request) -> SuffixState:
         """Return the state of an empty text."""

@@ -1,8 +1,12 @@
 """Build a store of text on disk (``suffix_store``), in bounded memory.
 
 1. The tokens are written as they come, and the positions after each token are counted.
-2. The positions are distributed over buckets, each a range of last tokens with about ``BUCKET`` positions.
-3. Each bucket is sorted by itself. A last token with more positions than that is a bucket alone.
+2. The positions are distributed over buckets, each a range of last tokens with at most twice ``BUCKET`` positions. A
+   last token with more positions than ``BUCKET`` is a bucket alone.
+3. Such a bucket is distributed again by the token before the last one, and so on; the others are sorted in memory.
+
+In memory are about 100 bytes for each position of a bucket, a chunk of tokens, and the pages of ``tokens.npy`` that the
+operating system keeps, which it takes back when it needs them.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -31,13 +36,13 @@ from spec_lab.propose.suffix_store import (
 )
 
 BUCKET = 2**21
-"""Positions of a bucket. (Sorting one takes about 80 bytes each.)"""
+"""Positions of a bucket. (Sorting one takes about 100 bytes each.)"""
 
 CHUNK = 2**20
 """Tokens that are written at once, or positions that are distributed."""
 
-TEXTS = 256
-"""Texts that are tokenised at once."""
+TEXTS, CHARACTERS = 256, 2**20
+"""Texts that are tokenised at once, fewer where they are long."""
 
 
 class BuiltStore(NamedTuple):
@@ -76,11 +81,13 @@ def encoded(texts: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
         return found
 
     batch: list[str] = []
+    length = 0
     for text in texts:
         batch.append(text)
-        if len(batch) == TEXTS:
+        length += len(text)
+        if len(batch) == TEXTS or length >= CHARACTERS:
             yield from encode(batch)
-            batch = []
+            batch, length = [], 0
     if batch:
         yield from encode(batch)
 
@@ -111,7 +118,7 @@ def build_tokens(documents: Iterable[Sequence[int]], vocabulary: int, tokenizer:
             raise ValueError("the corpus has no text of two tokens or more")
         first = np.concatenate([[0], np.cumsum(counts)])
         np.save(part / FIRST, first)
-        _write_order(part, first, vocabulary, total)
+        _write_order(part, counts, vocabulary, total)
         hashes = {name: file_hash(part / name) for name in HASHED}
         write_json(part / STORE, {
             "format": 1, "vocabulary": vocabulary, "tokenizer": tokenizer, "context": CONTEXT, "tokens": total,
@@ -160,25 +167,117 @@ def _write_header(stream: BinaryIO, dtype: np.dtype[Any], length: int) -> None:
     npy.write_array_header_1_0(stream, header)
 
 
-def _write_order(folder: Path, first: np.ndarray, separator: int, total: int) -> None:
-    """Write ``order.npy``: distribute the positions over buckets, and sort each."""
+class _Positions(NamedTuple):
+    """Positions in a file, after its header. (A memory map would count what it wrote as memory in use.)"""
+
+    stream: BinaryIO
+    dtype: np.dtype[Any]
+    header: int = 0
+
+    def read(self, low: int, high: int) -> np.ndarray:
+        size = self.dtype.itemsize
+        self.stream.seek(self.header + low * size)
+        return np.frombuffer(self.stream.read((high - low) * size), dtype=self.dtype).astype(np.int64)
+
+    def write(self, low: int, positions: np.ndarray) -> None:
+        self.stream.seek(self.header + low * self.dtype.itemsize)
+        self.stream.write(positions.astype(self.dtype).tobytes())
+
+
+class _Sorter(NamedTuple):
+    """Sorts the positions of ``order.npy``.
+
+    Args:
+        tokens: memory-mapped.
+        order, spare: files of positions; the second is for temporary use.
+        separator: the id.
+    """
+
+    tokens: np.ndarray
+    order: _Positions
+    spare: _Positions
+    separator: int
+
+    def sort(self, low: int, high: int, back: int) -> None:
+        """Sort the positions of these ranks, which share ``back`` last tokens and are in the order of the text."""
+        if high - low <= 2 * BUCKET:
+            self.order.write(low, sorted_positions(self.tokens, self.order.read(low, high), self.separator))
+            return
+        if back == CONTEXT:
+            return
+        counts = np.zeros(self.separator + 1, dtype=np.int64)
+        for start in range(low, high, CHUNK):
+            positions = self.order.read(start, min(start + CHUNK, high))
+            self.spare.write(start - low, positions)
+            counts += np.bincount(self.tokens[positions - back - 1], minlength=len(counts))
+
+        def parts() -> Iterator[np.ndarray]:
+            for start in range(0, high - low, CHUNK):
+                yield self.spare.read(start, min(start + CHUNK, high - low))
+
+        self.distribute(parts(), low, counts, back + 1)
+
+    def distribute(self, parts: Iterable[np.ndarray], low: int, counts: np.ndarray, back: int) -> None:
+        """Write positions in buckets by the token ``back`` before them, from the rank ``low`` on, and sort each.
+
+        Args:
+            parts: of the positions, in the order of the text.
+            low: a rank.
+            counts: the number of positions by this token.
+            back: the positions share all later tokens.
+        """
+        bucket_of = buckets(counts)
+        sizes = np.bincount(bucket_of, weights=counts).astype(np.int64)
+        ends = low + np.cumsum(sizes)
+        filled = ends - sizes
+        for positions in parts:
+            bucket = bucket_of[self.tokens[positions - back]]
+            positions = positions[np.argsort(bucket, kind="stable")]
+            for one, count in enumerate(np.bincount(bucket, minlength=len(sizes)).tolist()):
+                if count:
+                    self.order.write(int(filled[one]), positions[:count])
+                    positions = positions[count:]
+            filled += np.bincount(bucket, minlength=len(sizes))
+        ended = bucket_of[self.separator] if counts[self.separator] > BUCKET else None  # contexts: nothing more to sort
+        for one, (size, end) in enumerate(zip(sizes.tolist(), ends.tolist(), strict=True)):
+            if size and one != ended:
+                self.sort(end - size, end, back)
+
+
+def buckets(counts: np.ndarray) -> np.ndarray:
+    """Return the bucket of each token: neighbours with at most twice ``BUCKET`` positions, or one with more than it.
+
+    Args:
+        counts: positions by token.
+    """
+    large = counts > BUCKET
+    window = (np.cumsum(counts) - counts) // BUCKET
+    begins = (window[1:] != window[:-1]) | large[1:] | large[:-1]
+    return np.concatenate([[0], np.cumsum(begins)])
+
+
+def _write_order(folder: Path, counts: np.ndarray, separator: int, total: int) -> None:
+    """Write ``order.npy``.
+
+    Args:
+        folder: of the store.
+        counts: number of positions after each token.
+        separator: the id.
+        total: number of tokens.
+    """
     tokens = np.load(folder / TOKENS, mmap_mode="r", allow_pickle=False)
-    order = npy.open_memmap(folder / ORDER, mode="w+", dtype=order_dtype(total), shape=(int(first[-1]),))
-    bucket_of = np.unique(first[:-1] // BUCKET, return_inverse=True)[1]  # of each last token
-    begins = first[np.unique(bucket_of, return_index=True)[1]]
-    filled = begins.copy()
-    for start in range(1, total, CHUNK):
-        part = np.asarray(tokens[start - 1 : start + CHUNK])
-        places = start + np.flatnonzero((part[:-1] != separator) & (part[1:] != separator))
-        buckets = bucket_of[part[places - start]]
-        places = places[np.argsort(buckets, kind="stable")]
-        for bucket, count in enumerate(np.bincount(buckets, minlength=len(begins)).tolist()):
-            order[filled[bucket] : filled[bucket] + count] = places[:count]
-            filled[bucket] += count
-            places = places[count:]
-    for low, high in zip(begins.tolist(), [*begins[1:].tolist(), int(first[-1])], strict=True):
-        order[low:high] = sorted_positions(tokens, order[low:high].astype(np.int64), separator)
-    order.flush()
+    dtype = order_dtype(total)
+    with open(folder / ORDER, "w+b") as stream, TemporaryFile(dir=folder) as spare:
+        _write_header(stream, dtype, int(counts.sum()))
+        order = _Positions(stream, dtype, stream.tell())
+
+        def parts() -> Iterator[np.ndarray]:
+            for start in range(1, total, CHUNK):
+                part = np.asarray(tokens[start - 1 : start + CHUNK])
+                yield start + np.flatnonzero((part[:-1] != separator) & (part[1:] != separator))
+
+        sorter = _Sorter(tokens, order, _Positions(spare, dtype), separator)
+        sorter.distribute(parts(), 0, np.append(counts, 0), 1)
 
 
 def sorted_positions(tokens: np.ndarray, positions: np.ndarray, separator: int) -> np.ndarray:

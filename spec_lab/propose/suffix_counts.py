@@ -6,14 +6,13 @@ them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import groupby
-from operator import itemgetter
 from typing import NamedTuple
 
-from spec_lab.propose.suffix_index import SuffixSource
+from spec_lab.propose.suffix_search import SuffixSource
 
 
 class SuffixDraft(NamedTuple):
@@ -31,6 +30,13 @@ class SuffixDraft(NamedTuple):
 
 
 NO_DRAFT = SuffixDraft(0.0)
+
+
+class Found(NamedTuple):
+    """What a search found: the draft, and the length of the longest match."""
+
+    draft: SuffixDraft
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -62,25 +68,77 @@ class SuffixRules:
         """Return the maximum number of nodes after a match of this length."""
         return min(self.nodes, int(self.factor * match) + self.offset)
 
-    def draft(self, source: SuffixSource, context: Sequence[int], best: SuffixDraft = NO_DRAFT) -> SuffixDraft:
+    def worth(self, match: int, score: float) -> bool:
+        """Whether occurrences with a match of this length may have a better score."""
+        return match >= self.min_match and self.budget(match) > score  # a node adds at most 1
+
+    def draft(self, source: SuffixSource, context: Sequence[int], best: SuffixDraft = NO_DRAFT) -> Found:
         """Return the draft with the best score: ``best``, or one from a source. Ties go to ``best``, then to longer
         matches.
         """
-        found = source.matches(context, self.min_match, self.occurrences)
-        if not found or self.budget(found[0][1]) <= best.score:
-            return best
-        rows = source.continuations(found, min(self.depth, self.budget(found[0][1])))
-        end = 0
-        for match, group in groupby(found, key=itemgetter(1)):
-            end += sum(1 for _ in group)
+        longest = 0
+
+        def worth(match: int) -> bool:
+            nonlocal longest
+            longest = longest or match
+            return self.worth(match, best.score)  # shorter matches have smaller budgets
+
+        found: list[int] = []
+        for match, places in source.matches(context, self.occurrences, worth):
+            found += places
             budget = self.budget(match)
-            if budget <= best.score:  # a node adds at most 1, and shorter matches have smaller budgets
-                break
-            one = grow(rows[:end], budget, self.children, self.min_share)
+            depth = min(self.depth, budget)
+            if self.children == 1:
+                one = chain(source, found, depth, self.min_share, best.score)
+            else:
+                one = grow(source.continuations(found, depth), budget, self.children, self.min_share)
             best = one if one.score > best.score else best
             if self.longest_only:
                 break
-        return best
+        return Found(best, longest)
+
+
+def chain(source: SuffixSource, places: Sequence[int], budget: int, min_share: float, least: float) -> SuffixDraft:
+    """Return the tree of ``grow`` with one child, a chain, in less time; no draft if its score is at most ``least``.
+
+    Args:
+        source: what the positions are of.
+        places: the position of each occurrence.
+        budget: maximum number of nodes.
+        min_share: smallest probability of a node.
+        least: a score.
+    """
+    tokens: list[int] = []
+    total, counted, ended = len(places), 0, source.end
+    while len(tokens) < budget:
+        depth = len(tokens)
+        column = source.following(places, depth)
+        token = column[0]
+        same = column.count(token)
+        if token == ended or 2 * same < len(column):
+            counts = Counter(column)
+            counts[ended] = 0
+            token = max(counts, key=counts.__getitem__)  # the first of the most frequent ones
+            same = counts[token]
+        if not same or same / total < min_share or (counted + same * (budget - depth)) / total <= least:
+            break
+        if same < len(places):
+            places = [place for place, one in zip(places, column, strict=True) if one == token]
+            tokens.append(token)
+        else:
+            tokens += _common(source.continuations([place + depth for place in places], budget - depth))
+        counted += same * (len(tokens) - depth)
+    score = counted / total
+    return SuffixDraft(score, tuple(range(len(tokens))), tuple(tokens)) if score > least else NO_DRAFT
+
+
+def _common(rows: list[list[int]]) -> list[int]:
+    """Return the tokens that all rows begin with."""
+    if len(rows) == 1:
+        return rows[0]
+    low, high = min(rows), max(rows)  # the others begin as both do
+    same = next((at for at, (one, other) in enumerate(zip(low, high, strict=False)) if one != other), len(low))
+    return low[:same]
 
 
 def grow(rows: Sequence[Sequence[int]], budget: int, children: int, min_share: float) -> SuffixDraft:
@@ -111,6 +169,17 @@ def grow(rows: Sequence[Sequence[int]], budget: int, children: int, min_share: f
                 order += 1
                 heappush(heap, (-len(through), order, parent, token, depth + 1, through))
         if not heap:
+            break
+        if heap[0][0] == -1:  # so are all others, which take turns
+            heap.sort()
+            for _, _, above, token, depth, (row,) in heap:
+                parents.append(above)
+                tokens.append(token)
+                counted += 1
+                if len(tokens) == budget:
+                    break
+                if depth < len(row):
+                    heap.append((-1, 0, len(tokens), row[depth], depth + 1, [row]))
             break
         count, _, above, token, depth, here = heappop(heap)
         counted -= count

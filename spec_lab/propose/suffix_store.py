@@ -17,18 +17,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from itertools import repeat
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from spec_lab.core.files import expect, open_regular, read_json
 from spec_lab.core.options import brief
 from spec_lab.models.target import Target
-from spec_lab.propose.suffix_index import Occurrence, around, until
+from spec_lab.propose.suffix_search import Level, around, levels, until
 
 CONTEXT = 16
 """Number of preceding tokens by which positions are sorted: the longest match."""
@@ -45,7 +46,8 @@ FACTS: dict[str, Any] = {
 """What ``store.json`` holds; ``tokenizer`` is the hash of its vocabulary, ``sha256`` those of the files."""
 
 
-class TokenStore(NamedTuple):
+@dataclass(eq=False)
+class TokenStore:
     """An open store.
 
     Args:
@@ -61,6 +63,13 @@ class TokenStore(NamedTuple):
     longest: int
     facts: dict[str, Any]
     sha256: str
+
+    def __post_init__(self) -> None:
+        # Single numbers are read faster through memoryviews.
+        self._tokens, self._order, self._first = self.tokens.data, self.order.data, self.first.data
+        self._bytes = self._tokens.cast("B")  # from the last to the first they compare as reversed tokens do
+        self._size = self.tokens.itemsize
+        self.end = len(self.first) - 1  # the separator
 
     @staticmethod
     def open(path: str, target: Target, longest: int = CONTEXT) -> TokenStore:
@@ -96,51 +105,61 @@ class TokenStore(NamedTuple):
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         return TokenStore(tokens, order, first, min(longest, CONTEXT), kept, digest)
 
-    def matches(self, context: Sequence[int], least: int, most: int) -> list[Occurrence]:
+    def matches(self, context: Sequence[int], most: int, worth: Callable[[int], bool]) -> Iterator[Level]:
         """As in ``SuffixSource``."""
-        order, ranges = self.order.data, self.ranges(context)
-        found: list[Occurrence] = []
-        inner, outer = ranges[-1][:1] * 2 if ranges else (0, 0)  # the range of the longer matches
-        for length in range(len(ranges), least - 1, -1):
-            low, high = ranges[length - 1]
-            if len(found) < most:
-                places = [order[rank] for rank in around(low, inner, outer, high, most - len(found))]
-                found += zip(sorted(places, reverse=True), repeat(length))
-            inner, outer = low, high
-        return found
-
-    def ranges(self, context: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the ranges in ``order`` of the positions after the last 1, 2, ... tokens, as long as there are any."""
+        separator = self.end
         query = context[: -self.longest - 1 : -1]
-        separator = len(self.first) - 1
         if not query or query[0] >= separator:
-            return []
-        tokens, order = self.tokens.data, self.order.data
-        low, high = int(self.first[query[0]]), int(self.first[query[0] + 1])
-        found = []
-        for back, token in enumerate([*query[1:], separator], start=2):
-            if low == high:
-                break
-            found.append((low, high))
-            if token >= separator:
-                break
+            return iter(())
+        if max(query) >= separator:
+            query = query[: next(at for at, token in enumerate(query) if token >= separator)]
+        low, high = self._first[query[0]], self._first[query[0] + 1]
+        order, text, size, length = self._order, self._bytes, self._size, len(query)
+        wanted = array("I" if size == 4 else "H", query[::-1]).tobytes()[::-1]
+        number = int.from_bytes(wanted, "big")
+        last = b"\xff" * (2 * size)  # larger than what precedes any position
+        point = self._rank(low, high, wanted[size:] + last)
 
-            def preceding(rank: int, back: int = back) -> int:
-                return tokens[order[rank] - back]
+        def match(position: int, most: int) -> int:
+            have = min(position, length)
+            found = int.from_bytes(text[(position - have) * size : position * size], "little")
+            bits = (found ^ number >> 8 * size * (length - have)).bit_length()
+            return min(most, have - -(-bits // (8 * size)))
 
-            if preceding(low) == token == preceding(high - 1):  # often the case after a few tokens
-                continue
-            within = range(low, high)
-            left = bisect_left(within, token, key=preceding)
-            low, high = low + left, low + bisect_right(within, token, lo=left, key=preceding)
-        return found
+        def sample(length: int, first: int, second: int, count: int) -> list[int]:
+            start, end = low, high
+            if length > 1:
+                prefix = wanted[size : length * size]
+                start, end = self._rank(low, point, prefix), self._rank(point, high, prefix + last)
+            return [order[rank] for rank in around(start, point - first, point + second, end, count)]
 
-    def continuations(self, found: Sequence[Occurrence], count: int) -> list[list[int]]:
+        left = match(order[point - 1], length) if point > low else 0
+        right = match(order[point], length) if point < high else 0
+        if not worth(max(left, right)):
+            return iter(())
+        before = order[max(low, point - most - 1) : point].tolist()[::-1]
+        after = order[point : min(high, point + most + 1)].tolist()
+        return levels(before, after, left, right, most, worth, match, sample)
+
+    def _rank(self, low: int, high: int, wanted: bytes) -> int:
+        """Return where the positions of a range of one last token end whose bytes before it are smaller."""
+        order, text, size, length = self._order, self._bytes, self._size, len(wanted)
+
+        def preceding(rank: int) -> bytes:
+            end = size * (order[rank] - 1)
+            return text[end - length if end > length else 0 : end].tobytes()[::-1]
+
+        return low + bisect_left(range(low, high), wanted, key=preceding)
+
+    def following(self, places: Sequence[int], offset: int) -> list[int]:
         """As in ``SuffixSource``."""
-        places = np.array([position for position, _ in found])[:, None] + np.arange(count)
-        separator = len(self.first) - 1
-        read = self.tokens[np.minimum(places, len(self.tokens) - 1)].tolist()
-        return [until(one, separator) for one in read]
+        tokens = self._tokens
+        return [tokens[position + offset] for position in places]
+
+    def continuations(self, places: Sequence[int], count: int) -> list[list[int]]:
+        """As in ``SuffixSource``."""
+        tokens, separator = self._tokens, self.end
+        return [until(tokens[place : place + count].tolist(), separator) for place in places]
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
@@ -185,10 +204,10 @@ def _check(
         ORDER: (order, (count,), order_dtype(facts["tokens"])),
         FIRST: (first, (separator + 1,), np.dtype(np.int64)),
     }
-    for name, (array, shape, dtype) in expected.items():
-        if array.shape != shape or array.dtype != dtype:
+    for name, (found, shape, dtype) in expected.items():
+        if found.shape != shape or found.dtype != dtype:
             raise ValueError(
-                f"{folder / name} must have the shape {shape} and the type {dtype}, not {array.shape} and {array.dtype}"
+                f"{folder / name} must have the shape {shape} and the type {dtype}, not {found.shape} and {found.dtype}"
             )
     if not len(tokens) or tokens[0] != separator or tokens[-1] != separator:
         raise ValueError(f"{folder / TOKENS} must begin and end with the separator {separator}")

@@ -3,7 +3,6 @@
 from collections import Counter
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +12,8 @@ from spec_lab.propose import LearnsAcrossRequests
 from spec_lab.propose import suffix_index as module
 from spec_lab.propose.suffix import SharedResponses, Suffix
 from spec_lab.propose.suffix_counts import SuffixRules, grow
-from spec_lab.propose.suffix_index import SuffixIndex, spread
+from spec_lab.propose.suffix_index import SuffixIndex
+from spec_lab.propose.suffix_search import spread
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.instances import QUICK
 from spec_lab.verify import Token
@@ -106,15 +106,24 @@ def naive_best(sources, context, longest, rules):
     return best
 
 
+def found_by(source, context, least, most):
+    """(position, match) of the occurrences that a source finds."""
+    levels = source.matches(context, most, lambda length: length >= least)
+    return [(position, length) for length, places in levels for position in places]
+
+
+def continued(source, found, count):
+    return source.continuations([position for position, _ in found], count)
+
+
 # The index -------------------------------------------------------------------------------------------------------
 
 
 def check_structure(index):
-    """Blocks are not empty, their heads and starts are right."""
+    """Blocks are not empty, their heads are right."""
     sizes = [len(block) for block in index._blocks]
-    assert index._starts.tolist() == [0, *np.cumsum(sizes)[:-1]]
     assert len(sizes) == 1 or all(sizes)
-    assert index._heads == [index._context(block[0]) if block else [] for block in index._blocks]
+    assert index._heads == [index._context(block[0]) if block else bytearray() for block in index._blocks]
 
 
 @given(TEXT, EDITS, st.integers(1, 5), st.integers(1, 9), st.booleans())
@@ -130,9 +139,9 @@ def test_the_index_of_a_text_that_grows_and_is_rewound(tokens, edits, longest, m
         check_structure(index)
         assert index.positions == [position for _, position in naive_order([tokens], longest)]
         for least in (1, 2):
-            found = index.matches(tokens, least, most)
+            found = found_by(index, tokens, least, most)
             assert [((0, p), m) for p, m in found] == naive_matches([tokens], tokens, longest, least, most)
-            assert index.continuations(found, 3) == [tokens[p : p + 3] for p, _ in found]
+            assert continued(index, found, 3) == [tokens[p : p + 3] for p, _ in found]
 
 
 @given(st.lists(TEXT, max_size=9), st.lists(st.booleans(), max_size=9), TEXT, st.integers(1, 5), st.integers(1, 9))
@@ -148,10 +157,10 @@ def test_several_texts_are_not_joined_and_the_oldest_is_forgotten(texts, drops, 
             kept, starts = kept[1:], starts[1:]
         check_structure(index)
         assert index.positions == [starts[t] + p for t, p in naive_order(kept, longest)]
-        found = index.matches(context, 1, most)
+        found = found_by(index, context, 1, most)
         naive = naive_matches(kept, context, longest, 1, most)
         assert found == [(starts[t] + p, match) for (t, p), match in naive]
-        assert index.continuations(found, 4) == [kept[t][p : p + 4] for (t, p), _ in naive]
+        assert continued(index, found, 4) == [kept[t][p : p + 4] for (t, p), _ in naive]
 
 
 def test_a_copy_is_independent():
@@ -160,7 +169,7 @@ def test_a_copy_is_independent():
     twin = index.copy()
     before = index.positions
     twin.follow([1, 2, 9, 9, 9, 1, 2])
-    assert index.positions == before and index.matches([1, 2], 1, 9) == [(4, 2), (2, 2)]
+    assert index.positions == before and found_by(index, [1, 2], 1, 9) == [(4, 2), (2, 2)]
     fresh = SuffixIndex(4)
     fresh.follow([1, 2, 9, 9, 9, 1, 2])
     assert twin.positions == fresh.positions
@@ -223,7 +232,11 @@ def drafted(proposer, asked):
 @settings(max_examples=60)
 @given(st.lists(TEXT, max_size=3), TEXT.filter(bool), EDITS, st.integers(2, 5), st.sampled_from(RULES))
 def test_the_best_draft_over_match_lengths_and_sources(responses, tokens, edits, longest, rules):
-    proposer = Suffix(rules, longest, shared=SharedResponses(SuffixIndex(longest), 1000))
+    """Also where a source is not searched, because its longest match has been too short shortly before."""
+    stored = [[0, 1, 2, 2, 0, 0, 1, 1, 2, 0, 1, 2, 1, 0, 2, 2, 1]]
+    store = SuffixIndex(longest)
+    store.add(stored[0])
+    proposer = Suffix(rules, longest, shared=SharedResponses(SuffixIndex(longest), 1000), store=store)
     asked = batch(proposer, tokens)
     (sequence,) = asked.sequences
     learned = []
@@ -235,7 +248,7 @@ def test_the_best_draft_over_match_lengths_and_sources(responses, tokens, edits,
         finished = SimpleNamespace(finish="stop", emitted=response)
         proposer.observe([SimpleNamespace(sequence=finished), SimpleNamespace(sequence=SimpleNamespace(finish=None))])
         learned += [response] if response else []
-        score, expected = naive_best([[sequence.tokens], learned], sequence.tokens, longest, rules)
+        score, expected = naive_best([[sequence.tokens], learned, stored], sequence.tokens, longest, rules)
         (got,) = proposer.scores(asked)
         assert got == pytest.approx(score) and drafted(proposer, asked) == [expected]
 

@@ -17,7 +17,7 @@ from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.instances import QUICK
 from spec_lab.verify import Token
 from tests.gguf_files import ZOO
-from tests.propose.test_suffix import naive_matches, naive_order
+from tests.propose.test_suffix import continued, found_by, naive_matches, naive_order
 
 
 class Words:
@@ -75,23 +75,42 @@ def test_matches_are_those_of_a_naive_search(tmp_path_factory, documents, contex
     for context in [*contexts, *documents]:
         context = [token + shift for token in context]
         naive = naive_matches(shifted, context, 16, least, most, end=size)
-        found = store.matches(context, least, most)
+        found = found_by(store, context, least, most)
         assert found == [(starts[t] + p, match) for (t, p), match in naive]
         if found:
-            assert store.continuations(found, 4) == [shifted[t][p : p + 4] for (t, p), _ in naive]
+            assert continued(store, found, 4) == [shifted[t][p : p + 4] for (t, p), _ in naive]
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("size", [4, 65_535, 70_000])
+def test_text_that_repeats_itself_is_sorted_in_small_buckets(tmp_path, monkeypatch, size):
+    """Also contexts that end at a separator of which all bits are 1."""
+    sorted_at_once, sort = [], suffix_build.sorted_positions
+    monkeypatch.setattr(
+        suffix_build, "sorted_positions", lambda t, p, s: sorted_at_once.append(len(p)) or sort(t, p, s)
+    )
+    documents = [[1] * 60, *[[1, 2]] * 20, [1, 2, 3] * 20, *[[3, 1, 2]] * 20]
+    store, starts = made(tmp_path / "out", documents, size), starts_of(documents)
+    assert store.order.tolist() == [starts[t] + p for t, p in naive_order(documents, 16, end=size)]
+    assert max(sorted_at_once) <= 14
+    for context in ([1, 2], [2, 1], [1] * 20, [1, 2, 3, 1], [3, 1]):
+        for most in (1, 5, 50):
+            found = found_by(store, context, 1, most)
+            naive = naive_matches(documents, context, 16, 1, most, end=size)
+            assert found == [(starts[t] + p, match) for (t, p), match in naive]
 
 
 def test_documents_are_not_joined(tmp_path):
     store = made(tmp_path / "out", [[1, 2], [3, 1]], 4)
-    assert store.matches([1, 2], 1, 9) == [] and store.matches([3], 1, 9) != []
-    assert store.continuations(store.matches([3], 1, 9), 9) == [[1]]
+    assert found_by(store, [1, 2], 1, 9) == [] and found_by(store, [3], 1, 9) != []
+    assert continued(store, found_by(store, [3], 1, 9), 9) == [[1]]
 
 
 @pytest.mark.usefixtures("small_parts")
 def test_longer_matches_than_asked_for_are_not_looked_up(tmp_path):
     made(tmp_path / "out", [[0, 1, 2, 3, 0, 1, 2, 3]], 4)
     store = TokenStore.open(str(tmp_path / "out"), target_of(4), 2)
-    assert store.matches([0, 1, 2], 1, 9) == [(8, 2), (4, 2)]
+    assert found_by(store, [0, 1, 2], 1, 9) == [(8, 2), (4, 2)]
 
 
 def rewritten(folder, name, array):
