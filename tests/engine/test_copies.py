@@ -28,6 +28,7 @@ from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.block import BlockDrafter
 from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.early_exit import EarlyExit
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram
@@ -59,12 +60,16 @@ PROPOSERS = {
     "draft_best_first": lambda t: DraftModel(t.lm, 64, TreePlan((), "without", 1.0, budget=Budget(4, 2, 2, width=1))),
     "draft_confident": lambda t: DraftModel(t.lm, 64, TreePlan(CHAIN, confidence=0.001)),
     "pard": lambda t: Pard(t.lm, 64, VOCABULARY - 1, TreePlan(CHAIN)),
+    "early_exit": lambda t: EarlyExit(t.lm, 1, TreePlan(CHAIN)),
+    "early_exit_best_first": lambda t: EarlyExit(t.lm, 1, TreePlan((), "point", budget=Budget(4, 2, 2, width=1))),
     "block": lambda t: BlockDrafter(random_network(MARKOV, t), t, TreePlan(TREE, "point")),
 }
 LEVELS = (
     dict.fromkeys(PROPOSERS, 0)
-    | dict.fromkeys(("draft_chain", "draft_confident", "pard"), 3)
-    | dict.fromkeys(("draft_points", "draft_without", "draft_gumbel", "draft_best_first", "block"), 2)
+    | dict.fromkeys(("draft_chain", "draft_confident", "pard", "early_exit"), 3)
+    | dict.fromkeys(
+        ("draft_points", "draft_without", "draft_gumbel", "draft_best_first", "early_exit_best_first", "block"), 2
+    )
     | {"pld_plus": 1}
 )
 """The number of levels that each one's draft model computes; PLD+ compares hidden states once."""

@@ -29,16 +29,19 @@ from spec_lab.policy.thresholds import Threshold
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.block import BlockDrafter
 from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.early_exit import EarlyExit
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.hydra import Hydra
 from spec_lab.propose.medusa import Medusa
+from spec_lab.propose.ngram import Ngram
 from spec_lab.propose.pard import Pard
 from spec_lab.propose.pld_plus import PldPlus
 from spec_lab.propose.retokenized import Retokenized, Tokens
 from spec_lab.propose.stop_rules import AdaEdl
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
+from spec_lab.propose.union import Union
 from spec_lab.propose.vocabularies import SharedTokens
 from spec_lab.tasks.certify.instances import PIECES, Forking
 from spec_lab.tasks.certify.toy_models import PROMPT
@@ -201,6 +204,23 @@ def stopped(target):
     return adapt(eagle3_tree(target), Threshold(AdaEdl(), 0.4, adapt=True))
 
 
+def early_exit(target):
+    return EarlyExit(target.causal_lm, 1, TreePlan(parse("0 1 0.0"), "point"))
+
+
+def early_exit_tree(target):
+    return EarlyExit(target.causal_lm, 2, TreePlan(parse("0 1"), "without"))
+
+
+def early_exit_best_first(target):
+    return EarlyExit(target.causal_lm, 2, TreePlan(drawn="iid", budget=Budget(2, 2, 2, 1)))
+
+
+def early_exit_union(target):
+    """Its nodes are renumbered among those of an n-gram proposer."""
+    return Union.load(target, {"ngram": Ngram(2, 2, 1), "early_exit": early_exit(target)})
+
+
 PROPOSERS = {
     "features": features, "feature_trees": feature_trees, "recycling": recycling, "lookahead": lookahead,
     "union": union, "eagle1": eagle1, "eagle3": eagle3, "eagle3_tree": eagle3_tree,
@@ -209,6 +229,8 @@ PROPOSERS = {
     "mtp_tree": mtp_tree, "mtp_modules": mtp_modules,
     "pard": pard, "pard_tree": pard_tree, "block": block, "block_markov": block_markov,
     "pld_plus": pld_plus, "shared": shared, "shared_tree": shared_tree,
+    "early_exit": early_exit, "early_exit_tree": early_exit_tree, "early_exit_best_first": early_exit_best_first,
+    "early_exit_union": early_exit_union,
     "adaptive": adaptive, "stopped": stopped,
 }  # fmt: skip
 
@@ -258,7 +280,7 @@ def test_outputs_have_the_target_s_distribution(proposer, constraint, verifier):
 
 SAMPLED = (  # many more outcomes
     "features", "feature_trees", "union", "eagle3", "eagle3_tree", "hydra_prefix", "mtp_modules", "pard",
-    "block_markov", "shared",
+    "block_markov", "shared", "early_exit_tree", "early_exit_best_first",
 )  # fmt: skip
 
 LIMITS = {

@@ -26,6 +26,7 @@ from spec_lab.propose.best_of import BestOf
 from spec_lab.propose.block import BlockDrafter
 from spec_lab.propose.cascade import DraftCascade
 from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.early_exit import EarlyExit
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.hydra import Hydra
@@ -102,6 +103,10 @@ def pard(tree, drawn):
     return Pard(DRAFT, TARGET.context, 3, TreePlan(parse(tree), drawn))
 
 
+def early_exit(tree="1x1", drawn="iid", **options):
+    return EarlyExit(TARGET.causal_lm, 1, TreePlan(parse(tree), drawn, **options))
+
+
 PROPOSERS = {
     "none": Null(),
     "chain": draft_model(),
@@ -138,6 +143,14 @@ PROPOSERS = {
     "PARD chain": pard("1x1", "iid"),
     "PARD tree without": pard("2x1", "without"),
     "PARD tree point": pard("2x1", "point"),
+    "early exit, chain": early_exit(),
+    "early exit, chain, confident": early_exit(confidence=0.6),
+    "early exit, tree iid": early_exit("2x1"),
+    "early exit, tree without": early_exit("2x1", "without"),
+    "early exit, tree point": early_exit("2x1", "point"),
+    "early exit, best first": early_exit(drawn="iid", budget=Budget(3)),
+    "early exit, reranked": early_exit(drawn="point", budget=Budget(3, depth=3, rerank=True)),
+    "union with an early exit": union(Ngram(2, 2, 1), early_exit("2x1", "without")),
     "n-gram chain": Ngram(3, 3, 1),
     "n-gram chain from the first match": Ngram(2, 2, 1, "first"),
     "n-gram tree": NgramTree(5, 3, 3, 1),
