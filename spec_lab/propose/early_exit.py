@@ -48,8 +48,17 @@ class ExitHead(Protocol):
         ...
 
     @property
+    def sha256(self) -> str | None:
+        """Of its weights, as of ``Hashed``."""
+        ...
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
+        ...
+
+    def toy(self, target: Target) -> ExitHead:
+        """The same kind of head for a toy target, after its first layer."""
         ...
 
     def init(self, request: Request) -> Any:
@@ -119,6 +128,7 @@ class EarlyExit(Lifecycle):
     def __init__(self, lm: RunsLayerRanges, layers: int, plan: TreePlan, head: ExitHead | None = None) -> None:
         self.lm, self.layers, self.plan, self.head = lm, layers, plan, head
         self.name = "early_exit" if head is None else head.name
+        self.sha256 = None if head is None else head.sha256
         self.drawn: Drawn = plan.drawn
         self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
         hidden = () if head is None else head.hidden
@@ -154,8 +164,9 @@ class EarlyExit(Lifecycle):
         self.plan.check_sampling(request)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> EarlyExit:
-        """The same proposer, without a head, after the toy's first layer. See ``CertifiableProposer``."""
-        return EarlyExit(target.causal_lm, 1, self.plan.toy(tree))
+        """The same proposer after the toy's first layer. See ``CertifiableProposer``."""
+        head = None if self.head is None else self.head.toy(target)
+        return EarlyExit(target.causal_lm, 1, self.plan.toy(tree), head)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -9,15 +9,18 @@ import torch
 from spec_lab.core.clock import Clock
 from spec_lab.core.draft import forest, tree
 from spec_lab.engine.proposer import Observation
+from spec_lab.engine.request import Request
 from spec_lab.models.kangaroo_files import read_kangaroo
-from spec_lab.propose.exit_adapter import ExitAdapter
+from spec_lab.propose.kangaroo import KangarooHead
 from spec_lab.propose.trees import parse
 from tests.oracles import kangaroo as oracle
 from tests.propose.eagle_heads import SIZES, written
 from tests.propose.kangaroo_adapters import adapter
+from tests.propose.lab import COLD
 from tests.tiny import tiny_target
 
 H = 32
+REQUEST = Request(0, "p0", (1, 2), COLD, 6, frozenset())
 SHAPE = "0 1 0.0 0.1 1.0 0.0.0"
 
 
@@ -36,7 +39,7 @@ def driven(request, target, tmp_path):
     def expected(exits):
         return target.services.lm_head(oracle.adapter(w, exits, SIZES)[-1])
 
-    return ExitAdapter(network, torch.device("cpu"), torch.float64), expected, timed
+    return KangarooHead(network, target, 6), expected, timed
 
 
 class Sequence:
@@ -44,7 +47,7 @@ class Sequence:
 
     def __init__(self, own, seed):
         self.own, self.generator = own, torch.Generator().manual_seed(seed)
-        self.known, self.state, self.computed = torch.empty(0, H, dtype=torch.float64), own.open(8), 0
+        self.known, self.state, self.computed = torch.empty(0, H, dtype=torch.float64), own.init(REQUEST), 0
 
     def more(self, count):
         return torch.randn(count, H, generator=self.generator, dtype=torch.float64)
@@ -60,15 +63,14 @@ class Sequence:
 def step(own, timed, expected, sequences, pending, accepted):
     """A step in which every sequence has a tree; the nodes ``accepted`` of each are committed."""
     exits = [one.more(count) for one, count in zip(sequences, pending, strict=True)]
-    states = [one.state for one in sequences]
-    found = own.follow(states, exits, timed)
+    found = own.roots(sequences, pending, torch.cat(exits), timed).logits
     for one, given, logits in zip(sequences, exits, found, strict=True):
         torch.testing.assert_close(logits, expected(torch.cat([one.known, given])), rtol=0, atol=1e-6)
     shape = forest((tree(parse(SHAPE)),) * len(sequences))
     nodes = torch.randn(shape.nodes, H, generator=sequences[0].generator, dtype=torch.float64)
     for depth in (1, 2, 3):
         rows = np.flatnonzero(shape.depth == depth)
-        found = own.extend(states, shape, rows, nodes[rows - shape.roots], timed)
+        found = own.nodes(sequences, shape, rows, nodes[rows - shape.roots], timed).logits
         for row, logits in zip(rows, found, strict=True):
             root = next(number for number, some in enumerate(shape.trees) if row in some)
             path = nodes[[node - shape.roots for node in shape.path(row)]]
