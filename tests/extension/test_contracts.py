@@ -22,6 +22,7 @@ from spec_lab.models.block import random_network as block_network
 from spec_lab.models.draft_layers import small_layer
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
 from spec_lab.models.hydra import HydraSettings, random_heads
+from spec_lab.models.kangaroo import KangarooSettings, random_kangaroo
 from spec_lab.models.mtp import MtpSettings, random_mtp
 from spec_lab.policy.adaptive import adapt
 from spec_lab.policy.depths import Heuristic
@@ -33,6 +34,7 @@ from spec_lab.propose.early_exit import EarlyExit
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.hydra import Hydra
+from spec_lab.propose.kangaroo import KangarooHead
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram
 from spec_lab.propose.pard import Pard
@@ -216,6 +218,24 @@ def early_exit_best_first(target):
     return EarlyExit(target.causal_lm, 2, TreePlan(drawn="iid", budget=Budget(2, 2, 2, 1)))
 
 
+def kangaroo(target):
+    return adapted(target, TreePlan(parse("0 1 0.0"), "point"), layers=2)
+
+
+def kangaroo_tree(target):
+    return adapted(target, TreePlan(parse("0 1"), "without"))
+
+
+def kangaroo_confident(target):
+    return adapted(target, TreePlan(parse("0 0.0"), "iid", confidence=0.4))
+
+
+def adapted(target, plan, layers=1):
+    settings = KangarooSettings(small_layer(16), 16, 1, layers)
+    network = random_kangaroo(settings, target.services, target.lm.device, target.lm.dtype)
+    return EarlyExit(target.causal_lm, 1, plan, KangarooHead(network, target, plan.computed))
+
+
 def early_exit_union(target):
     """Its nodes are renumbered among those of an n-gram proposer."""
     return Union.load(target, {"ngram": Ngram(2, 2, 1), "early_exit": early_exit(target)})
@@ -230,7 +250,8 @@ PROPOSERS = {
     "pard": pard, "pard_tree": pard_tree, "block": block, "block_markov": block_markov,
     "pld_plus": pld_plus, "shared": shared, "shared_tree": shared_tree,
     "early_exit": early_exit, "early_exit_tree": early_exit_tree, "early_exit_best_first": early_exit_best_first,
-    "early_exit_union": early_exit_union,
+    "early_exit_union": early_exit_union, "kangaroo": kangaroo, "kangaroo_tree": kangaroo_tree,
+    "kangaroo_confident": kangaroo_confident,
     "adaptive": adaptive, "stopped": stopped,
 }  # fmt: skip
 
@@ -280,7 +301,8 @@ def test_outputs_have_the_target_s_distribution(proposer, constraint, verifier):
 
 SAMPLED = (  # many more outcomes
     "features", "feature_trees", "union", "eagle3", "eagle3_tree", "hydra_prefix", "mtp_modules", "pard",
-    "block_markov", "shared", "early_exit_tree", "early_exit_best_first",
+    "block_markov", "shared", "early_exit_tree", "early_exit_best_first", "kangaroo_tree",
+    "kangaroo_confident",
 )  # fmt: skip
 
 LIMITS = {

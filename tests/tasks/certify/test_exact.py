@@ -18,6 +18,7 @@ from spec_lab.models.block import random_network as block_network
 from spec_lab.models.draft_layers import small_layer
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
 from spec_lab.models.hydra import HydraSettings, random_heads
+from spec_lab.models.kangaroo import KangarooSettings, random_kangaroo
 from spec_lab.models.mtp import MtpSettings, random_mtp
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
@@ -31,6 +32,7 @@ from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.hydra import Hydra
 from spec_lab.propose.jacobi import Jacobi
+from spec_lab.propose.kangaroo import KangarooHead
 from spec_lab.propose.lookahead import Lookahead
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
@@ -107,6 +109,14 @@ def early_exit(tree="1x1", drawn="iid", **options):
     return EarlyExit(TARGET.causal_lm, 1, TreePlan(parse(tree), drawn, **options))
 
 
+def kangaroo(tree="1x1", drawn="iid", **options):
+    network = random_kangaroo(
+        KangarooSettings(small_layer(4), 4, 1), TARGET.services, TARGET.lm.device, TARGET.lm.dtype
+    )
+    plan = TreePlan(parse(tree), drawn, **options)
+    return EarlyExit(TARGET.causal_lm, 1, plan, KangarooHead(network, TARGET, plan.computed))
+
+
 PROPOSERS = {
     "none": Null(),
     "chain": draft_model(),
@@ -150,6 +160,9 @@ PROPOSERS = {
     "early exit, tree point": early_exit("2x1", "point"),
     "early exit, best first": early_exit(drawn="iid", budget=Budget(3)),
     "early exit, reranked": early_exit(drawn="point", budget=Budget(3, depth=3, rerank=True)),
+    "Kangaroo chain, confident": kangaroo(confidence=0.4),
+    "Kangaroo tree": kangaroo("2x1", "without"),
+    "Kangaroo, reranked": kangaroo(drawn="point", budget=Budget(3, depth=3, rerank=True)),
     "union with an early exit": union(Ngram(2, 2, 1), early_exit("2x1", "without")),
     "n-gram chain": Ngram(3, 3, 1),
     "n-gram chain from the first match": Ngram(2, 2, 1, "first"),
