@@ -27,7 +27,7 @@ from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.models.layer_checks import check_skipping, with_layer_ranges
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import Computed, RowLogits
-from spec_lab.propose.skip_search import Search, Try, parse_sublayers, write_sublayers
+from spec_lab.propose.skip_search import SkipSearch, Try, parse_sublayers, write_sublayers
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
 from spec_lab.propose.trees import Choices
 
@@ -58,7 +58,7 @@ class Skip(Lifecycle):
     """
 
     def __init__(
-        self, lm: RunsLayerRanges, plan: TreePlan, skipped: frozenset[Sublayer] | Search, scope: str = "run"
+        self, lm: RunsLayerRanges, plan: TreePlan, skipped: frozenset[Sublayer] | SkipSearch, scope: str = "run"
     ) -> None:
         self.lm, self.plan, self.skipped, self.scope = lm, plan, skipped, scope
         self.name = "skip"
@@ -85,7 +85,7 @@ class Skip(Lifecycle):
             target: drafts and verifies.
             skipped: the sublayers, such as "attn 2 3 mlp 4"; None searches among all but those of the first and the
                 last layer.
-            ratio, tries, enough, every, window: of the search, as of ``Search``.
+            ratio, tries, enough, every, window: of the search, as of ``SkipSearch``.
             scope: see the class.
             options: of the trees.
 
@@ -111,7 +111,7 @@ class Skip(Lifecycle):
                     f"proposer 'skip' finds no sublayer that it may skip in target '{target.name}' of {lm.layers} "
                     "layers, of which the first and the last are kept: choose another proposer"
                 )
-            chosen: frozenset[Sublayer] | Search = Search(inner, ratio, **search)  # type: ignore[arg-type]
+            chosen: frozenset[Sublayer] | SkipSearch = SkipSearch(inner, ratio, **search)  # type: ignore[arg-type]
         else:
             chosen = parse_sublayers(skipped)
             if wrong := chosen - lm.sublayers:
@@ -121,7 +121,9 @@ class Skip(Lifecycle):
                 )
             if chosen == lm.sublayers:
                 raise ValueError("proposer.skipped must leave some sublayers (got all of the target's)")
-        check_skipping(lm, chosen.candidate(()) if isinstance(chosen, Search) else chosen, lm.model.config.model_type)
+        check_skipping(
+            lm, chosen.candidate(()) if isinstance(chosen, SkipSearch) else chosen, lm.model.config.model_type
+        )
         return Skip(lm, plan, chosen, scope)
 
     @property
@@ -132,7 +134,7 @@ class Skip(Lifecycle):
     @property
     def shared_store(self) -> str:
         """See ``LearnsAcrossRequests``."""
-        shared = isinstance(self.skipped, Search) and self.scope == "run"
+        shared = isinstance(self.skipped, SkipSearch) and self.scope == "run"
         return "which sublayers the draft skips, found with the texts of all requests" if shared else ""
 
     def forget(self) -> None:
@@ -151,7 +153,7 @@ class Skip(Lifecycle):
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        if not isinstance(self.skipped, Search):
+        if not isinstance(self.skipped, SkipSearch):
             return self.plan.facts | {"skipped": write_sublayers(self.skipped)}
         own = self.skipped
         return self.plan.facts | {
@@ -174,7 +176,7 @@ class Skip(Lifecycle):
 
     @inference
     def propose(self, batch: Batch) -> Draft:
-        """Search on, and draft without the sublayers that were found so far."""
+        """SkipSearch on, and draft without the sublayers that were found so far."""
         timed = batch.clock.phase("propose_forward")
         pending = [one.pending for one in batch.sequences]
         depths = [
@@ -214,7 +216,7 @@ class Skip(Lifecycle):
     def _choose(self, one: SequenceState, batch: Batch) -> frozenset[Sublayer]:
         """Make the tries that are due for a sequence; return what its draft skips."""
         search = self.skipped
-        if not isinstance(search, Search):
+        if not isinstance(search, SkipSearch):
             return search
         state: Tried = one.state
         if self.scope == "request":
@@ -231,7 +233,7 @@ class Skip(Lifecycle):
 
     def _try(self, one: SequenceState, skipped: frozenset[Sublayer], end: int, batch: Batch) -> Try:
         """Score a set on the last tokens of the text's first ``end``, all but the last of which are computed."""
-        assert isinstance(self.skipped, Search)
+        assert isinstance(self.skipped, SkipSearch)
         start = max(0, end - 1 - self.skipped.window)
         tokens, twin = one.tokens[start:end], one.kv.fork()
         one_pass: DraftPass = self.lm.draft_pass(Route(skipped=skipped))

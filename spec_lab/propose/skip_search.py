@@ -47,7 +47,7 @@ class Try:
 
 
 @dataclass(frozen=True)
-class Search:
+class SkipSearch:
     """What is searched, and for how long.
 
     Args:
@@ -118,7 +118,7 @@ class Search:
 
 
 @lru_cache(maxsize=16)
-def _random(search: Search, number: int, count: int) -> np.ndarray:
+def _random(search: SkipSearch, number: int, count: int) -> np.ndarray:
     generator = np.random.default_rng([number, len(search.sublayers)])
     chosen = np.zeros((count, len(search.sublayers)), dtype=bool)
     for row in chosen:

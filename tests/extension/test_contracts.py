@@ -40,7 +40,7 @@ from spec_lab.propose.pard import Pard
 from spec_lab.propose.pld_plus import PldPlus
 from spec_lab.propose.retokenized import Retokenized, Tokens
 from spec_lab.propose.skip import Skip
-from spec_lab.propose.skip_search import Search
+from spec_lab.propose.skip_search import SkipSearch
 from spec_lab.propose.stop_rules import AdaEdl
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
@@ -232,7 +232,7 @@ def skip(target):
 
 def skip_searched(target):
     """Each request finds which sublayer of layer 1 it skips."""
-    search = Search((Sublayer("attn", 1), Sublayer("mlp", 1)), 0.5, tries=3, every=1, window=4)
+    search = SkipSearch((Sublayer("attn", 1), Sublayer("mlp", 1)), 0.5, tries=3, every=1, window=4)
     return Skip(target.causal_lm, TreePlan(parse("0 0.0"), "iid"), search, "request")
 
 
@@ -266,6 +266,8 @@ def constraints() -> dict[str, AppliedConstraint | None]:
 MANY = {  # some thousand outcomes
     ("feature_trees", "forks"), ("feature_trees", "backtracking"), ("feature_trees", "chunked prefill"),
     ("feature_trees", "preempted"), ("union", "forks"), ("mtp_modules", "forks"), ("mtp_modules", "chunked prefill"),
+    ("early_exit_best_first", "forks"), ("skip_searched", "forks"), ("skip_searched", "backtracking"),
+    ("skip_searched", "preempted"),
 }  # fmt: skip
 
 

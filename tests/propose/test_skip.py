@@ -17,7 +17,7 @@ from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.skip import Skip
-from spec_lab.propose.skip_search import Search, Try, expected_improvement, parse_sublayers, write_sublayers
+from spec_lab.propose.skip_search import SkipSearch, Try, expected_improvement, parse_sublayers, write_sublayers
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token
@@ -62,7 +62,7 @@ def truth(target):
 
 
 def skip(target, plan="chain", skipped="mixed", scope="request", **search):
-    chosen = Search(INNER, 0.5, **{"tries": 4, "every": 2, "window": 4} | search)
+    chosen = SkipSearch(INNER, 0.5, **{"tries": 4, "every": 2, "window": 4} | search)
     if skipped is not None:
         chosen = parse_sublayers(SETS[skipped])
     return Skip(target.causal_lm, PLANS[plan] if isinstance(plan, str) else plan, chosen, scope)
@@ -195,7 +195,7 @@ def test_scores_are_agreements_with_the_text(target):
 
 
 def test_a_search_ends_with_a_good_set_or_after_its_tries():
-    search = Search(INNER, 0.5, tries=3, enough=0.9, every=4)
+    search = SkipSearch(INNER, 0.5, tries=3, enough=0.9, every=4)
     assert search.ends(10, 9, []) == [] and search.ends(10, 21, []) == [10, 14, 18]
     done = [Try(search.candidate(()), 0.5, 10)]
     assert search.ends(10, 18, done) == [14, 18] and not search.over(done)
@@ -207,7 +207,7 @@ def test_a_search_ends_with_a_good_set_or_after_its_tries():
 
 def test_candidates_keep_the_ratio_and_repeat():
     inner = tuple(Sublayer(kind, layer) for layer in range(1, 11) for kind in ("attn", "mlp"))
-    search, done = Search(inner, 0.45), []
+    search, done = SkipSearch(inner, 0.45), []
     generator = np.random.default_rng(0)
     for number in range(12):
         found = search.candidate(done)
@@ -221,7 +221,7 @@ def test_candidates_keep_the_ratio_and_repeat():
 def test_the_search_finds_which_sublayers_matter():
     """Each bad sublayer costs agreement: the Gaussian process beats the random candidates' average."""
     inner = tuple(Sublayer(kind, layer) for layer in range(1, 9) for kind in ("attn", "mlp"))
-    search = Search(inner, 0.5, enough=1.0)
+    search = SkipSearch(inner, 0.5, enough=1.0)
     generator = np.random.default_rng(1)
     cost = {one: float(generator.random()) / 8 for one in inner}
     done = []
