@@ -16,6 +16,7 @@ from spec_lab.core.readback import Readback
 from spec_lab.engine import step as engine_step
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.commit import commit
+from spec_lab.engine.draft_pass import Sublayer
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import SequenceState
@@ -36,6 +37,7 @@ from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram
 from spec_lab.propose.pard import Pard
 from spec_lab.propose.pld_plus import PldPlus
+from spec_lab.propose.skip import Skip
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token, Traversal, choose
@@ -71,11 +73,12 @@ PROPOSERS = {
     "early_exit": lambda t: EarlyExit(t.lm, 1, TreePlan(CHAIN)),
     "kangaroo": lambda t: EarlyExit(t.lm, 1, TreePlan(CHAIN), adapter(t)),
     "early_exit_best_first": lambda t: EarlyExit(t.lm, 1, TreePlan((), "point", budget=Budget(4, 2, 2, width=1))),
+    "skip": lambda t: Skip(t.lm, TreePlan(CHAIN), frozenset({Sublayer("attn", 1)})),
     "block": lambda t: BlockDrafter(random_network(MARKOV, t), t, TreePlan(TREE, "point")),
 }
 LEVELS = (
     dict.fromkeys(PROPOSERS, 0)
-    | dict.fromkeys(("draft_chain", "draft_confident", "pard", "early_exit", "kangaroo"), 3)
+    | dict.fromkeys(("draft_chain", "draft_confident", "pard", "early_exit", "kangaroo", "skip"), 3)
     | dict.fromkeys(
         ("draft_points", "draft_without", "draft_gumbel", "draft_best_first", "early_exit_best_first", "block"), 2
     )

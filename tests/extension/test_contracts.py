@@ -15,6 +15,7 @@ from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.draft_pass import Sublayer
 from spec_lab.engine.engine import Limits, fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.models.block import BlockSettings
@@ -40,6 +41,8 @@ from spec_lab.propose.ngram import Ngram
 from spec_lab.propose.pard import Pard
 from spec_lab.propose.pld_plus import PldPlus
 from spec_lab.propose.retokenized import Retokenized, Tokens
+from spec_lab.propose.skip import Skip
+from spec_lab.propose.skip_search import SkipSearch
 from spec_lab.propose.stop_rules import AdaEdl
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
@@ -241,6 +244,18 @@ def early_exit_union(target):
     return Union.load(target, {"ngram": Ngram(2, 2, 1), "early_exit": early_exit(target)})
 
 
+def skip(target):
+    """Without the attention of layer 1 and the MLP of layer 2."""
+    skipped = frozenset({Sublayer("attn", 1), Sublayer("mlp", 2)})
+    return Skip(target.causal_lm, TreePlan(parse("0 1 0.0"), "point"), skipped)
+
+
+def skip_searched(target):
+    """Each request finds which sublayer of layer 1 it skips."""
+    search = SkipSearch((Sublayer("attn", 1), Sublayer("mlp", 1)), 0.5, tries=3, every=1, window=4)
+    return Skip(target.causal_lm, TreePlan(parse("0 0.0"), "iid"), search, "request")
+
+
 PROPOSERS = {
     "features": features, "feature_trees": feature_trees, "recycling": recycling, "lookahead": lookahead,
     "union": union, "eagle1": eagle1, "eagle3": eagle3, "eagle3_tree": eagle3_tree,
@@ -252,6 +267,7 @@ PROPOSERS = {
     "early_exit": early_exit, "early_exit_tree": early_exit_tree, "early_exit_best_first": early_exit_best_first,
     "early_exit_union": early_exit_union, "kangaroo": kangaroo, "kangaroo_tree": kangaroo_tree,
     "kangaroo_confident": kangaroo_confident,
+    "skip": skip, "skip_searched": skip_searched,
     "adaptive": adaptive, "stopped": stopped,
 }  # fmt: skip
 
@@ -272,6 +288,8 @@ def constraints() -> dict[str, AppliedConstraint | None]:
 MANY = {  # some thousand outcomes
     ("feature_trees", "forks"), ("feature_trees", "backtracking"), ("feature_trees", "chunked prefill"),
     ("feature_trees", "preempted"), ("union", "forks"), ("mtp_modules", "forks"), ("mtp_modules", "chunked prefill"),
+    ("early_exit_best_first", "forks"), ("skip_searched", "forks"), ("skip_searched", "backtracking"),
+    ("skip_searched", "preempted"),
 }  # fmt: skip
 
 
@@ -301,7 +319,7 @@ def test_outputs_have_the_target_s_distribution(proposer, constraint, verifier):
 
 SAMPLED = (  # many more outcomes
     "features", "feature_trees", "union", "eagle3", "eagle3_tree", "hydra_prefix", "mtp_modules", "pard",
-    "block_markov", "shared", "early_exit_tree", "early_exit_best_first", "kangaroo_tree",
+    "block_markov", "shared", "early_exit_tree", "early_exit_best_first", "skip_searched", "kangaroo_tree",
     "kangaroo_confident",
 )  # fmt: skip
 

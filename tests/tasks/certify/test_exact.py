@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from spec_lab.cli.main import conf
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Purpose
+from spec_lab.engine.draft_pass import Sublayer
 from spec_lab.engine.step import Parts
 from spec_lab.models.block import BlockSettings
 from spec_lab.models.block import random_network as block_network
@@ -39,6 +40,7 @@ from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.pard import Pard
 from spec_lab.propose.pld_plus import PldPlus
 from spec_lab.propose.recycling import Recycling
+from spec_lab.propose.skip import Skip
 from spec_lab.propose.suffix import Suffix
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
@@ -117,6 +119,10 @@ def kangaroo(tree="1x1", drawn="iid", **options):
     return EarlyExit(TARGET.causal_lm, 1, plan, KangarooHead(network, TARGET, plan.computed))
 
 
+def skip(tree="1x1", drawn="iid", **options):
+    return Skip(TARGET.causal_lm, TreePlan(parse(tree), drawn, **options), frozenset({Sublayer("mlp", 1)}))
+
+
 PROPOSERS = {
     "none": Null(),
     "chain": draft_model(),
@@ -164,6 +170,9 @@ PROPOSERS = {
     "Kangaroo tree": kangaroo("2x1", "without"),
     "Kangaroo, reranked": kangaroo(drawn="point", budget=Budget(3, depth=3, rerank=True)),
     "union with an early exit": union(Ngram(2, 2, 1), early_exit("2x1", "without")),
+    "skipped MLP, chain": skip(),
+    "skipped MLP, tree without": skip("2x1", "without"),
+    "skipped MLP, best first": skip(drawn="point", budget=Budget(3)),
     "n-gram chain": Ngram(3, 3, 1),
     "n-gram chain from the first match": Ngram(2, 2, 1, "first"),
     "n-gram tree": NgramTree(5, 3, 3, 1),
