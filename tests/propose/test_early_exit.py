@@ -218,7 +218,7 @@ def test_the_same_text_is_drafted_for_in_the_same_way(target):
 class Recorded:
     """The target's final norm and LM head, and what is observed."""
 
-    name, facts = "recorded", {"head": "recorded"}
+    name, sha256, facts = "recorded", None, {"head": "recorded"}
 
     def __init__(self, target, hidden):
         self.services, self.hidden, self.seen = target.services, hidden, {}

@@ -240,11 +240,11 @@ def test_every_proposer_is_enumerated_with_its_own_code(name):
 
 
 def factory(proposer):
-    """What configs name: drafters of features have one class and several networks."""
+    """What configs name: drafters of features, and early exits with a head, have one class and several networks."""
     kind = type(proposer)
     return (
         f"spec_lab.propose.{proposer.name}.load"
-        if kind is FeatureDrafter
+        if kind is FeatureDrafter or getattr(proposer, "head", None) is not None
         else f"{kind.__module__}.{kind.__name__}.load"
     )
 
