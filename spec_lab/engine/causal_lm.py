@@ -6,6 +6,7 @@ Linear layers run packed over the new tokens of all sequences; attention runs se
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,18 @@ from torch import Tensor, nn
 
 from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.clock import Clock, Phase
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.inference import inference
 from spec_lab.core.roofline import ForwardWork
+from spec_lab.engine.ahead import AheadPass, Continued, continue_from
 from spec_lab.engine.attention import SPANS, Attention, layer_kinds
+from spec_lab.engine.draft_pass import Route, Sublayer
 from spec_lab.engine.graphs import Capture, CudaGraphs, FixedForward, FixedPack, Graphs, uncaptured
 from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence
+from spec_lab.engine.layer_ranges import LayerRanges
 from spec_lab.engine.model_work import work_of
 from spec_lab.engine.prepare import Packer, Prepared
-from spec_lab.engine.runner import Capabilities, Extended, Output
+from spec_lab.engine.runner import Ability, Capabilities, Extended, Output
 
 
 class CausalLM:
@@ -95,9 +99,76 @@ class CausalLM:
     @property
     def capabilities(self) -> Capabilities:
         """See ``runner.Runner``."""
-        return Capabilities(
-            int(self.model.config.num_hidden_layers), sequences=None, abilities=frozenset({"shared_prefix"})
-        )
+        abilities: set[Ability] = {"shared_prefix"}
+        if not self.why_no_layer_ranges:
+            abilities.add("layer_ranges")
+        return Capabilities(self.layers, sequences=None, abilities=frozenset(abilities))
+
+    @property
+    def layers(self) -> int:
+        """L, the number of the model's layers."""
+        return int(self.model.config.num_hidden_layers)
+
+    @property
+    def most_pending(self) -> int:
+        """See ``draft_pass.RunsLayerRanges``."""
+        return self.chunk
+
+    @cached_property
+    def why_no_layer_ranges(self) -> str:
+        """Why it lacks the ability ``layer_ranges``; empty where it has it."""
+        if self.attention == "dense":
+            return "it computes attention=dense"
+        if self.fixed:
+            return "its forwards have fixed shapes (graphs=true)"
+        if self._packer.split or (getattr(self.model, "tp_size", None) or 1) > 1:
+            return "it is split over devices or ranks"
+        try:
+            return "" if self._ranges.count else "it has no layers"
+        except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    @cached_property
+    def _ranges(self) -> LayerRanges:
+        return LayerRanges(self.model, self._one_token)
+
+    @inference
+    def _one_token(self) -> None:
+        """A forward of one token."""
+        sequence = self.cells.open(1)
+        try:
+            draft = empty(1, self.device)
+            prepared = self._packer.prepare([sequence], [[0]], draft, (), self.chunk)
+            self._forward(self.model, prepared, {"logits_to_keep": prepared.keep})
+        finally:
+            self._final = None
+            sequence.close()
+
+    @property
+    def sublayers(self) -> frozenset[Sublayer]:
+        """See ``draft_pass.RunsLayerRanges``."""
+        return self._ranges.sublayers
+
+    def draft_pass(self, route: Route, logits: bool = True) -> AheadPass:
+        """See ``draft_pass.RunsLayerRanges``.
+
+        Raises:
+            ValueError: a route that does not begin with layer 0, or ends beyond the last; a sublayer that cannot be
+                skipped.
+        """
+        if route.first or not (route.end is None or 0 < route.end < self.layers) or route.skipped - self.sublayers:
+            raise ValueError(f"{route} is no route of a draft pass: the model has {self.layers} layers")
+        taps = () if route.end is None else self._taps(route.end)
+
+        def call(prepared: Prepared, timed: Phase) -> tuple[Tensor | None, Tensor | None]:
+            with timed:
+                return self._run_part(prepared, route, taps, logits)
+
+        return AheadPass(self._packer, route, taps, self.most_pending, call)
+
+    def _taps(self, end: int) -> tuple[int, ...]:
+        """Which of the captured hidden states are inputs of layers below ``end``, ascending."""
+        return tuple(sorted({layer for layer in self._layers if layer < end}))
 
     @property
     def work(self) -> ForwardWork | None:
@@ -151,8 +222,12 @@ class CausalLM:
         pending: Sequence[Sequence[int]],
         draft: Draft,
         prefill: Sequence[tuple[Any, Sequence[int]]] = (),
-    ) -> Prepared | FixedForward:
+    ) -> Prepared | FixedForward | Continued:
         """See ``runner.Runner``. Cells of pending tokens are appended to their sequences, those of nodes are held."""
+        if any(one.ahead is not None for one in sequences) or any(one.ahead is not None for one, _ in prefill):
+            continued = continue_from(self._packer, sequences, pending, draft, prefill, self.chunk, self._taps)
+            if continued is not None:
+                return continued
         if self.fixed and sequences and not prefill and max(map(len, pending)) <= MOST_PENDING:
             planned = self._packer.plan(sequences, pending, draft, len(sequences))
             fixed = self.graphs.prepare(planned, draft)
@@ -162,7 +237,7 @@ class CausalLM:
             self._packer.give_back(planned)
         return self._packer.prepare(sequences, pending, draft, prefill, self.chunk)
 
-    def run(self, prepared: Prepared | FixedForward, timed: Phase | None = None) -> Output:
+    def run(self, prepared: Prepared | FixedForward | Continued, timed: Phase | None = None) -> Output:
         """See ``runner.Runner``. Called in inference mode.
 
         Args:
@@ -172,13 +247,14 @@ class CausalLM:
         if isinstance(prepared, FixedForward):
             logits, hidden = self._run_fixed(prepared, timed)
             return Output(logits, prepared.attended, hidden, prepared.pending, prepared.nodes)
+        before, prepared = (prepared, prepared.whole) if isinstance(prepared, Continued) else (None, prepared)
         early: dict[int, Tensor] = {}
         for chunk, places in prepared.early:
             _, hidden = self._call(chunk, timed)
             if hidden is not None:
                 for place, rows in zip(places, chunk.pending, strict=True):
                     early[place] = torch.cat([early[place], hidden[rows]]) if place in early else hidden[rows]
-        logits, hidden = self._call(prepared, timed)
+        logits, hidden = self._call(prepared, timed) if before is None else self._continue(before, timed)
         return Output(logits, prepared.attended, hidden, prepared.pending, prepared.nodes, early)
 
     @inference
@@ -216,6 +292,55 @@ class CausalLM:
         self.forwards += 1
         with timed or self.clock.phase("target_forward"):
             return self._compute(prepared.ids, prepared.positions, prepared.pack, prepared.mask, prepared.keep)
+
+    def _run_part(
+        self, prepared: Prepared, route: Route, taps: tuple[int, ...], logits: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Logits ``[n, V]`` after a route's layers; if it has an end, the inputs of ``taps``, then its output."""
+        own = () if route.end is None else (*taps, route.end)
+        with self._ranges.running(route, frozenset(own)) as caught:
+            module = self.model if logits else self._ranges.decoder
+            output = self._forward(module, prepared, {"logits_to_keep": prepared.keep} if logits else {})
+        self._final = None
+        states = torch.cat([caught[layer] for layer in own], -1) if own else None
+        return output.logits.flatten(0, 1) if logits else None, states
+
+    def _continue(self, prepared: Continued, timed: Phase | None) -> tuple[Tensor, Tensor | None]:
+        """As ``_call``. The layers that the draft pass ran are computed of no row twice."""
+        self.forwards += 1
+        whole, end, last = prepared.whole, prepared.end, self.layers
+        with timed or self.clock.phase("target_forward"):
+            states = prepared.states
+            if prepared.rest is not None:
+                _, rest = self._run_part(prepared.rest, Route(0, end), prepared.taps, False)
+                assert rest is not None
+                states = torch.cat([states, rest])
+            states = states.index_select(0, prepared.order)
+            parts = states.tensor_split(len(prepared.taps) + 1, -1)
+            hidden = dict(zip((*prepared.taps, end), parts, strict=True))
+            later = frozenset(layer for layer in self._layers if end < layer < last)
+            own = self._ranges.decoder.register_forward_hook(self._catch) if self._hook is None else None
+            try:
+                with self._ranges.running(Route(end), later, hidden[end]) as caught:
+                    output = self._forward(self.model, whole, {"logits_to_keep": whole.keep})
+            finally:
+                if own is not None:
+                    own.remove()
+            final, self._final = self._final, None
+            assert final is not None
+            hidden |= {**caught, last: final}
+        captured = torch.cat([hidden[layer] for layer in self._layers], -1) if self._layers else None
+        return output.logits.flatten(0, 1), captured
+
+    def _forward(self, module: Any, prepared: Prepared, more: dict[str, Any]) -> Any:
+        return module(
+            input_ids=prepared.ids,
+            position_ids=prepared.positions,
+            attention_mask=prepared.mask,
+            use_cache=True,
+            **{cache_argument(module): prepared.pack},
+            **more,
+        )
 
     def _compute(
         self, ids: Tensor, positions: Tensor, pack: Any, mask: Any, keep: Tensor | int

@@ -9,6 +9,8 @@ is ever overwritten.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ class CellSequence:
         self.extent = 0  # one past the highest own cell
         self.open = True
         self.held = NONE_HELD  # [nodes of the tree], the cell of each node; -1 where it is not computed
+        self.ahead: Ahead | None = None
 
     def __len__(self) -> int:
         return self._length
@@ -64,6 +67,7 @@ class CellSequence:
     def truncate(self, length: int) -> None:
         """Forget all positions from ``length`` on, and held nodes."""
         self.accept()
+        self.forget_ahead()
         self.store.backtrack(self, length)
 
     def fork(self) -> CellSequence:
@@ -74,10 +78,40 @@ class CellSequence:
         """Free everything. Harmless when repeated."""
         if self.open:
             self.accept()
+            self.forget_ahead()
             self.store.close(self)
+
+    def forget_ahead(self) -> None:
+        """Free the cells of what was computed ahead. Harmless when repeated."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            self.store.drop(self, ahead.slots)
+            self.store.drop(self, ahead.nodes[ahead.nodes >= 0])
 
 
 NONE_HELD = np.empty(0, dtype=np.int64)
+
+
+@dataclass(eq=False)
+class Ahead:
+    """Tokens of a sequence that some of the model's layers have computed ahead of the forward that appends them.
+
+    Args:
+        owner: the draft pass that computed them.
+        tokens: pending tokens of the sequence.
+        slots: their cells, which are not part of the sequence.
+        first: the first of their rows in ``owner``.
+        nodes: ``[m]`` the cells of nodes, -1 of those that are not computed, and ``rows`` their rows in ``owner``.
+        parents: of each computed node, numbered within the tree, its parent (-1 for the root) and its token.
+    """
+
+    owner: Any
+    tokens: list[int]
+    slots: np.ndarray
+    first: int
+    nodes: np.ndarray = field(default_factory=lambda: NONE_HELD)
+    rows: np.ndarray = field(default_factory=lambda: NONE_HELD)
+    parents: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class Cells:
@@ -263,8 +297,8 @@ def _by_span(store: Tensor) -> list[Tensor]:  # [S, ..] -> S views [1, ..]
 
 
 def as_index(slots: np.ndarray, device: torch.device) -> slice | Tensor:
-    """The cheapest index for ascending ``slots``: a slice where they are consecutive."""
+    """The cheapest index for ``slots``: a slice where each follows the one before."""
     first, count = int(slots[0]), len(slots)
-    if int(slots[-1]) - first == count - 1:
+    if int(slots[-1]) - first == count - 1 and (count < 3 or not (np.diff(slots) != 1).any()):
         return slice(first, first + count)
     return torch.from_numpy(slots).to(device)

@@ -21,6 +21,8 @@ from spec_lab.engine.kv_cache import NONE_HELD, Cells, CellSequence, as_index
 DenseMasks = Tensor | dict[str, Tensor]
 """A dense attention mask ``[1, 1, N, S * C]``, or one for each type of layer, as transformers names them."""
 
+NOTHING_GIVEN: Mapping[int, np.ndarray] = {}
+
 CHUNK = 512
 """Most rows of one sequence that a drafter's layers append by one forward: its attention mask has their square."""
 
@@ -52,6 +54,14 @@ class Prepared:
     nodes: Sequence[slice] = ()
     early: tuple[tuple[Prepared, list[int]], ...] = ()
 
+    def after(self, early: Sequence[tuple[Prepared, list[int]]]) -> Prepared:
+        """The same after chunks of long prompts."""
+        return replace(self, early=tuple(early)) if early else self
+
+    def with_ids(self, ids: Tensor) -> Prepared:
+        """The same with other tokens ``[1, N]``."""
+        return replace(self, ids=ids)
+
 
 class Uncommitted(NamedTuple):
     """What one sequence computes in a forward, and the uncommitted tokens among which it attends.
@@ -59,7 +69,7 @@ class Uncommitted(NamedTuple):
     Args:
         start: its first row.
         sequence: as it was before the forward.
-        taken: ``[n]`` the cells of its new rows, ascending.
+        taken: ``[n]`` the cells of its new rows.
         query: ``[n]`` their positions.
         slots: ``[m]`` cells of uncommitted tokens, the new rows' included.
         key: ``[m]`` positions of these tokens.
@@ -152,19 +162,33 @@ class Packer:
                 if cell >= 0:
                     self.cells.drop(one, cell)
         every = [*sequences, *(one for one, _ in prefill)]
-        rest = [*pending, *(tokens for _, tokens in prefill)]
-        early = []
+        early, rest = self.chunks(every, [*pending, *(tokens for _, tokens in prefill)], chunk)
+        return self.forest(every, rest, draft, len(sequences)).after(early)
+
+    def chunks(
+        self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], chunk: int
+    ) -> tuple[list[tuple[Prepared, list[int]]], list[Sequence[int]]]:
+        """Prepare forwards of pending tokens beyond ``chunk`` (``Prepared.early``); return them and what is left."""
+        early, rest = [], list(pending)
         while long := [b for b, tokens in enumerate(rest) if len(tokens) > chunk]:
-            early.append((self.forest([every[b] for b in long], [rest[b][:chunk] for b in long], None, 0), long))
+            early.append((self.forest([sequences[b] for b in long], [rest[b][:chunk] for b in long], None, 0), long))
             for b in long:
                 rest[b] = rest[b][chunk:]
-        last = self.forest(every, rest, draft, len(sequences))
-        return replace(last, early=tuple(early)) if early else last
+        return early, rest
 
     def plan(
-        self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], draft: Draft | None, trees: int
+        self,
+        sequences: Sequence[CellSequence],
+        pending: Sequence[Sequence[int]],
+        draft: Draft | None,
+        trees: int,
+        given: Mapping[int, np.ndarray] = NOTHING_GIVEN,
     ) -> Planned:
-        """Take cells for pending tokens and nodes; the first ``trees`` sequences have trees."""
+        """Take cells for pending tokens and nodes; the first ``trees`` sequences have trees.
+
+        Args:
+            given: for some sequences, by number, the cells ``[n]`` that their rows have already; -1 for none.
+        """
         shape = None if draft is None or not draft.shape.nodes else draft.shape
         total = sum(map(len, pending)) + (0 if shape is None else shape.nodes)
         numbers = np.zeros((2, total), dtype=np.int64)
@@ -179,7 +203,11 @@ class Packer:
             query[:count] = computed if count == 1 else np.arange(computed, computed + count)
             if own is not None:
                 np.add(own.tree_depths[tree][1:], computed + count - 1, out=query[count:])
-            slots = self.cells.take(sequence, stop - start)
+            if tree in given:
+                slots = given[tree]
+                slots[slots < 0] = self.cells.take(sequence, int((slots < 0).sum()))
+            else:
+                slots = self.cells.take(sequence, stop - start)
             mask = None if stop == start + 1 else forest_mask(own, tree, count)
             causal = mask is not None and not computed and stop == start + count
             new.append(Uncommitted(start, sequence, slots, query, slots, query, mask, causal))
@@ -210,8 +238,11 @@ class Packer:
         self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], draft: Draft | None, trees: int
     ) -> Prepared:
         """Prepare one forward; the first ``trees`` sequences have trees, the others get no logits."""
-        planned = self.plan(sequences, pending, draft, trees)
-        numbers, roots = planned.numbers, planned.roots
+        return self.finish(self.plan(sequences, pending, draft, trees), draft)
+
+    def finish(self, planned: Planned, draft: Draft | None) -> Prepared:
+        """``forest`` of rows that are planned."""
+        numbers, roots, trees = planned.numbers, planned.roots, len(planned.roots)
         segments, attended = self._no_segments(), 0
         for new in planned.new:
             attended += self._add(segments, new)
@@ -220,7 +251,7 @@ class Packer:
         rows: np.ndarray | None = None
         if not trees:
             keep = 1  # a part of a prompt: only its cells are needed
-        elif len(sequences) == 1:
+        elif len(planned.new) == 1:
             keep = numbers.shape[1] - roots[0]
         elif numbers.shape[1] == trees:
             keep = 0
@@ -311,13 +342,13 @@ class Packer:
         (where,) = upload(self.device, planned.numbers[1])
         return self._prepared(where[None], where[None], segments, 0, attended, appended, blocks)
 
-    def finish_level(self, planned: Planned, token: Tensor) -> Prepared:
-        """``level`` of rows that are planned."""
+    def finish_level(self, planned: Planned, token: Tensor, keep: Tensor | int = 0) -> Prepared:
+        """``level`` of rows that are planned, with logits of the rows ``keep`` (``Prepared``)."""
         segments, attended = self._no_segments(), 0
         for new in planned.new:
             attended += self._add(segments, new)
         (where,) = upload(self.device, planned.numbers[1])
-        return self._prepared(token[None], where[None], segments, 0, attended)
+        return self._prepared(token[None], where[None], segments, keep, attended)
 
     def _no_segments(self) -> dict[AttentionKind, list[Segment]]:
         if not self.kinds:

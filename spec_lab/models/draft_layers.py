@@ -253,9 +253,10 @@ def random_weights(module: nn.Module, seed: int = 0) -> dict[str, Tensor]:
 
 
 def small_layer(hidden_size: int) -> dict[str, Any]:
-    """The config of a small Llama layer, for toys and tests."""
+    """The config of a small Llama layer, for toys and tests, with two heads where these divide the hidden size."""
+    heads = 1 if hidden_size % 2 else 2  # transformers refuses others, although ``head_dim`` is given
     return {
-        "model_type": "llama", "hidden_size": hidden_size, "intermediate_size": 8, "num_attention_heads": 2,
+        "model_type": "llama", "hidden_size": hidden_size, "intermediate_size": 8, "num_attention_heads": heads,
         "num_key_value_heads": 1, "head_dim": 4, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     }  # fmt: skip
 

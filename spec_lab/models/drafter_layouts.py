@@ -1,4 +1,6 @@
-"""Names and shapes of the tensors of published drafters: EAGLE, EAGLE-3, Medusa and Hydra, as their authors save them.
+"""Names and shapes of the tensors of published drafters, as their authors save them.
+
+They are EAGLE, EAGLE-3, Medusa, Hydra and Kangaroo.
 
 Each function receives the shapes of a file's tensors by name, reads the sizes off a few of them, and returns the shapes
 that a file of these sizes has. Numbers of heads and layers are counted, since published configs misstate them.
@@ -168,8 +170,26 @@ def hydra_shapes(held: Shapes) -> dict[str, tuple[int, ...]]:
 PREFIX = "prefix_embeding_layer."  # the authors' spelling
 
 
+def kangaroo_shapes(held: Shapes) -> dict[str, tuple[int, ...]]:
+    """Kangaroo's adapter: attention of Llama with a norm before it in each layer, and a norm after the last."""
+    layers = {match[1] for name in held if (match := re.match(rf"layers\.{INDEX}\.", name))}
+    h = matrix(held, f"{ATTENTION}.q_proj.weight")[1]
+    shapes: dict[str, tuple[int, ...]] = {"norm.weight": (h,)}
+    for layer in range(len(layers)):
+        q, k = (matrix(held, f"layers.{layer}.self_attn.{kind}_proj.weight")[0] for kind in "qk")
+        shapes |= {
+            f"layers.{layer}.self_attn.q_proj.weight": (q, h), f"layers.{layer}.self_attn.k_proj.weight": (k, h),
+            f"layers.{layer}.self_attn.v_proj.weight": (k, h), f"layers.{layer}.self_attn.o_proj.weight": (h, q),
+            f"layers.{layer}.input_layernorm.weight": (h,),
+        }  # fmt: skip
+    return shapes
+
+
+ATTENTION = "layers.0.self_attn"
+
+
 def layout_of(held: Shapes) -> tuple[str, Callable[[Shapes], dict[str, tuple[int, ...]]]] | None:
-    """The name of a file's layout and the function of its shapes; None for another layout than these four."""
+    """The name of a file's layout and the function of its shapes; None for another layout than these five."""
     if any(name.startswith(("hydra_mlp.", "hydra_lm_head.")) for name in held):
         return "Hydra", hydra_shapes
     if any(MEDUSA.fullmatch(name) for name in held):
@@ -178,4 +198,6 @@ def layout_of(held: Shapes) -> tuple[str, Callable[[Shapes], dict[str, tuple[int
         return "EAGLE-3", eagle3_shapes
     if "fc.weight" in held:
         return "EAGLE", eagle_shapes
+    if f"{ATTENTION}.q_proj.weight" in held and not any(".mlp." in name for name in held):
+        return "Kangaroo", kangaroo_shapes
     return None

@@ -232,8 +232,8 @@ def _check_layout(folder: Path, tensors: Mapping[str, Tensor]) -> str:
     if known is None:
         some = brief(", ".join(sorted(held)[:5]) or "none")
         raise ValueError(
-            f"{folder} holds no drafter of EAGLE, EAGLE-3, Medusa or Hydra, as its tensors are {some}: others are not "
-            "converted; save a whole model with save_pretrained of transformers"
+            f"{folder} holds no drafter of EAGLE, EAGLE-3, Medusa, Hydra or Kangaroo, as its tensors are {some}: "
+            "others are not converted; save a whole model with save_pretrained of transformers"
         )
     name, shapes = known
     try:

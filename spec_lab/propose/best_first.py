@@ -91,6 +91,7 @@ class BestFirst:
     token: list[int] = field(default_factory=list)
     _score: list[float] = field(default_factory=list)  # of each row: log-probability of its path
     _tree: list[int] = field(default_factory=list)  # of each row
+    kept: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # of the draft, when it is complete
     _depth: list[int] = field(default_factory=list)
     _place: list[int] = field(default_factory=list)  # of each row: its number in its own tree, 0 for the root
     _nodes: list[int] = field(default_factory=list)  # of each tree
@@ -218,10 +219,11 @@ class BestFirst:
         return torch.stack(sample_siblings(self.draws, self.drawn, q, support, ranks), -1)
 
     def _draft(self, like: Tensor) -> Draft:
-        shape, token = self._shape(), torch.tensor(self.token, dtype=torch.long, device=like.device)
+        shape, self.kept = self._shape(), np.array(self.token, dtype=np.int64)
         if self.budget.rerank:
             shape, kept = shape.keep(self._best())
-            token = token[torch.from_numpy(kept).to(like.device)]
+            self.kept = self.kept[kept]
+        token = torch.from_numpy(self.kept).to(like.device)
         if self.drawn == "point":
             return Draft(shape, token, broken=self.broken)
         q_row = np.full(shape.rows, -1, dtype=np.int64)

@@ -64,6 +64,7 @@ class Growth:
         self.one_hot = cold and not shape.branches
         self.greedy = drawn == "point" or self.one_hot  # the likeliest tokens, whatever the random choice
         self.token = np.zeros(shape.nodes, dtype=np.int64)
+        self.kept = self.token  # of the draft, when it is complete
         self.broken: dict[int, str] = {}
         self.live = np.zeros(shape.rows, dtype=bool)  # the rows that there are so far
         self.live[: shape.roots] = True
@@ -108,6 +109,7 @@ class Growth:
         if not self.live.all():
             shape, kept = shape.keep(self.live)
             token, q_row = token[kept], np.concatenate([q_row[: shape.roots], q_row[shape.roots :][kept]])
+        self.kept = token
         tokens = torch.from_numpy(token).to(self.batch.device)
         if self.drawn == "point":
             return Draft(shape, tokens, broken=self.broken)

@@ -44,11 +44,13 @@ class Grown(NamedTuple):
         draft: what the target verifies.
         shape: all that was drawn. The drafter was asked to ``expand`` rows of this forest.
         token: ``[M]`` the tokens of its nodes.
+        kept: those of the draft.
     """
 
     draft: Draft
     shape: Shape
     token: np.ndarray
+    kept: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +267,8 @@ class TreePlan:
         if self.budget is None:
             shape = forest(tuple(self._cut[max(0, min(depth, len(self._cut) - 1))] for depth in depths))
             growth = Growth(self.drawn, batch, shape, samplings, self.stop(batch))
-            return Grown(growth.grow(roots, expand), shape, growth.token)
+            draft = growth.grow(roots, expand)
+            return Grown(draft, shape, growth.token, growth.kept)
         keys, texts = [one.key for one in batch.sequences], [one.tokens for one in batch.sequences]
         best = BestFirst(
             self.budget, self.drawn, batch.draws, keys, samplings, [max(0, depth) for depth in depths], texts,
@@ -273,7 +276,8 @@ class TreePlan:
         )  # fmt: skip
         draft = best.grow(roots.logits, expand)
         every = Shape(len(keys), np.array(best.parent, dtype=np.int64)) if self.budget.rerank else draft.shape
-        return Grown(replace(draft, token=draft.token.to(batch.device)), every, np.array(best.token, dtype=np.int64))
+        drawn = np.array(best.token, dtype=np.int64)
+        return Grown(replace(draft, token=draft.token.to(batch.device)), every, drawn, best.kept)
 
     @cached_property
     def _cut(self) -> list[Shape]:

@@ -44,7 +44,7 @@ STUDIES = [
     "verifier_vs_temperature",
 ]  # fmt: skip
 """They are run by their own tests."""
-TRAIN = [f"train_{name}" for name in ("draft", "eagle1", "eagle3", "hydra", "medusa", "mtp", "pard")]
+TRAIN = [f"train_{name}" for name in ("draft", "eagle1", "eagle3", "hydra", "kangaroo", "medusa", "mtp", "pard")]
 """They are run by tests/train."""
 EXPERIMENTS = sorted([*RUNS, *TASKS, *STUDIES, "constraint_placement", "llama_cpp_peers", "stream", *TRAIN])
 GIVEN = {"target", "sampling", "seed", "proposer"}

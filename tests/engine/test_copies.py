@@ -16,6 +16,7 @@ from spec_lab.core.readback import Readback
 from spec_lab.engine import step as engine_step
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.commit import commit
+from spec_lab.engine.draft_pass import Sublayer
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import SequenceState
@@ -23,22 +24,32 @@ from spec_lab.engine.step import Parts
 from spec_lab.engine.study import Capture, choose_nothing, commit_nothing
 from spec_lab.models.block import BlockSettings, random_network
 from spec_lab.models.draft_layers import small_layer
+from spec_lab.models.kangaroo import KangarooSettings, random_kangaroo
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.block import BlockDrafter
 from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.early_exit import EarlyExit
 from spec_lab.propose.heads import Heads
+from spec_lab.propose.kangaroo import KangarooHead
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram
 from spec_lab.propose.pard import Pard
 from spec_lab.propose.pld_plus import PldPlus
+from spec_lab.propose.skip import Skip
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token, Traversal, choose
 from tests.tiny import VOCABULARY, tiny_model
 
 CHAIN, TREE = parse("1x1x1"), parse("2x2")
+ADAPTER = KangarooSettings(small_layer(32), 32, 1)
+
+
+def adapter(target):
+    network = random_kangaroo(ADAPTER, target.services, target.lm.device, target.lm.dtype)
+    return KangarooHead(network, target, 3)
 
 
 def target_on(device):
@@ -59,12 +70,18 @@ PROPOSERS = {
     "draft_best_first": lambda t: DraftModel(t.lm, 64, TreePlan((), "without", 1.0, budget=Budget(4, 2, 2, width=1))),
     "draft_confident": lambda t: DraftModel(t.lm, 64, TreePlan(CHAIN, confidence=0.001)),
     "pard": lambda t: Pard(t.lm, 64, VOCABULARY - 1, TreePlan(CHAIN)),
+    "early_exit": lambda t: EarlyExit(t.lm, 1, TreePlan(CHAIN)),
+    "kangaroo": lambda t: EarlyExit(t.lm, 1, TreePlan(CHAIN), adapter(t)),
+    "early_exit_best_first": lambda t: EarlyExit(t.lm, 1, TreePlan((), "point", budget=Budget(4, 2, 2, width=1))),
+    "skip": lambda t: Skip(t.lm, TreePlan(CHAIN), frozenset({Sublayer("attn", 1)})),
     "block": lambda t: BlockDrafter(random_network(MARKOV, t), t, TreePlan(TREE, "point")),
 }
 LEVELS = (
     dict.fromkeys(PROPOSERS, 0)
-    | dict.fromkeys(("draft_chain", "draft_confident", "pard"), 3)
-    | dict.fromkeys(("draft_points", "draft_without", "draft_gumbel", "draft_best_first", "block"), 2)
+    | dict.fromkeys(("draft_chain", "draft_confident", "pard", "early_exit", "kangaroo", "skip"), 3)
+    | dict.fromkeys(
+        ("draft_points", "draft_without", "draft_gumbel", "draft_best_first", "early_exit_best_first", "block"), 2
+    )
     | {"pld_plus": 1}
 )
 """The number of levels that each one's draft model computes; PLD+ compares hidden states once."""

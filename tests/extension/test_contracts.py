@@ -15,6 +15,7 @@ from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.draft_pass import Sublayer
 from spec_lab.engine.engine import Limits, fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.models.block import BlockSettings
@@ -22,6 +23,7 @@ from spec_lab.models.block import random_network as block_network
 from spec_lab.models.draft_layers import small_layer
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
 from spec_lab.models.hydra import HydraSettings, random_heads
+from spec_lab.models.kangaroo import KangarooSettings, random_kangaroo
 from spec_lab.models.mtp import MtpSettings, random_mtp
 from spec_lab.policy.adaptive import adapt
 from spec_lab.policy.depths import Heuristic
@@ -29,16 +31,22 @@ from spec_lab.policy.thresholds import Threshold
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.block import BlockDrafter
 from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.early_exit import EarlyExit
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.hydra import Hydra
+from spec_lab.propose.kangaroo import KangarooHead
 from spec_lab.propose.medusa import Medusa
+from spec_lab.propose.ngram import Ngram
 from spec_lab.propose.pard import Pard
 from spec_lab.propose.pld_plus import PldPlus
 from spec_lab.propose.retokenized import Retokenized, Tokens
+from spec_lab.propose.skip import Skip
+from spec_lab.propose.skip_search import SkipSearch
 from spec_lab.propose.stop_rules import AdaEdl
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
+from spec_lab.propose.union import Union
 from spec_lab.propose.vocabularies import SharedTokens
 from spec_lab.tasks.certify.instances import PIECES, Forking
 from spec_lab.tasks.certify.toy_models import PROMPT
@@ -201,6 +209,53 @@ def stopped(target):
     return adapt(eagle3_tree(target), Threshold(AdaEdl(), 0.4, adapt=True))
 
 
+def early_exit(target):
+    return EarlyExit(target.causal_lm, 1, TreePlan(parse("0 1 0.0"), "point"))
+
+
+def early_exit_tree(target):
+    return EarlyExit(target.causal_lm, 2, TreePlan(parse("0 1"), "without"))
+
+
+def early_exit_best_first(target):
+    return EarlyExit(target.causal_lm, 2, TreePlan(drawn="iid", budget=Budget(2, 2, 2, 1)))
+
+
+def kangaroo(target):
+    return adapted(target, TreePlan(parse("0 1 0.0"), "point"), layers=2)
+
+
+def kangaroo_tree(target):
+    return adapted(target, TreePlan(parse("0 1"), "without"))
+
+
+def kangaroo_confident(target):
+    return adapted(target, TreePlan(parse("0 0.0"), "iid", confidence=0.4))
+
+
+def adapted(target, plan, layers=1):
+    settings = KangarooSettings(small_layer(16), 16, 1, layers)
+    network = random_kangaroo(settings, target.services, target.lm.device, target.lm.dtype)
+    return EarlyExit(target.causal_lm, 1, plan, KangarooHead(network, target, plan.computed))
+
+
+def early_exit_union(target):
+    """Its nodes are renumbered among those of an n-gram proposer."""
+    return Union.load(target, {"ngram": Ngram(2, 2, 1), "early_exit": early_exit(target)})
+
+
+def skip(target):
+    """Without the attention of layer 1 and the MLP of layer 2."""
+    skipped = frozenset({Sublayer("attn", 1), Sublayer("mlp", 2)})
+    return Skip(target.causal_lm, TreePlan(parse("0 1 0.0"), "point"), skipped)
+
+
+def skip_searched(target):
+    """Each request finds which sublayer of layer 1 it skips."""
+    search = SkipSearch((Sublayer("attn", 1), Sublayer("mlp", 1)), 0.5, tries=3, every=1, window=4)
+    return Skip(target.causal_lm, TreePlan(parse("0 0.0"), "iid"), search, "request")
+
+
 PROPOSERS = {
     "features": features, "feature_trees": feature_trees, "recycling": recycling, "lookahead": lookahead,
     "union": union, "eagle1": eagle1, "eagle3": eagle3, "eagle3_tree": eagle3_tree,
@@ -209,6 +264,10 @@ PROPOSERS = {
     "mtp_tree": mtp_tree, "mtp_modules": mtp_modules,
     "pard": pard, "pard_tree": pard_tree, "block": block, "block_markov": block_markov,
     "pld_plus": pld_plus, "shared": shared, "shared_tree": shared_tree,
+    "early_exit": early_exit, "early_exit_tree": early_exit_tree, "early_exit_best_first": early_exit_best_first,
+    "early_exit_union": early_exit_union, "kangaroo": kangaroo, "kangaroo_tree": kangaroo_tree,
+    "kangaroo_confident": kangaroo_confident,
+    "skip": skip, "skip_searched": skip_searched,
     "adaptive": adaptive, "stopped": stopped,
 }  # fmt: skip
 
@@ -229,6 +288,8 @@ def constraints() -> dict[str, AppliedConstraint | None]:
 MANY = {  # some thousand outcomes
     ("feature_trees", "forks"), ("feature_trees", "backtracking"), ("feature_trees", "chunked prefill"),
     ("feature_trees", "preempted"), ("union", "forks"), ("mtp_modules", "forks"), ("mtp_modules", "chunked prefill"),
+    ("early_exit_best_first", "forks"), ("skip_searched", "forks"), ("skip_searched", "backtracking"),
+    ("skip_searched", "preempted"),
 }  # fmt: skip
 
 
@@ -258,7 +319,8 @@ def test_outputs_have_the_target_s_distribution(proposer, constraint, verifier):
 
 SAMPLED = (  # many more outcomes
     "features", "feature_trees", "union", "eagle3", "eagle3_tree", "hydra_prefix", "mtp_modules", "pard",
-    "block_markov", "shared",
+    "block_markov", "shared", "early_exit_tree", "early_exit_best_first", "skip_searched", "kangaroo_tree",
+    "kangaroo_confident",
 )  # fmt: skip
 
 LIMITS = {

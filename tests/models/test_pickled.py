@@ -18,9 +18,11 @@ from transformers import LlamaConfig, LlamaModel
 from spec_lab.cli.commands import command
 from spec_lab.models import pickled
 from spec_lab.models.eagle_files import read_eagle
+from spec_lab.models.kangaroo_files import read_kangaroo
 from spec_lab.models.pickled import convert_pickled, pickled_files
 from spec_lab.propose.heads import Heads
 from tests.propose.eagle_heads import eagle1, eagle3
+from tests.propose.kangaroo_adapters import adapter
 from tests.propose.medusa_heads import VICUNA, authors
 from tests.tiny import VOCABULARY, tiny_target
 
@@ -84,6 +86,8 @@ FILES = {
     ),
     "Medusa": ("medusa_lm_head.pt", halved(medusa())),
     "Medusa of two layers": ("medusa_lm_head.pt", medusa(2)),
+    "Kangaroo": ("pytorch_model.bin", halved(adapter(H, 2))),
+    "Kangaroo of two layers": ("pytorch_model.bin", adapter(H, None, layers=2)),
     "Hydra": ("hydra_lm_head.pt", hydra(prefix=True)),
     "Hydra mlp": ("hydra_lm_head.pt", hydra(prefix=False)),
     "Hydra not grounded": ("hydra_lm_head.pt", hydra(prefix=False, grounded=False)),
@@ -120,10 +124,13 @@ def test_the_tensors_and_the_config_of_published_files_are_kept(tmp_path, capsys
 def test_converted_heads_are_read(tmp_path):
     target = tiny_target(num_hidden_layers=4)
     for name, (file, (config, tensors)) in FILES.items():
-        if name.startswith(("EAGLE", "Medusa")):
+        if not name.startswith("Hydra"):
             out = tmp_path / f"{name} out"
             convert_pickled([saved(tmp_path / name, file, config, tensors)], out)
-            assert (Heads.read if name.startswith("Medusa") else read_eagle)(str(out), target).sha256
+            if name.startswith("Kangaroo"):
+                assert read_kangaroo(str(out), target, 2).sha256
+            else:
+                assert (Heads.read if name.startswith("Medusa") else read_eagle)(str(out), target).sha256
 
 
 def test_shards_are_joined(tmp_path):
@@ -232,7 +239,7 @@ W, LM = "1.0.linear.weight", "0.1.weight"
 VALUES = {
     "a list": (lambda: [torch.ones(2)], "holds list"),
     "a tensor": (lambda: torch.ones(2), "holds Tensor"),
-    "nothing": (dict, "no drafter of EAGLE, EAGLE-3, Medusa or Hydra ... none"),
+    "nothing": (dict, "no drafter of EAGLE, EAGLE-3, Medusa, Hydra or Kangaroo ... none"),
     "nested": (lambda: {"state_dict": authors(H, VOCABULARY)[1]}, "'state_dict' is dict"),
     "other values": (lambda: authors(H, VOCABULARY)[1] | {"epoch": 3}, "'epoch' is int"),
     "other keys": (lambda: {3: torch.ones(2)}, "is Tensor, not a tensor"),
@@ -254,6 +261,9 @@ VALUES = {
     ),
     "EAGLE-3 with offsets in floats": (
         lambda: eagle3(H, VOCABULARY, IDS)[1] | {"d2t": torch.ones(len(IDS))}, "'d2t' has the data type torch.float32",
+    ),
+    "Kangaroo without a norm": (
+        lambda: {k: t for k, t in adapter(H)[1].items() if k != "norm.weight"}, "Kangaroo ... norm.weight is missing",
     ),
     "Hydra without a block": (
         lambda: {k: t for k, t in hydra(False)[1].items() if "1.2.linear.weight" not in k}, "Hydra ... is missing",

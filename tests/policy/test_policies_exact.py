@@ -24,7 +24,7 @@ from spec_lab.propose.stop_rules import AdaEdl, Confidence, Svip
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.instances import LOOPS, QUICK
 from spec_lab.verify import Token, Traversal
-from tests.tasks.certify.test_exact import best_of, draft_model, require_exact
+from tests.tasks.certify.test_exact import best_of, draft_model, early_exit, require_exact
 
 COSTS = DraftCosts({1: {0: 1.0, 1: 1.1, 2: 1.3, 3: 1.6}})
 DEPTHS = tuple(Limit(depth) for depth in (1, 0, 2))
@@ -48,6 +48,7 @@ PROPOSERS = {
     "chain": draft_model("1x1", "iid"),
     "tree": draft_model("2x1", "without"),
     "best first": draft_model(drawn="iid", budget=Budget(3)),
+    "early exit": early_exit("2x1", "without"),
 }
 
 

@@ -1,7 +1,6 @@
 """Every recipe: its loss is that of what it writes, it learns, resumes, and its proposer drafts what it has learned."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from spec_lab.train.eagle import Eagle3Recipe
 from spec_lab.train.eagle1 import Eagle1Recipe
 from spec_lab.train.fit import FitPlan, fit
 from spec_lab.train.hydra import HydraRecipe
+from spec_lab.train.kangaroo import KangarooRecipe
 from spec_lab.train.medusa import MedusaRecipe
 from spec_lab.train.mtp import MtpRecipe
 from spec_lab.train.pard import PardRecipe
@@ -27,7 +27,7 @@ from spec_lab.train.record import record
 from spec_lab.train.texts import Texts
 from spec_lab.train.trainer import Plan, Trainer
 from tests import checkpoints
-from tests.oracles import eagle, hydra, medusa, mtp, pard
+from tests.oracles import eagle, hydra, kangaroo, medusa, mtp, pard
 from tests.propose.lab import COLD, WARM, decode, emitted, plain_greedy, requests
 from tests.tiny import COMMON, VOCABULARY, tiny_target
 from tests.train.texts import files, texts
@@ -43,6 +43,8 @@ RECIPES = {
     "hydra with identities": HydraRecipe(heads=3, identity_skip=True),
     "mtp": MtpRecipe(intermediate_size=24),
     "mtp of qwen": MtpRecipe(unrolls=2, layout="qwen", loss="reverse_kl"),
+    "kangaroo": KangarooRecipe(depth=3, exit_layer=1),
+    "kangaroo of two layers": KangarooRecipe(depth=2, exit_layer=1, layers=2, loss="tv"),
     "draft": DraftRecipe(depth=3, hidden_size=16, layers=2, heads=2, intermediate_size=24, tied=False),
     "pard": PardRecipe(depth=3, decay=0.5, hidden_size=16, layers=2, heads=2, intermediate_size=24),
 }
@@ -63,7 +65,7 @@ def target(tmp_path_factory):
 
 def begun(recipe, target, folder):
     """A drafter in float64 with random weights that bfloat16 represents, and its loss."""
-    found = recipe.begin(target, files(target, folder / "texts"), 0)
+    found = recipe.begin(target, files(target, folder / "texts", states=recipe.states(target)), 0)
     found.module.double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -93,6 +95,10 @@ def drafted(name, w, target, ids, hidden, column, depth):
     """The logits ``[V]`` at each draft position of a chain after a column, by the oracles."""
     e, head = embedding(target), lm_head(target)
     known = hidden[: column + 1]
+    if name.startswith("kangaroo"):  # which reads exit states of the same tokens, as the target computes them
+        known = hidden[: column + 2, : len(head[0])]
+        yield head @ kangaroo.adapter(w, known, SIZES)[-1]
+        return
     for k in range(depth):
         after = ids[column + 1 : column + 2 + k]
         if name.startswith("eagle1"):
@@ -135,12 +141,12 @@ def test_the_estimate_is_that_of_the_written_drafter(name, target, tmp_path):
     recipe = RECIPES[name]
     found = begun(recipe, target, tmp_path)
     found.module.eval()
-    text = texts(target)
+    text = texts(target, states=recipe.states(target))
     with torch.no_grad():
         loss, measured = found.objective(text)
     w = published(recipe, found.module, target, tmp_path)
     assert len(measured) == recipe.depth
-    same = name == "draft"  # whose rows do not depend on the draft position
+    same = name.startswith(("draft", "kangaroo"))  # whose rows do not depend on the draft position
     for k, one in enumerate(measured):
         rows = []
         for row, (ids, hidden) in enumerate(zip(text.ids, text.hidden, strict=True)):
@@ -148,14 +154,14 @@ def test_the_estimate_is_that_of_the_written_drafter(name, target, tmp_path):
                 token = column + 2 + (0 if same else k)
                 if not text.first[row] <= token < text.length[row]:
                     continue
-                p = (lm_head(target) @ hidden[token - 1]).softmax(-1)
+                p = (lm_head(target) @ hidden[token - 1, -len(lm_head(target)[0]) :]).softmax(-1)
                 q = list(drafted(name, w, target, ids, hidden, column, 1 if same else k + 1))[-1].softmax(-1)
                 accepted = p[q.argmax()] if name.startswith("medusa") else torch.minimum(p, q).sum()
                 rows.append([divergence(recipe.loss, p, q), accepted, p.argmax() == q.argmax()])
         expected = torch.tensor(rows, dtype=torch.float64).mean(0)
         direct = torch.tensor([float(one.loss), one.accepted, one.agreed], dtype=torch.float64)
         torch.testing.assert_close(direct, expected, rtol=1e-4, atol=1e-5)
-    if not name.startswith(("eagle1", "draft")):
+    if not name.startswith(("eagle1", "draft", "kangaroo")):
         total = sum(recipe.decay**k * float(one.loss) for k, one in enumerate(measured))
         assert float(loss) == pytest.approx(total, rel=1e-5)
 
@@ -163,7 +169,7 @@ def test_the_estimate_is_that_of_the_written_drafter(name, target, tmp_path):
 @every_recipe
 def test_every_trained_weight_has_a_gradient_and_the_target_s_have_none(name, target, tmp_path):
     found = begun(RECIPES[name], target, tmp_path)
-    loss, measured = found.objective(texts(target))
+    loss, measured = found.objective(texts(target, states=RECIPES[name].states(target)))
     loss.backward()
     assert [one for one, p in found.module.named_parameters() if p.grad is None or not bool(p.grad.any())] == []
     assert all(p.grad is None and not p.requires_grad for p in target.causal_lm.model.parameters())
@@ -173,7 +179,7 @@ def test_every_trained_weight_has_a_gradient_and_the_target_s_have_none(name, ta
 @every_recipe
 def test_texts_shorter_than_a_chain_are_no_error(name, target, tmp_path):
     found = begun(RECIPES[name], target, tmp_path)
-    loss, measured = found.objective(texts(target, length=3, first=(1, 1)))
+    loss, measured = found.objective(texts(target, length=3, first=(1, 1), states=RECIPES[name].states(target)))
     loss.backward()
     assert torch.isfinite(loss) and len(measured) == RECIPES[name].depth
 
@@ -181,7 +187,8 @@ def test_texts_shorter_than_a_chain_are_no_error(name, target, tmp_path):
 @pytest.mark.one_in(2)
 @every_recipe
 def test_a_training_learns_resumes_to_the_same_weights_and_its_proposer_drafts(name, target, tmp_path):
-    recipe, paths = RECIPES[name], files(target, tmp_path / "texts")
+    recipe = RECIPES[name]
+    paths = files(target, tmp_path / "texts", states=recipe.states(target))
     plan = FitPlan(6, rows=4, part=2, warmup=2, every=1, plan=Plan(muon_rate=2e-2, adamw_rate=1e-2, weight_decay=0.0))
 
     def trained(folder, stop_after=None):
@@ -219,6 +226,8 @@ def test_a_training_learns_resumes_to_the_same_weights_and_its_proposer_drafts(n
         (lambda: MtpRecipe(unrolls=None), "task.recipe.unrolls"),
         (lambda: Eagle1Recipe(noise=-1), "task.recipe.noise"),
         (lambda: Eagle1Recipe(bias="no"), "task.recipe.bias"),
+        (lambda: KangarooRecipe(exit_layer=0), "task.recipe.exit_layer"),
+        (lambda: KangarooRecipe(layers=None), "task.recipe.layers"),
         (lambda: DraftRecipe(hidden_size=30, heads=4), "task.recipe.hidden_size"),
         (lambda: PardRecipe(depth=0), "task.recipe.depth"),
         (lambda: PardRecipe(heads=3), "task.recipe.hidden_size"),
@@ -273,6 +282,7 @@ SHORT = {
     "medusa": ["task.recipe.heads=2"],
     "hydra": ["task.recipe.heads=2"],
     "mtp": ["task.recipe.unrolls=2"],
+    "kangaroo": ["task.recipe.depth=2", "task.recipe.exit_layer=1"],
     "draft": ["task.recipe.depth=2", "task.recipe.hidden_size=16", "task.recipe.heads=2"],
     "pard": ["task.recipe.depth=2", "task.recipe.hidden_size=16", "task.recipe.heads=2"],
 }
@@ -383,9 +393,7 @@ class NamedDevices(TorchFunctionMode):
 @pytest.mark.parametrize("name", [*RECIPES, "eagle3"])
 def test_losses_are_computed_where_the_target_is(name, target, tmp_path):
     recipe = Eagle3Recipe(2, draft_vocab_size=20) if name == "eagle3" else RECIPES[name]
-    found, text = begun(recipe, target, tmp_path), texts(target)
-    if name == "eagle3":
-        text = replace(text, hidden=text.hidden.repeat(1, 1, 4))
+    found, text = begun(recipe, target, tmp_path), texts(target, states=recipe.states(target))
     with NamedDevices():
         found.objective(text)
 
@@ -447,6 +455,7 @@ def short(tmp_path, *more):
         ("draft", "task.passes=0.1", "task.passes"),
         ("eagle3", "task.recipe.heads=3", "task.recipe.heads"),
         ("mtp", "task.recipe.heads=32", "task.recipe.heads"),
+        ("kangaroo", "task.recipe.exit_layer=2", "task.recipe.exit_layer"),
         ("eagle3", "task.recipe.from_target=true task.recipe.heads=2", "from_target"),
     ],
 )
@@ -509,7 +518,7 @@ def test_a_packed_target_gives_the_same_loss_and_gradients(name, tmp_path):
     folder = str(checkpoints.checkpoint(tmp_path / "target"))
     packed, plain = (Target.load(folder, dtype="float32") for _ in "12")
     assert unpack(plain.causal_lm.model)
-    paths, found = files(plain, tmp_path / "texts"), []
+    paths, found = files(plain, tmp_path / "texts", states=RECIPES[name].states(plain)), []
     for target in (packed, plain):
         own = RECIPES[name].begin(target, paths, 0)
         loss = own.objective(Texts.read(paths[0]))[0]

@@ -28,7 +28,7 @@ PROPOSERS = {
     "eagle": "#500a8c", "eagle3": "#c478f5", "hydra": "#a5b800", "mtp": "#10bb58", "pard": "#f0309a",
     "block": "#12306a", "suffix": "#6b4226", "sam": "#b5843c", "rest": "#d9c27a", "recycling": "#00a0a0",
     "jacobi": "#5f8f8f", "lookahead": "#7ad0d0", "pld_plus": "#8fc31f", "union": "#d00000", "best_of": "#ff7f50",
-    "cascade": "#8a2be2",
+    "cascade": "#8a2be2", "early_exit": "#006d5b", "kangaroo": "#c04a00", "skip": "#9e5f8a",
 }  # fmt: skip
 """Fixed colours of the bundled proposers, by the name in their records or of their config."""
 

@@ -5,7 +5,7 @@ texts of its length is its tokens read as digits in base V, the first one highes
 arrays ``[V ** length, V]``.
 
 ``table_models`` puts the tables behind the interface of a causal LM, so that the engine's own prefill, KV cache,
-attention mask and forward run on them. Its one attention layer attends to all visible tokens equally. A token after the
+attention mask and forward run on them. Each attention layer attends to all visible tokens equally. A token after the
 prompt contributes itself times a power of V, so that the sum over the visible tokens is the number of the text, whose
 row is looked up. A row that attends to one token too many, too few or at a wrong position gets the probabilities of
 another text.
@@ -133,11 +133,16 @@ def warped(toy: ToyModel, lengths: int, sampling: Sampling, prompt: Sequence[int
 # As causal LMs -------------------------------------------------------------------------------------------------------
 
 
-class Body(nn.Module):
-    """From tokens to hidden states, which are the logits of the table: their width is V.
+class Counting(nn.Module):
+    """A layer: it adds the logits after a row's text to its input, and subtracts those of the layer below.
+
+    So its output is right only where its input is the layer below's output for the same text. Without its ``mlp`` it
+    returns its input.
 
     Args:
+        number: of the layer.
         tables: logits after every text of each length, ``[V ** length, V]``.
+        below: those of the layer below; None for none.
         prompt: number of prompt tokens, which have no influence.
     """
 
@@ -145,44 +150,100 @@ class Body(nn.Module):
     first: Tensor  # [lengths], where the rows of each length begin
     power: Tensor  # [lengths]
 
-    def __init__(self, tables: Sequence[np.ndarray], prompt: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        number: int,
+        tables: Sequence[np.ndarray],
+        below: Sequence[np.ndarray] | None,
+        prompt: int,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         v = tables[0].shape[1]
-        # Here the first token is the lowest digit, so that a token's contribution does not depend on what follows.
-        turned = [t.reshape((v,) * k + (v,)).transpose(*reversed(range(k)), k) for k, t in enumerate(tables)]
         sizes = np.cumsum([0] + [len(table) for table in tables[:-1]])
-        self.register_buffer("table", torch.from_numpy(np.concatenate([t.reshape(-1, v) for t in turned])).to(dtype))
+        self.number, self.prompt = number, prompt
+        self.register_buffer("table", _turned(tables, dtype))
+        self.below = None if below is None else _turned(below, dtype)
         self.register_buffer("first", torch.from_numpy(sizes))
         self.register_buffer("power", torch.tensor([v**k for k in range(len(tables))]))
-        self.prompt = prompt
+        self.mlp = nn.Identity()
 
-    def forward(self, token: Tensor, position: Tensor, pack: Pack | None, mask: Tensor | None) -> tuple[Tensor]:
-        """Return hidden states ``[1, N, V]`` of tokens and positions ``[1, N]``."""
+    def forward(
+        self, hidden: Tensor, token: Tensor, position: Tensor, pack: Pack | None, mask: Tensor | None
+    ) -> Tensor:
+        """``[1, N, V]`` -> ``[1, N, V]``; tokens and positions are ``[1, N]``."""
         place = position - self.prompt
         share = torch.where(place >= 0, token * self.power[place.clamp_min(0)], 0)
         value = share.to(self.table.dtype)[:, None, :, None]  # [1, heads 1, N, dim 1]
         query = key = torch.zeros_like(value)
-        read: Any = (key, value) if pack is None else pack.update(key, value, 0)
+        read: Any = (key, value) if pack is None else pack.update(key, value, self.number)
         mean, _ = cell_attention(self, query, read[0], read[1], mask, 1.0)
         number = (mean[..., 0, 0] * (position + 1)).round().long()  # position + 1 tokens are visible to a row
         row = torch.where(place < 0, 0, self.first[(place + 1).clamp_min(0)] + number)
-        return (self.table[row],)
+        output = (hidden if self.below is None else hidden - self.below[row]) + self.table[row]
+        return torch.where(self.mlp(torch.ones_like(hidden)) > 0, output, hidden)
+
+
+def _turned(tables: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:  # [sum of V ** k, V]
+    """All tables, with the first token of a text as the lowest digit of its number.
+
+    So a token's contribution to the number does not depend on what follows.
+    """
+    v = tables[0].shape[1]
+    turned = [t.reshape((v,) * k + (v,)).transpose(*reversed(range(k)), k) for k, t in enumerate(tables)]
+    return torch.from_numpy(np.concatenate([t.reshape(-1, v) for t in turned])).to(dtype)
+
+
+class Body(nn.Module):
+    """From tokens to hidden states, which are the logits of a table: their width is V.
+
+    Args:
+        layers: each layer's logits, as of ``Counting``.
+        prompt: number of prompt tokens.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[np.ndarray]], prompt: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        below: list[Sequence[np.ndarray] | None] = [None, *layers[:-1]]
+        self.layers = nn.ModuleList(
+            Counting(number, own, other, prompt, dtype)
+            for number, (own, other) in enumerate(zip(layers, below, strict=True))
+        )
+        self.width, self.dtype = layers[0][0].shape[1], dtype
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Pack | None = None,
+        use_cache: bool = True,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return hidden states ``[1, N, V]`` of tokens and positions ``[1, N]``, and each layer's output."""
+        hidden, states = torch.zeros(*input_ids.shape, self.width, dtype=self.dtype), []
+        for layer in self.layers:
+            hidden = layer(hidden, input_ids, position_ids, past_key_values, attention_mask)
+            states.append(hidden)
+        return hidden, states
 
 
 class Table(nn.Module):
-    """A causal LM with the interface of transformers around ``Body``; the unembedding is the identity."""
+    """A causal LM with the interface of transformers around ``Body``; the unembedding is the identity.
 
-    def __init__(self, tables: Sequence[np.ndarray], prompt: int, dtype: torch.dtype) -> None:
+    Arguments as of ``Body``.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[np.ndarray]], prompt: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.base_model = Body(tables, prompt, dtype)
-        v = tables[0].shape[1]
+        self.base_model = Body(layers, prompt, dtype)
+        v = layers[0][0].shape[1]
         self.lm_head = nn.Linear(v, v, bias=False, dtype=dtype)
         self.embed = nn.Embedding(v, v, dtype=dtype)
         with torch.no_grad():
             self.lm_head.weight.copy_(torch.eye(v))
             self.embed.weight.copy_(torch.eye(v))
         self.config = SimpleNamespace(
-            _attn_implementation="", model_type="table", eos_token_id=None, num_hidden_layers=1
+            _attn_implementation="", model_type="table", eos_token_id=None, num_hidden_layers=len(layers)
         )
         self.dtype, self.device = dtype, torch.device("cpu")
 
@@ -212,11 +273,11 @@ class Table(nn.Module):
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool = False,
     ) -> SimpleNamespace:
-        """Return logits ``[1, n, V]`` of the rows to keep; hidden state 0 is the embedding, 1 the body's."""
+        """Return logits ``[1, n, V]`` of the rows to keep; hidden state 0 is the embedding, then come the layers'."""
         position = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
-        (hidden,) = self.base_model(input_ids, position, past_key_values, attention_mask)
+        hidden, outputs = self.base_model(input_ids, position, attention_mask, past_key_values)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
-        states = (self.embed(input_ids), hidden) if output_hidden_states else None
+        states = (self.embed(input_ids), *outputs) if output_hidden_states else None
         return SimpleNamespace(
             logits=self.lm_head(hidden if isinstance(keep, int) else hidden[:, keep]), hidden_states=states
         )
@@ -225,7 +286,11 @@ class Table(nn.Module):
 def table_models(
     toy: ToyModel, length: int, prompt: Sequence[int] = PROMPT, dtype: torch.dtype = torch.float64
 ) -> tuple[Target, CausalLM]:
-    """Return the toy's target and draft model, for texts of up to ``length`` tokens after the prompt."""
+    """Return the toy's target and draft model, for texts of up to ``length`` tokens after the prompt.
+
+    The target has two layers; after the first one its logits are the draft model's.
+    """
     tables = [toy.probabilities(k) for k in range(length + 1)]
-    lms = [CausalLM(Table([logits(pair[side]) for pair in tables], len(prompt), dtype).eval()) for side in (0, 1)]
+    p, q = ([logits(pair[side]) for pair in tables] for side in (0, 1))
+    lms = [CausalLM(Table(layers, len(prompt), dtype).eval()) for layers in ([q, p], [q])]
     return Target(lms[0], None, "table", len(prompt) + length, "", 0.0), lms[1]

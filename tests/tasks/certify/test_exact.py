@@ -12,12 +12,14 @@ from omegaconf import OmegaConf
 from spec_lab.cli.main import conf
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Purpose
+from spec_lab.engine.draft_pass import Sublayer
 from spec_lab.engine.step import Parts
 from spec_lab.models.block import BlockSettings
 from spec_lab.models.block import random_network as block_network
 from spec_lab.models.draft_layers import small_layer
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
 from spec_lab.models.hydra import HydraSettings, random_heads
+from spec_lab.models.kangaroo import KangarooSettings, random_kangaroo
 from spec_lab.models.mtp import MtpSettings, random_mtp
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
@@ -26,16 +28,19 @@ from spec_lab.propose.best_of import BestOf
 from spec_lab.propose.block import BlockDrafter
 from spec_lab.propose.cascade import DraftCascade
 from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.early_exit import EarlyExit
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.hydra import Hydra
 from spec_lab.propose.jacobi import Jacobi
+from spec_lab.propose.kangaroo import KangarooHead
 from spec_lab.propose.lookahead import Lookahead
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.pard import Pard
 from spec_lab.propose.pld_plus import PldPlus
 from spec_lab.propose.recycling import Recycling
+from spec_lab.propose.skip import Skip
 from spec_lab.propose.suffix import Suffix
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
@@ -102,6 +107,22 @@ def pard(tree, drawn):
     return Pard(DRAFT, TARGET.context, 3, TreePlan(parse(tree), drawn))
 
 
+def early_exit(tree="1x1", drawn="iid", **options):
+    return EarlyExit(TARGET.causal_lm, 1, TreePlan(parse(tree), drawn, **options))
+
+
+def kangaroo(tree="1x1", drawn="iid", **options):
+    network = random_kangaroo(
+        KangarooSettings(small_layer(4), 4, 1), TARGET.services, TARGET.lm.device, TARGET.lm.dtype
+    )
+    plan = TreePlan(parse(tree), drawn, **options)
+    return EarlyExit(TARGET.causal_lm, 1, plan, KangarooHead(network, TARGET, plan.computed))
+
+
+def skip(tree="1x1", drawn="iid", **options):
+    return Skip(TARGET.causal_lm, TreePlan(parse(tree), drawn, **options), frozenset({Sublayer("mlp", 1)}))
+
+
 PROPOSERS = {
     "none": Null(),
     "chain": draft_model(),
@@ -138,6 +159,20 @@ PROPOSERS = {
     "PARD chain": pard("1x1", "iid"),
     "PARD tree without": pard("2x1", "without"),
     "PARD tree point": pard("2x1", "point"),
+    "early exit, chain": early_exit(),
+    "early exit, chain, confident": early_exit(confidence=0.6),
+    "early exit, tree iid": early_exit("2x1"),
+    "early exit, tree without": early_exit("2x1", "without"),
+    "early exit, tree point": early_exit("2x1", "point"),
+    "early exit, best first": early_exit(drawn="iid", budget=Budget(3)),
+    "early exit, reranked": early_exit(drawn="point", budget=Budget(3, depth=3, rerank=True)),
+    "Kangaroo chain, confident": kangaroo(confidence=0.4),
+    "Kangaroo tree": kangaroo("2x1", "without"),
+    "Kangaroo, reranked": kangaroo(drawn="point", budget=Budget(3, depth=3, rerank=True)),
+    "union with an early exit": union(Ngram(2, 2, 1), early_exit("2x1", "without")),
+    "skipped MLP, chain": skip(),
+    "skipped MLP, tree without": skip("2x1", "without"),
+    "skipped MLP, best first": skip(drawn="point", budget=Budget(3)),
     "n-gram chain": Ngram(3, 3, 1),
     "n-gram chain from the first match": Ngram(2, 2, 1, "first"),
     "n-gram tree": NgramTree(5, 3, 3, 1),
@@ -205,11 +240,11 @@ def test_every_proposer_is_enumerated_with_its_own_code(name):
 
 
 def factory(proposer):
-    """What configs name: drafters of features have one class and several networks."""
+    """What configs name: drafters of features, and early exits with a head, have one class and several networks."""
     kind = type(proposer)
     return (
         f"spec_lab.propose.{proposer.name}.load"
-        if kind is FeatureDrafter
+        if kind is FeatureDrafter or getattr(proposer, "head", None) is not None
         else f"{kind.__module__}.{kind.__name__}.load"
     )
 

@@ -1,0 +1,154 @@
+"""The self-check of ranges of layers, for proposers that draft with the target's own layers."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.core.draft import Draft, chain, forest, tree
+from spec_lab.core.options import whole
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.draft_pass import Route, Sublayer
+from spec_lab.models.support import TOLERANCE, Unsupported
+from spec_lab.models.target import Target
+
+FOREST = forest((tree(((0,), (1,), (0, 0), (0, 1), (0, 0, 0))), chain(2)))
+PENDING = (5, 3)
+
+
+def with_layer_ranges(target: Target, proposer: str) -> CausalLM:
+    """Return the target's runner, which runs ranges of layers.
+
+    Args:
+        target: the target.
+        proposer: which requires them, for messages.
+
+    Raises:
+        Unsupported: it does not.
+    """
+    lm = target.causal_lm
+    if lm.why_no_layer_ranges:
+        raise Unsupported(
+            f"proposer '{proposer}' runs some of the target's layers, which target '{target.name}' cannot: "
+            f"{lm.why_no_layer_ranges}"
+        )
+    return lm
+
+
+def layers_of(lm: CausalLM, layers: int | None) -> int:
+    """Return after how many layers to exit, from 1 to one less than there are; None: after a quarter of them.
+
+    Raises:
+        ValueError: another value.
+    """
+    if lm.layers < 2:
+        raise Unsupported("the target has a single layer, so that no layer is left to verify an early exit")
+    if layers is None:
+        return max(1, lm.layers // 4)
+    return whole("proposer.layers", layers, most=lm.layers - 1)
+
+
+@torch.inference_mode()
+def check_exit(lm: CausalLM, end: int, kind: str) -> float:
+    """Compare forwards that continue from a draft pass with forwards that compute everything.
+
+    Args:
+        lm: computes both.
+        end: the layer after which the draft pass exits.
+        kind: of the model, for messages.
+
+    Returns:
+        The largest difference of a logit, in standard deviations.
+
+    Raises:
+        Unsupported: it exceeds the tolerance of the model's dtype, or the model raises an error.
+    """
+    try:
+        error = _exit_error(lm, end)
+    except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as failure:
+        raise Unsupported(
+            f"model type '{kind}' cannot continue after {end} layers ({type(failure).__name__}: {failure})"
+        ) from failure
+    allowed = TOLERANCE[lm.dtype]
+    if not error <= allowed:
+        raise Unsupported(
+            f"model type '{kind}' continues wrongly after {end} layers: its logits differ from those of a whole "
+            f"forward by {error:.2g} standard deviations, allowed are {allowed:g} in {lm.dtype}"
+        )
+    return error
+
+
+def _exit_error(lm: CausalLM, end: int) -> float:
+    generator = np.random.default_rng(0)
+    pending = [generator.integers(0, lm.vocabulary, count).tolist() for count in PENDING]
+    token = generator.integers(0, lm.vocabulary, FOREST.nodes)
+    draft, timed = Draft(FOREST, torch.from_numpy(token).to(lm.device)), lm.clock.phase("propose_forward")
+    whole_ones, parts = [lm.open() for _ in pending], [lm.open() for _ in pending]
+    try:
+        wanted = lm.run(lm.prepare(whole_ones, pending, draft)).logits.clone()
+        early = lm.draft_pass(Route(0, end))
+        early.forward(parts, pending, timed)
+        rows = np.flatnonzero(FOREST.depth == 1)
+        early.extend(parts, FOREST, rows, token[rows - FOREST.roots], timed)
+        early.finish(draft.token, token)
+        return _difference(lm.run(lm.prepare(parts, pending, draft)).logits, wanted)
+    finally:
+        for one in (*whole_ones, *parts):
+            one.close()
+        lm.clock.take()
+
+
+def _difference(found: Tensor, wanted: Tensor) -> float:
+    error = float(((found.double() - wanted.double()).abs().amax(-1) / wanted.double().std(-1)).max())
+    return error if np.isfinite(error) else float("inf")
+
+
+@torch.inference_mode()
+def check_skipping(lm: CausalLM, skipped: frozenset[Sublayer], kind: str) -> None:
+    """Check that a draft pass without any skipped sublayer has the logits of a forward, and that one with some runs.
+
+    Args:
+        lm: computes both.
+        skipped: some sublayers.
+        kind: of the model, for messages.
+
+    Raises:
+        Unsupported: the logits differ by more than the tolerance of the model's dtype, or the model raises an error.
+    """
+    try:
+        error = _skip_error(lm, skipped)
+    except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as failure:
+        raise Unsupported(
+            f"model type '{kind}' cannot skip sublayers ({type(failure).__name__}: {failure})"
+        ) from failure
+    allowed = TOLERANCE[lm.dtype]
+    if not error <= allowed:
+        raise Unsupported(
+            f"model type '{kind}' drafts wrongly on its own KV cache: without skipped sublayers its logits differ from "
+            f"those of a forward by {error:.2g} standard deviations, allowed are {allowed:g} in {lm.dtype}"
+        )
+
+
+def _skip_error(lm: CausalLM, skipped: frozenset[Sublayer]) -> float:
+    generator = np.random.default_rng(0)
+    pending = [generator.integers(0, lm.vocabulary, count).tolist() for count in PENDING]
+    token = generator.integers(0, lm.vocabulary, FOREST.nodes)
+    draft, timed = Draft(FOREST, torch.from_numpy(token).to(lm.device)), lm.clock.phase("propose_forward")
+    wholes, parts = [lm.open() for _ in pending], [lm.open() for _ in pending]
+    rows, error = np.flatnonzero(FOREST.depth == 1), 0.0
+    try:
+        wanted = lm.run(lm.prepare(wholes, pending, draft)).logits.clone()
+        for left_out in (frozenset[Sublayer](), skipped):
+            one = lm.draft_pass(Route(skipped=left_out))
+            roots = one.forward(parts, pending, timed).logits
+            nodes = one.extend(parts, FOREST, rows, token[rows - FOREST.roots], timed).logits
+            one.drop()
+            if not left_out and roots is not None and nodes is not None:
+                index = torch.from_numpy(np.concatenate([np.arange(FOREST.roots), rows])).to(lm.device)
+                error = _difference(torch.cat([roots, nodes]), wanted.index_select(0, index))
+        return error
+    finally:
+        for kv in (*wholes, *parts):
+            kv.close()
+        lm.clock.take()

@@ -1,0 +1,262 @@
+"""The target drafts without some of its attention and MLP sublayers.
+
+Sources: Draft&Verify (2309.08168) and SWIFT (2410.06916). The draft reads the target's keys and values of committed
+tokens. Those of pending tokens and of nodes are the draft's own, and are dropped at the end of each draft. Which
+sublayers are skipped is given, or found while requests are decoded (``skip_search``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.inference import inference
+from spec_lab.core.options import one_of, share, whole
+from spec_lab.core.probabilities import Sampling
+from spec_lab.engine.draft_pass import DraftPass, Route, RunsLayerRanges, Sublayer
+from spec_lab.engine.proposer import Lifecycle, Requires
+from spec_lab.engine.request import Request
+from spec_lab.engine.runner import DraftRunner
+from spec_lab.engine.sequence import Batch, SequenceState
+from spec_lab.models.layer_checks import check_skipping, with_layer_ranges
+from spec_lab.models.target import Target
+from spec_lab.propose.expansion import Computed, RowLogits
+from spec_lab.propose.skip_search import SkipSearch, Try, parse_sublayers, write_sublayers
+from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+from spec_lab.propose.trees import Choices
+
+
+@dataclass(eq=False)
+class Tried:
+    """The sets that were scored for a sequence, or with scope "run" for all.
+
+    Args:
+        tries: in order.
+        last: the length of the sequence's text at the last try.
+    """
+
+    tries: list[Try] = field(default_factory=list)
+    last: int = 0
+
+
+class Skip(Lifecycle):
+    """Drafts with all layers of the target but some sublayers.
+
+    A sequence with more pending tokens than the runner computes in one forward, such as a long prompt, gets no draft.
+
+    Args:
+        lm: the target's runner.
+        plan: the trees, and how their tokens are drawn.
+        skipped: the sublayers, or how they are searched.
+        scope: of a search: "run": all requests share what was found, as published; "request": each searches alone.
+    """
+
+    def __init__(
+        self, lm: RunsLayerRanges, plan: TreePlan, skipped: frozenset[Sublayer] | SkipSearch, scope: str = "run"
+    ) -> None:
+        self.lm, self.plan, self.skipped, self.scope = lm, plan, skipped, scope
+        self.name = "skip"
+        self.drawn: Drawn = plan.drawn
+        self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
+        self.requires = Requires(abilities=frozenset({"layer_ranges"}))
+        self._shared = Tried()
+
+    @staticmethod
+    def load(
+        target: Target,
+        skipped: str | None = None,
+        ratio: float = 0.45,
+        tries: int = 64,
+        enough: float = 0.93,
+        every: int = 8,
+        window: int = 50,
+        scope: str = "run",
+        **options: Unpack[TreeOptions],
+    ) -> Skip:
+        """Choose the sublayers, or how they are searched, and check that the target runs without them.
+
+        Args:
+            target: drafts and verifies.
+            skipped: the sublayers, such as "attn 2 3 mlp 4"; None searches among all but those of the first and the
+                last layer.
+            ratio, tries, enough, every, window: of the search, as of ``SkipSearch``.
+            scope: see the class.
+            options: of the trees.
+
+        Raises:
+            ValueError: a wrong option; a tree wider than the vocabulary.
+            Unsupported: a target that cannot run without these sublayers.
+        """
+        plan = TreePlan.read(**options)
+        ratio = share("proposer.ratio", ratio)
+        search = {
+            "tries": whole("proposer.tries", tries), "every": whole("proposer.every", every),
+            "window": whole("proposer.window", window), "enough": share("proposer.enough", enough),
+        }  # fmt: skip
+        one_of("proposer.scope", scope, ("run", "request"))
+        lm = with_layer_ranges(target, "skip")
+        plan.check_width(target.vocabulary)
+        inner = tuple(sorted((one for one in lm.sublayers if 0 < one.layer < lm.layers - 1), key=_order))
+        if skipped is None:
+            if not 0 < ratio < 1:
+                raise ValueError(f"proposer.ratio must lie between 0 and 1, both excluded (got {ratio})")
+            if not inner:
+                raise ValueError(
+                    f"proposer 'skip' finds no sublayer that it may skip in target '{target.name}' of {lm.layers} "
+                    "layers, of which the first and the last are kept: choose another proposer"
+                )
+            chosen: frozenset[Sublayer] | SkipSearch = SkipSearch(inner, ratio, **search)  # type: ignore[arg-type]
+        else:
+            chosen = parse_sublayers(skipped)
+            if wrong := chosen - lm.sublayers:
+                raise ValueError(
+                    f"proposer.skipped: the target cannot skip {write_sublayers(wrong)}; it can skip "
+                    f"{write_sublayers(lm.sublayers) or 'nothing'}"
+                )
+            if chosen == lm.sublayers:
+                raise ValueError("proposer.skipped must leave some sublayers (got all of the target's)")
+        check_skipping(
+            lm, chosen.candidate(()) if isinstance(chosen, SkipSearch) else chosen, lm.model.config.model_type
+        )
+        return Skip(lm, plan, chosen, scope)
+
+    @property
+    def why_not_stopped(self) -> str:
+        """See ``StopsEarly``."""
+        return self.plan.why_not_stopped
+
+    @property
+    def shared_store(self) -> str:
+        """See ``LearnsAcrossRequests``."""
+        shared = isinstance(self.skipped, SkipSearch) and self.scope == "run"
+        return "which sublayers the draft skips, found with the texts of all requests" if shared else ""
+
+    def forget(self) -> None:
+        """Begin the shared search anew."""
+        self._shared = Tried()
+
+    def check_sampling(self, request: Sampling) -> None:
+        """See ``TreePlan.check_sampling``."""
+        self.plan.check_sampling(request)
+
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Skip:
+        """The same proposer without the MLP of the toy's last layer. See ``CertifiableProposer``."""
+        lm = target.causal_lm
+        return Skip(lm, self.plan.toy(tree), frozenset({Sublayer("mlp", lm.layers - 1)}))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        if not isinstance(self.skipped, SkipSearch):
+            return self.plan.facts | {"skipped": write_sublayers(self.skipped)}
+        own = self.skipped
+        return self.plan.facts | {
+            "skipped": "searched", "ratio": own.ratio, "tries": own.tries, "enough": own.enough, "every": own.every,
+            "window": own.window, "scope": self.scope,
+        }  # fmt: skip
+
+    def init(self, request: Request) -> Tried:
+        """Nothing is tried yet."""
+        return Tried()
+
+    def fork(self, state: Tried) -> Tried:
+        """The same tries."""
+        return Tried(list(state.tries), state.last)
+
+    def rewind(self, state: Tried, length: int) -> None:
+        """Forget the tries on text that was removed."""
+        state.tries = [one for one in state.tries if one.end <= length]
+        state.last = min(state.last, length)
+
+    @inference
+    def propose(self, batch: Batch) -> Draft:
+        """SkipSearch on, and draft without the sublayers that were found so far."""
+        timed = batch.clock.phase("propose_forward")
+        pending = [one.pending for one in batch.sequences]
+        depths = [
+            max(0, min(room, self.plan.depth)) if len(own) <= self.lm.most_pending else 0
+            for room, own in zip(batch.room(), pending, strict=True)
+        ]
+        groups: dict[frozenset[Sublayer], list[int]] = {}
+        for tree, (one, depth) in enumerate(zip(batch.sequences, depths, strict=True)):
+            if depth:
+                groups.setdefault(self._choose(one, batch), []).append(tree)
+        passes = {skipped: self.lm.draft_pass(Route(skipped=skipped)) for skipped in groups}
+
+        def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Computed:
+            found, order = [], []
+            for skipped, trees in groups.items():
+                own = np.flatnonzero(np.isin(shape.root[rows], trees))
+                if len(own):
+                    kvs = [batch.sequences[n].kv if n in trees else None for n in range(len(depths))]
+                    given = token[rows[own] - shape.roots]
+                    found.append(passes[skipped].extend(kvs, shape, rows[own], given, timed).logits)
+                    order.append(own)
+            return _ordered(found, order)
+
+        try:
+            found, order = [], []
+            place = np.cumsum(np.array(depths) > 0) - 1  # of each tree among those that are drafted
+            for skipped, trees in groups.items():
+                kvs, own = [batch.sequences[n].kv for n in trees], [pending[n] for n in trees]
+                found.append(passes[skipped].forward(kvs, own, timed).logits)
+                order.append(place[trees])
+            roots = _ordered(found, order) if found else None
+            return self.plan.draft(batch, depths, roots, expand).draft
+        finally:
+            for one_pass in passes.values():
+                one_pass.drop()
+
+    def _choose(self, one: SequenceState, batch: Batch) -> frozenset[Sublayer]:
+        """Make the tries that are due for a sequence; return what its draft skips."""
+        search = self.skipped
+        if not isinstance(search, SkipSearch):
+            return search
+        state: Tried = one.state
+        if self.scope == "request":
+            for end in search.ends(len(one.request.tokens), len(one.kv) + 1, state.tries):
+                state.tries.append(self._try(one, search.candidate(state.tries), end, batch))
+                if search.over(state.tries):
+                    break
+            return search.best(state.tries)
+        length, shared = len(one.kv) + 1, self._shared.tries
+        if len(one.kv) and length >= state.last + search.every and not search.over(shared):
+            state.last = length
+            shared.append(self._try(one, search.candidate(shared), length, batch))
+        return search.best(shared)
+
+    def _try(self, one: SequenceState, skipped: frozenset[Sublayer], end: int, batch: Batch) -> Try:
+        """Score a set on the last tokens of the text's first ``end``, all but the last of which are computed."""
+        assert isinstance(self.skipped, SkipSearch)
+        start = max(0, end - 1 - self.skipped.window)
+        tokens, twin = one.tokens[start:end], one.kv.fork()
+        one_pass: DraftPass = self.lm.draft_pass(Route(skipped=skipped))
+        try:
+            twin.truncate(start)
+            logits = one_pass.forward([twin], [tokens[:-1]], batch.clock.phase("propose_forward"), every=True).logits
+            assert logits is not None
+            (found,) = batch.read(logits.argmax(-1))
+        finally:
+            one_pass.drop()
+            twin.close()
+        return Try(skipped, float((found == np.array(tokens[1:])).mean()), end)
+
+
+def _order(one: Sublayer) -> tuple[int, str]:
+    return one.layer, one.kind
+
+
+def _ordered(found: Sequence[Tensor | None], order: Sequence[np.ndarray]) -> RowLogits:
+    """The logits of groups of rows, in the order of the rows' numbers."""
+    every = [one for one in found if one is not None]
+    if len(every) == 1:
+        return RowLogits.of(every[0])
+    back = np.argsort(np.concatenate(order))
+    logits = torch.cat(every)
+    return RowLogits.of(logits.index_select(0, torch.from_numpy(back).to(logits.device)))

@@ -1,0 +1,303 @@
+"""Skipped sublayers: stated distributions, the search, what is left in the KV cache after any history, and refusals."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from spec_lab.core.draft import empty
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.draft_pass import Route, Sublayer
+from spec_lab.engine.engine import Engine, Limits
+from spec_lab.engine.proposer import Requires
+from spec_lab.models.support import Unsupported
+from spec_lab.models.target import Target
+from spec_lab.propose.best_first import Budget
+from spec_lab.propose.skip import Skip
+from spec_lab.propose.skip_search import SkipSearch, Try, expected_improvement, parse_sublayers, write_sublayers
+from spec_lab.propose.tree_plan import TreePlan
+from spec_lab.propose.trees import parse
+from spec_lab.verify import Token
+from tests.propose.lab import (
+    COLD,
+    PROMPTS,
+    WARM,
+    batch_of,
+    compare_stated,
+    decode,
+    emitted,
+    fork_of,
+    plain_greedy,
+    plain_logits,
+    requests,
+)
+from tests.tiny import CONTEXT, tiny_model, tiny_target
+
+LAYERS = 4
+PLANS = {
+    "chain": TreePlan(parse("1x1x1")),
+    "tree": TreePlan(parse("2x2x1"), "point"),
+    "sampled tree": TreePlan(parse("2x1x1"), "without", 1.0),
+    "best first": TreePlan(drawn="point", budget=Budget(6, 2, 3, 2)),
+}
+INNER = tuple(Sublayer(kind, layer) for layer in (1, 2) for kind in ("attn", "mlp"))
+SETS = {
+    "attention": "attn 1 2",
+    "whole layer": "attn 1 mlp 1",
+    "mixed": "attn 2 mlp 1 3",
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def truth(target):
+    return [plain_greedy(target.lm.model, prompt, 20) for prompt in PROMPTS]
+
+
+def skip(target, plan="chain", skipped="mixed", scope="request", **search):
+    chosen = SkipSearch(INNER, 0.5, **{"tries": 4, "every": 2, "window": 4} | search)
+    if skipped is not None:
+        chosen = parse_sublayers(SETS[skipped])
+    return Skip(target.causal_lm, PLANS[plan] if isinstance(plan, str) else plan, chosen, scope)
+
+
+# Tokens and distributions ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skipped", [*SETS, None])
+@pytest.mark.parametrize("plan", PLANS)
+def test_greedy_drafting_emits_the_target_s_tokens(target, truth, plan, skipped):
+    group, steps = decode(target, skip(target, plan, skipped), requests())
+    assert emitted(group) == truth
+    assert not target.lm.cells.references.any()
+    assert sum(one.draft.shape.nodes for one in steps) > 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "qwen3", "gemma", "phi", "cohere"])
+def test_other_families_do_as_well(family):
+    target = tiny_target(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 4})
+    wanted = [plain_greedy(target.lm.model, prompt, 8) for prompt in PROMPTS]
+    assert emitted(decode(target, skip(target, "tree"), requests(new=8))[0]) == wanted
+
+
+def test_stated_distributions_follow_the_target_s_cache(target):
+    """The past of all layers, then the draft without its sublayers: each row by a pass of its own."""
+    proposer = skip(target, TreePlan(parse("2x1x1"), "iid"))
+    proposer.lm = target.lm
+    oracle = CausalLM(target.lm.model)
+    timed = oracle.clock.phase("propose_forward")
+
+    def expected(text, path):
+        kv = oracle.open()
+        try:
+            past = max(0, expected.computed[tuple(text)])
+            if past:
+                oracle.forward([kv], [text[:past]], empty(1))
+            one = oracle.draft_pass(Route(skipped=proposer.skipped))
+            return one.forward([kv], [[*text[past:], *path]], timed).logits[0]
+        finally:
+            kv.close()
+
+    expected.computed = {}
+    inner = proposer.propose
+
+    def propose(batch):
+        expected.computed |= {tuple(one.tokens): len(one.kv) for one in batch.sequences}
+        return inner(batch)
+
+    proposer.propose = propose
+    compared, rejections = compare_stated(target, proposer, requests(WARM, 12), expected, atol=1e-10)
+    assert compared > 20 and rejections > 2
+
+
+@pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
+@pytest.mark.parametrize("skipped", ["mixed", None])
+def test_a_batch_decodes_as_its_requests_alone(target, skipped, sampling):
+    wanted = requests(sampling, new=14)
+    together = emitted(decode(target, skip(target, "sampled tree", skipped), wanted)[0])
+    alone = [emitted(decode(target, skip(target, "sampled tree", skipped), [one])[0])[0] for one in wanted]
+    assert together == alone
+
+
+@pytest.mark.parametrize("limits", [Limits(max_batch_size=2), Limits(2, 4), Limits(None, 5, 40)])
+@pytest.mark.parametrize(("skipped", "scope"), [("mixed", "request"), (None, "request"), (None, "run")])
+def test_requests_come_go_and_are_preempted(target, truth, skipped, scope, limits):
+    engine = Engine(target, skip(target, "tree", skipped, scope), Token(), CounterDraws(0), limits=limits)
+    for one in requests():
+        engine.add(one)
+    assert sum(1 for _ in engine) > 3
+    assert emitted(engine) == truth
+    assert not target.lm.cells.references.any()
+
+
+def test_a_failing_draft_is_given_back(target, monkeypatch):
+    proposer = skip(target, "tree")
+    batch = batch_of(target, requests(), proposer)
+    with monkeypatch.context() as patch:
+        patch.setattr("spec_lab.engine.ahead.AheadPass.extend", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            proposer.propose(batch)
+    assert not target.lm.cells.references.any()
+
+
+# The search --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_found_follows_from_the_text_alone(target):
+    """Step by step, in one step, after a rewind, and in a fork."""
+    proposer = skip(target, "chain", None, tries=8)
+    text = [*PROMPTS[0], *plain_greedy(target.lm.model, PROMPTS[0], 16)]
+
+    def follow(state_of, lengths):
+        batch = batch_of(target, requests(prompts=PROMPTS[:1]), proposer)
+        (one,) = batch.sequences
+        if state_of is not None:
+            one.state = state_of
+        for length in lengths:
+            one.tokens[:] = text[:length]
+            target.lm.forward([one.kv], [one.pending[:-1]], empty(1)) if len(one.pending) > 1 else None
+            proposer.propose(batch)
+        tries = list(one.state.tries)
+        one.kv.close()
+        return one.state, tries
+
+    steps = [len(PROMPTS[0]), *range(len(PROMPTS[0]) + 1, len(text) + 1)]
+    state, slowly = follow(None, steps)
+    _, at_once = follow(None, [len(text)])
+    assert slowly == at_once and len(slowly) == 8
+    twin = proposer.fork(state)
+    proposer.rewind(twin, 12)
+    assert twin.tries == [one for one in slowly if one.end <= 12] and state.tries == slowly
+    _, again = follow(twin, [len(text)])
+    assert again == slowly
+    assert not target.lm.cells.references.any()
+
+
+def test_scores_are_agreements_with_the_text(target):
+    proposer = skip(target, "chain", None, window=6)
+    batch = batch_of(target, requests(prompts=[(*PROMPTS[2], *PROMPTS[0])]), proposer)
+    (one,) = batch.sequences
+    target.lm.forward([one.kv], [one.tokens[:-1]], empty(1))
+    found = proposer._try(one, frozenset(), len(one.tokens), batch)  # nothing skipped: the target's own arg max
+    own = [int(plain_logits(target.lm.model, one.tokens[:end]).argmax()) for end in range(1, len(one.tokens))]
+    assert found.score == np.mean([a == b for a, b in zip(own[-6:], one.tokens[-6:], strict=True)])
+    twin = fork_of(one, proposer)
+    twin.kv.close()
+    one.kv.close()
+    assert not target.lm.cells.references.any()
+
+
+def test_a_search_ends_with_a_good_set_or_after_its_tries():
+    search = SkipSearch(INNER, 0.5, tries=3, enough=0.9, every=4)
+    assert search.ends(10, 9, []) == [] and search.ends(10, 21, []) == [10, 14, 18]
+    done = [Try(search.candidate(()), 0.5, 10)]
+    assert search.ends(10, 18, done) == [14, 18] and not search.over(done)
+    assert search.over([*done, replace(done[0], score=0.9)]) and search.over(done * 3)
+    assert search.ends(10, 50, [replace(done[0], score=0.95)]) == []
+    better = Try(frozenset({INNER[0], INNER[3]}), 0.7, 14)
+    assert search.best([*done, better, replace(better, skipped=frozenset())]) == better.skipped
+
+
+def test_candidates_keep_the_ratio_and_repeat():
+    inner = tuple(Sublayer(kind, layer) for layer in range(1, 11) for kind in ("attn", "mlp"))
+    search, done = SkipSearch(inner, 0.45), []
+    generator = np.random.default_rng(0)
+    for number in range(12):
+        found = search.candidate(done)
+        assert found == search.candidate(done) and found <= set(inner)
+        for kind in ("attn", "mlp"):
+            assert sum(one.kind == kind for one in found) == 4  # round(4.5)
+        done.append(Try(found, float(generator.random()), number))
+    assert len({one.skipped for one in done}) == 12
+
+
+def test_the_search_finds_which_sublayers_matter():
+    """Each bad sublayer costs agreement: the Gaussian process beats the random candidates' average."""
+    inner = tuple(Sublayer(kind, layer) for layer in range(1, 9) for kind in ("attn", "mlp"))
+    search = SkipSearch(inner, 0.5, enough=1.0)
+    generator = np.random.default_rng(1)
+    cost = {one: float(generator.random()) / 8 for one in inner}
+    done = []
+    for number in range(40):
+        found = search.candidate(done)
+        done.append(Try(found, 1 - sum(cost[one] for one in found), number))
+    chosen = [one.score for number, one in enumerate(done) if number >= 15 and number % 5 == 0]
+    random = [one.score for number, one in enumerate(done) if number % 5]
+    assert np.mean(chosen) > np.mean(random) + np.std(random) / 2
+
+
+def test_expected_improvement_prefers_what_resembles_the_best():
+    known = np.array([[1, 1, 0, 0], [0, 0, 1, 1]], dtype=bool)
+    pool = np.array([[1, 1, 0, 1], [0, 1, 1, 1]], dtype=bool)
+    gain = expected_improvement(known, np.array([0.9, 0.1]), pool)
+    assert gain[0] > gain[1] > 0
+    flat = expected_improvement(known, np.array([0.5, 0.5]), pool)
+    np.testing.assert_allclose(flat[0], flat[1])
+
+
+def test_sublayers_are_read_and_written():
+    read = parse_sublayers("attn 2 3, mlp 4")
+    assert read == {Sublayer("attn", 2), Sublayer("attn", 3), Sublayer("mlp", 4)}
+    assert write_sublayers(read) == "attn 2 3 mlp 4"
+    for wrong in ("", "attn", "2 3", "attn 2 x", "attn -1", "mlp 1.5", "ffn 2", "attn ²"):
+        with pytest.raises(ValueError, match="proposer.skipped must name sublayers"):
+            parse_sublayers(wrong)
+
+
+# Loading -----------------------------------------------------------------------------------------------------------
+
+
+def test_options_are_checked(target):
+    proposer = Skip.load(target, depth=3)
+    assert proposer.requires == Requires(abilities=frozenset({"layer_ranges"}))
+    assert proposer.facts["skipped"] == "searched" and proposer.facts["scope"] == "run"
+    assert set(proposer.skipped.sublayers) == set(INNER)
+    assert proposer.shared_store and not Skip.load(target, scope="request", depth=3).shared_store
+    fixed = Skip.load(target, "attn 1 mlp 2", depth=3)
+    assert fixed.facts["skipped"] == "attn 1 mlp 2" and not fixed.shared_store
+    for options, why in (
+        ({"skipped": "attn 9"}, "cannot skip attn 9; it can skip attn 0 1 2 3 mlp 0 1 2 3"),
+        ({"skipped": "attn 0 1 2 3 mlp 0 1 2 3"}, "must leave some"),
+        ({"ratio": 0.0}, "proposer.ratio must lie between"),
+        ({"ratio": 1}, "proposer.ratio must lie between"),
+        ({"tries": 0}, "proposer.tries"),
+        ({"every": 0}, "proposer.every"),
+        ({"window": "x"}, "proposer.window"),
+        ({"enough": 2}, "proposer.enough"),
+        ({"scope": "all"}, "proposer.scope"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            Skip.load(target, depth=3, **options)
+    with pytest.raises(ValueError, match="finds no sublayer"):
+        Skip.load(tiny_target(num_hidden_layers=2), depth=3)
+    with pytest.raises(ValueError, match="cannot skip mlp 1; it can skip attn 0 1 2"):
+        Skip.load(tiny_target("opt", num_hidden_layers=3), "mlp 1", depth=3)
+
+
+def test_runners_without_ranges_of_layers_are_refused(target):
+    other = Target(CausalLM(tiny_model(num_hidden_layers=LAYERS), "dense"), None, "tiny", CONTEXT, "", 0.0)
+    with pytest.raises(Unsupported, match="'skip' .* target 'tiny' cannot: .*attention=dense"):
+        Skip.load(other, depth=3)
+
+
+def test_a_warm_up_leaves_nothing_in_the_shared_search(target):
+    proposer = skip(target, "chain", None, "run", enough=1.0)
+    decode(target, proposer, requests())
+    assert len(proposer._shared.tries) == 4
+    proposer.forget()
+    assert not proposer._shared.tries
+    assert torch.equal(*(one.draft.token for one in _first_steps(target, proposer)))
+
+
+def _first_steps(target, proposer):
+    for _ in range(2):
+        proposer.forget()
+        _, steps = decode(target, proposer, requests())
+        yield steps[3]
