@@ -6,6 +6,7 @@ Linear layers run packed over the new tokens of all sequences; attention runs se
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +24,7 @@ from spec_lab.engine.attention import SPANS, Attention, layer_kinds
 from spec_lab.engine.draft_pass import Route, Sublayer
 from spec_lab.engine.graphs import Capture, CudaGraphs, FixedForward, FixedPack, Graphs, uncaptured
 from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence
-from spec_lab.engine.layer_ranges import LayerRanges
+from spec_lab.engine.layer_ranges import LayerRanges, find_layers
 from spec_lab.engine.model_work import work_of
 from spec_lab.engine.prepare import Packer, Prepared
 from spec_lab.engine.runner import Ability, Capabilities, Extended, Output
@@ -124,9 +125,10 @@ class CausalLM:
         if self._packer.split or (getattr(self.model, "tp_size", None) or 1) > 1:
             return "it is split over devices or ranks"
         try:
-            return "" if self._ranges.count else "it has no layers"
-        except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            find_layers(self.model)
+        except (AttributeError, NotImplementedError) as error:
             return f"{type(error).__name__}: {error}"
+        return ""
 
     @cached_property
     def _ranges(self) -> LayerRanges:
@@ -134,15 +136,13 @@ class CausalLM:
 
     @inference
     def _one_token(self) -> None:
-        """A forward of one token."""
-        sequence = self.cells.open(1)
+        """A forward of one token, in cells of its own."""
+        packer = replace(self._packer, cells=Cells())
+        prepared = packer.prepare([packer.cells.open(1)], [[0]], empty(1, self.device), (), self.chunk)
         try:
-            draft = empty(1, self.device)
-            prepared = self._packer.prepare([sequence], [[0]], draft, (), self.chunk)
             self._forward(self.model, prepared, {"logits_to_keep": prepared.keep})
         finally:
             self._final = None
-            sequence.close()
 
     @property
     def sublayers(self) -> frozenset[Sublayer]:

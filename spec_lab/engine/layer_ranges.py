@@ -36,7 +36,7 @@ class LayerRanges:
 
     def __init__(self, model: Any, run: Callable[[], object]) -> None:
         self.count = int(model.config.num_hidden_layers)
-        self.decoder, self._name, layers = _find(model.get_decoder(), self.count)
+        self.decoder, self._name, layers = find_layers(model)
         self._layers: list[nn.Module] = list(layers)
         names = {kind: self._names(kind) for kind in NAMES}
         modules = {
@@ -121,9 +121,14 @@ MOST_LISTS = 64
 """Most routes whose modules are kept."""
 
 
-def _find(module: nn.Module, count: int) -> tuple[nn.Module, str, nn.ModuleList]:
-    """Return the outermost module with a list of ``count`` modules, and the list with its name."""
-    for parent in module.modules():
+def find_layers(model: Any) -> tuple[nn.Module, str, nn.ModuleList]:
+    """Return the outermost module of a causal LM with a list of its layers, and the list after its name.
+
+    Raises:
+        NotImplementedError: there is none.
+    """
+    count = int(model.config.num_hidden_layers)
+    for parent in model.get_decoder().modules():
         for name, child in parent.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == count:
                 return parent, name, child

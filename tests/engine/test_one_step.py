@@ -15,6 +15,7 @@ COMPUTES = {"prepare", "run", "forward", "extend"}
 RUNS = {
     "engine/step.py",
     "models/support.py",  # compares a model with itself before anything is decoded
+    "models/layer_checks.py",  # the same of ranges of layers
     "models/target.py",  # plain texts, with which outputs are compared afterwards
 }
 """Modules that may run the target. Proposers may run a draft model of their own, ``self.lm``, besides."""

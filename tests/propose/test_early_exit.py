@@ -9,6 +9,7 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.engine import Engine, Limits
+from spec_lab.engine.llama_cpp import LlamaCpp
 from spec_lab.engine.proposer import Requires
 from spec_lab.models.layer_checks import check_exit
 from spec_lab.models.support import Unsupported
@@ -16,6 +17,7 @@ from spec_lab.models.target import Target
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.early_exit import EarlyExit
 from spec_lab.propose.expansion import RowLogits
+from spec_lab.propose.skip import Skip
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Gumbel, Token, Traversal
@@ -122,7 +124,7 @@ def test_noise_is_shared_with_the_target(target):
 def test_each_row_runs_each_layer_once(plan):
     target, rows = tiny_target(num_hidden_layers=LAYERS), Counter()
     proposer = early_exit(target, plan)
-    assert not target.lm.why_no_layer_ranges
+    assert len(target.lm.sublayers) == 2 * LAYERS  # found by a forward of one token
     for number, layer in enumerate(target.lm.model.model.layers):
         layer.register_forward_hook(lambda _, args, __, number=number: rows.update({number: args[0].shape[1]}))
     _, steps = decode(target, proposer, requests())
@@ -132,7 +134,7 @@ def test_each_row_runs_each_layer_once(plan):
 def test_nodes_that_are_not_kept_run_the_first_layers_only():
     target, rows = tiny_target(num_hidden_layers=LAYERS), Counter()
     proposer = early_exit(target, "reranked")
-    assert not target.lm.why_no_layer_ranges
+    assert len(target.lm.sublayers) == 2 * LAYERS  # found by a forward of one token
     for number, layer in enumerate(target.lm.model.model.layers):
         layer.register_forward_hook(lambda _, args, __, number=number: rows.update({number: args[0].shape[1]}))
     _, steps = decode(target, proposer, requests())
@@ -300,6 +302,12 @@ def test_runners_without_ranges_of_layers_are_refused(target):
             EarlyExit.load(other, depth=3)
         with pytest.raises(ValueError, match="requires layer_ranges of the target"):
             Engine(other, early_exit(target), Token(), CounterDraws(0))
+
+
+@pytest.mark.parametrize("load", [EarlyExit.load, Skip.load])
+def test_a_target_that_llama_cpp_computes_is_refused(load):
+    with pytest.raises(Unsupported, match="target 'model.gguf' is computed by LlamaCpp, which has no model of trans"):
+        load(Target(object.__new__(LlamaCpp), None, "model.gguf", CONTEXT, "", 0.0), depth=3)
 
 
 def test_a_model_that_continues_wrongly_is_refused():
