@@ -13,7 +13,7 @@ from scripts.zoo import repetitive
 from tests.test_studies import ROOT, command, figure_of, tiny_zoo  # noqa: F401  (a fixture of the whole module)
 
 ROWS = {
-    "training_free": ("--texts code --store store", 2 * 9),  # temperatures, arms
+    "training_free": ("--texts code --store store", 2 * 11),  # temperatures, arms
     "hybrids": ("--texts code", 2 * 12),
     "policies": ("--texts code --sizes 1 2", 2 * 3 * 15),  # temperatures, workloads, arms
 }

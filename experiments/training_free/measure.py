@@ -24,6 +24,8 @@ ARMS: dict[str, runs.Arm] = {
     "recycling": ("recycling", {}),
     "lookahead": ("lookahead", {}),
     "jacobi": ("jacobi", {}),
+    "early_exit": ("early_exit", {}),
+    "skip": ("skip", {}),
     "medusa": ("medusa", {}),
 }
 """By name; REST is added with its store."""
