@@ -40,7 +40,7 @@ def test_a_local_checkpoint_loads_and_passes_its_self_check(folder, dtype, atten
 
 def test_decoding_in_fixed_shapes_passes_the_self_check_with_merged_layers(folder):
     target = Target.load(str(folder), dtype="float64", graphs=True)
-    assert target.lm.fixed and target.lm.facts["graphs"] and 0 < target.self_check < 1e-12
+    assert target.lm.fixed and target.lm.facts["graphs"] and 0 <= target.self_check < 1e-12  # 0 where both round alike
     assert target.lm.facts["parameters"] == Target.load(str(folder), dtype="float64").lm.facts["parameters"]
     draft = target.draft_runner(tiny_model(), "")
     assert draft.fixed
