@@ -46,7 +46,7 @@ def store(out: Path, most: int = MOST_BYTES, records: int = RECORDS) -> Path:
         held_out = corpus.load_holdout(runs.ZOO / "holdout.json"), prompts.read(runs.ZOO / "prompts")
         with (out / "corpus.jsonl").open("w") as file:
             for document in corpus.training(*held_out, {"stdlib": most}, record_count=records):
-                if document.text:  # some modules are empty
+                if document.text.strip():  # some modules are empty
                     file.write(json.dumps({"text": document.text}) + "\n")
         command = [sys.executable, "-m", "spec_lab", "index", str(out / "corpus.jsonl"), str(built)]
         subprocess.run([*command, "--tokenizer", str(runs.ZOO / "target")], check=True)
