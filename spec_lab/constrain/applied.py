@@ -120,6 +120,23 @@ class AppliedConstraint:
         }
 
 
+@dataclass
+class MaskBudget:
+    """What the draft of one step may still spend on masks, and what it has spent.
+
+    Args:
+        left: ``[B]`` masks for each sequence.
+        seconds_left: seconds in total.
+        seconds: spent.
+        used: whether any mask was asked for.
+    """
+
+    left: list[int]
+    seconds_left: float
+    seconds: float = 0.0
+    used: bool = False
+
+
 class DraftTreeMasks:
     """The token masks below the nodes of a forest that is still being drafted.
 
@@ -129,22 +146,37 @@ class DraftTreeMasks:
     """
 
     def __init__(self, states: Sequence[ConstraintState | None], applied: AppliedConstraint) -> None:
-        self.constraint, self.vocabulary = applied.constraint, applied.constraint.vocabulary
+        self.applied, self.constraint, self.vocabulary = applied, applied.constraint, applied.constraint.vocabulary
         self.forces = bool(applied.fast_forward)
-        most, self.seconds_left = applied.budget()
-        self.left = [most] * len(states)
+        most, seconds = applied.budget()
+        self.budget = MaskBudget([most] * len(states), seconds)
         self.states = states
+        self.numbers: Sequence[int] = range(len(states))  # of the roots, within the budget
         self.at: dict[int, ConstraintState | None] = {}  # by row; None where every token is allowed
         self.dead: set[int] = set()  # rows after which no token is allowed
-        self.used = False
-        self.seconds = 0.0
+
+    def view(self, roots: Sequence[int]) -> DraftTreeMasks:
+        """See ``DraftMasks``."""
+        found = DraftTreeMasks([self.states[root] for root in roots], self.applied)
+        found.budget, found.numbers = self.budget, [self.numbers[root] for root in roots]
+        return found
+
+    @property
+    def used(self) -> bool:
+        """Whether any mask was asked for, of this forest or another view's."""
+        return self.budget.used
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent on masks, of all views."""
+        return self.budget.seconds
 
     def __call__(self, shape: Shape, rows: np.ndarray, token: np.ndarray) -> np.ndarray:  # [n], [M] -> [n, V] bool
         """Return which tokens may be drawn below ``rows``, whose parents were asked about in earlier calls.
 
         All False where nothing can be drafted: the row is illegal, has an action, or no token is allowed after it.
         """
-        start, self.used = time.perf_counter(), True
+        start, self.budget.used = time.perf_counter(), True
         allowed = np.ones((len(rows), self.vocabulary), dtype=bool)
         with calling(self.constraint):
             for place, row in enumerate(rows.tolist()):
@@ -156,7 +188,7 @@ class DraftTreeMasks:
                     allowed[place] = False
                 elif mask is not None:
                     allowed[place] = unpack(mask, self.vocabulary)
-        self.seconds += time.perf_counter() - start
+        self.budget.seconds += time.perf_counter() - start
         return allowed
 
     def _mask(self, shape: Shape, row: int, token: np.ndarray, spent: float) -> np.ndarray | None:
@@ -173,11 +205,12 @@ class DraftTreeMasks:
             if above is not None:
                 state = above.fork()
                 state.advance(drafted)
-        if state is None or self.left[root] == 0 or spent > self.seconds_left:
+        left, number = self.budget.left, self.numbers[root]
+        if state is None or left[number] == 0 or spent > self.budget.seconds_left:
             self.at[row] = None
             return None
         self.at[row] = state
-        self.left[root] -= 1
+        left[number] -= 1
         if state.action() is not None:
             self.dead.add(row)
             return None

@@ -569,6 +569,13 @@ class Draft:
         allowed = shape.depth <= np.asarray(depth)[shape.root]
         return self if allowed.all() else self._keep(allowed)[0]
 
+    def cut_nodes(self, depth: Sequence[int]) -> Draft:
+        """The draft without nodes deeper than ``depth[b]`` in tree b; rows that are only computed stay."""
+        shape = self.shape
+        if not shape.nodes or shape.deepest <= min(depth):
+            return self
+        return self.keep(shape.depth <= np.asarray(depth)[shape.root])[0]
+
     def keep(self, rows: np.ndarray) -> tuple[Draft, np.ndarray]:
         """The draft of the nodes marked in ``rows`` ``[R]`` whose ancestors all are, and the old rows ``[R']``.
 

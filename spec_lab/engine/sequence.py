@@ -119,6 +119,13 @@ class DraftMasks(Protocol):
         """
         ...
 
+    def view(self, roots: Sequence[int]) -> DraftMasks:
+        """The masks for another forest, below these of the roots: a hybrid's parts have a forest each.
+
+        What they spend of a budget is spent for all views.
+        """
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:

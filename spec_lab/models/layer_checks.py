@@ -66,6 +66,8 @@ def check_exit(lm: CausalLM, end: int, kind: str) -> float:
     """
     try:
         error = _exit_error(lm, end)
+    except torch.OutOfMemoryError:
+        raise
     except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as failure:
         raise Unsupported(
             f"model type '{kind}' cannot continue after {end} layers ({type(failure).__name__}: {failure})"
@@ -104,6 +106,18 @@ def _difference(found: Tensor, wanted: Tensor) -> float:
     return error if np.isfinite(error) else float("inf")
 
 
+def sublayers_of(lm: CausalLM, kind: str) -> frozenset[Sublayer]:
+    """Return the sublayers that the model can run without.
+
+    Raises:
+        Unsupported: its layers are not of a known structure.
+    """
+    try:
+        return lm.sublayers
+    except NotImplementedError as error:
+        raise Unsupported(f"model type '{kind}' cannot skip sublayers: {error}") from error
+
+
 @torch.inference_mode()
 def check_skipping(lm: CausalLM, skipped: frozenset[Sublayer], kind: str) -> None:
     """Check that a draft pass without any skipped sublayer has the logits of a forward, and that one with some runs.
@@ -118,6 +132,8 @@ def check_skipping(lm: CausalLM, skipped: frozenset[Sublayer], kind: str) -> Non
     """
     try:
         error = _skip_error(lm, skipped)
+    except torch.OutOfMemoryError:
+        raise
     except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as failure:
         raise Unsupported(
             f"model type '{kind}' cannot skip sublayers ({type(failure).__name__}: {failure})"

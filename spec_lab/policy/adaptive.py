@@ -159,7 +159,7 @@ class Adaptive:
         if len(limits) != len(own):
             raise ValueError(f"policy '{self.policy.name}' returned {len(limits)} limits for {len(own)} sequences")
         inner = replace(self.parts.view(batch, 0), limits=limits, stop=self.policy.stop)
-        draft = self.proposer.propose(inner).cut(inner.room())
+        draft = self.proposer.propose(inner).cut_nodes(inner.room())
         deepest = np.zeros(len(own), dtype=np.int64)
         np.maximum.at(deepest, draft.shape.root, draft.shape.depth)
         every = zip(own, limits, deepest.tolist(), draft.acceptable_nodes.tolist(), strict=True)

@@ -121,6 +121,8 @@ class Bandit:
         arms = tuple(Limit(*one) for one in product(given, levels or [0.0], names or [""]))
         if not 2 <= len(arms) <= MOST_ARMS:
             raise ValueError(f"policy.depths, thresholds and parts: 2 to {MOST_ARMS} combinations, not {len(arms)}")
+        if len(set(arms)) < len(arms):
+            raise ValueError("policy.depths, thresholds and parts must not name one configuration twice")
         own = number("policy.exploration", exploration, 0.0), share("policy.memory", memory)
         clock = Timing(**timing)
         costs = {part: draft_costs(target, proposer, max(given), clock, part) for part in names or [""]}

@@ -97,6 +97,13 @@ class TimingOptions(TypedDict, total=False):
     cache: str | None
 
 
+def without_costs(facts: Any) -> Any:
+    """Return a proposer's facts without the measured costs that chose its tree, which differ from day to day."""
+    if isinstance(facts, Mapping):
+        return {name: without_costs(own) for name, own in facts.items() if not name.startswith("costs")}
+    return facts
+
+
 def draft_costs(
     target: Target,
     proposer: Proposer,
@@ -124,11 +131,13 @@ def draft_costs(
     limited: dict[int, Proposer] = {k: Adaptive(own, FixedDepth(k, part, stop=stop)) for k in sizes}
     sha256 = proposer.sha256 if isinstance(proposer, Hashed) else None
     drafter = {"name": proposer.name, "sha256": sha256, "drawn": proposer.drawn, "nodes": proposer.nodes,
-               "tree": facts_of(proposer).get("tree"), "part": part}  # fmt: skip
+               "facts": without_costs(facts_of(proposer)), "part": part}  # fmt: skip
     cache = CostCache(default_folder() if timing.cache is None else Path(timing.cache))
     found: dict[int, Mapping[int, float]] = {}
     for live in sorted({1, timing.batch_size}):
-        under = conditions(target, json.dumps(drafter, sort_keys=True), [(k,) for k in sizes], live, sampling)
+        under = conditions(
+            target, json.dumps(drafter, sort_keys=True, default=str), [(k,) for k in sizes], live, sampling
+        )
 
         def timed(live: int = live) -> StepCosts:
             log.info("Measuring the seconds of a step for %d to %d drafted levels, batch %d", 0, depth, live)

@@ -3,6 +3,9 @@
 Choosing by what was known before anything was drawn is exact (SAM-Decoding 2411.10666 and SuffixDecoding 2411.04975
 choose between a suffix match and a model by the match's score). A part that can tell the expected accepted tokens of
 its next draft (``Scored``) is asked; of others it is the moving average of what was accepted when they drafted.
+
+Where the chosen part drafts nothing, as a look-up without a match, the next one drafts in the same step. That is exact
+as well: whether a draft is empty follows from the past, since no part drops a token that it has sampled.
 """
 
 from __future__ import annotations
@@ -12,15 +15,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from spec_lab.core.draft import Draft, Drawn
-from spec_lab.core.options import number, share
+from spec_lab.core.options import brief, number, share
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.proposer import Observation, Proposer, Requires
+from spec_lab.engine.proposer import Observation, Proposer, Requires, draws_of
 from spec_lab.engine.request import Request
 from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.parts import PartStates, ProposerParts, join, note
 from spec_lab.propose.trees import Choices
+
+RECOVERY = 0.01
+"""In a step in which another part drafts, an expectation below ``start`` moves this share of the way back to it, so
+that a part that was bad for some time is tried again."""
 
 
 @runtime_checkable
@@ -38,16 +45,21 @@ class Record:
 
     Args:
         accepted: for each part the moving average of accepted tokens in steps in which it drafted.
-        chosen: the part that drafts in this step.
+        chosen: the part that drafted in this step, or the first one that was asked where none drafted anything; None
+            where nothing is to be learned.
     """
 
     accepted: list[float]
-    chosen: int = 0
+    chosen: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class BestOf:
     """Lets the part draft that promises most: the maximum of (1 + expected accepted tokens) / (1 + cost).
+
+    Where it drafts nothing, the one that promises most of the others does, and so on. Of the parts that sample only the
+    first is asked in a step: a second one would draw with the same random numbers. Where nothing was drafted, the part
+    that was asked first has 0 accepted tokens.
 
     Args:
         parts: the proposers.
@@ -79,13 +91,16 @@ class BestOf:
             start, memory: see the class.
 
         Raises:
-            ValueError: fewer than two parts, a part drawn "gumbel", a cost of no part, a number out of range.
+            ValueError: fewer than two parts, a part drawn "gumbel", costs that are no mapping, a cost of no part, a
+                number out of range.
         """
         own = ProposerParts(dict(parts))
         if len(own.all) < 2:
             raise ValueError("proposer.parts must name at least two proposers")
         if "gumbel" in own.draws:
             raise ValueError("proposer.parts: a part drawn 'gumbel' shares its noise with the verifier; choose another")
+        if costs is not None and not isinstance(costs, Mapping):
+            raise ValueError(f"proposer.costs must be null or a mapping such as {{heads: 0.3}}, not {brief(costs)}")
         given = dict(costs or {})
         if unknown := given.keys() - parts.keys():
             raise ValueError(f"proposer.costs names {', '.join(sorted(unknown))}, but the parts are {', '.join(parts)}")
@@ -164,12 +179,15 @@ class BestOf:
         for one in observed:
             state: PartStates = one.sequence.state
             record: Record = state.own
-            if state.nodes.get(record.chosen):
+            if record.chosen is not None:
+                for part, before in enumerate(record.accepted):
+                    if part != record.chosen:
+                        record.accepted[part] = before + RECOVERY * max(0.0, self.start - before)
                 before = record.accepted[record.chosen]
                 record.accepted[record.chosen] = self.memory * before + (1 - self.memory) * len(one.accepted)
         self.parts.observe(observed)
-        for one in observed:
-            one.sequence.state.nodes = {}  # what is observed next may be a part of a prompt
+        for one in observed:  # what is observed next may be a part of a prompt
+            one.sequence.state.nodes, one.sequence.state.own.chosen = {}, None
 
     def fork(self, state: PartStates) -> PartStates:
         """See ``Proposer``."""
@@ -184,22 +202,45 @@ class BestOf:
         self.parts.close(state)
 
     def propose(self, batch: Batch) -> Draft:
-        """Choose a part for each sequence, and let each draft for its own."""
+        """Choose a part for each sequence, and let each draft for its own; then the next where nothing is drafted."""
+        asked, room = self._asked(batch), batch.room()
+        for tree, sequence in enumerate(batch.sequences):
+            sequence.state.own.chosen = asked[tree][0] if room[tree] > 0 else None
+        drafts, parts, owners = list[Draft](), list[int](), list[list[int]]()
+        left = list(range(len(asked)))
+        for place in range(len(self.parts.all)):
+            empty = []
+            for n, part in enumerate(self.parts.all):
+                own = [tree for tree in left if asked[tree][place : place + 1] == [n]]
+                if not own:
+                    continue
+                draft = part.propose(self.parts.view(batch, n, own))
+                for place_of, (tree, nodes) in enumerate(zip(own, draft.acceptable_nodes.tolist(), strict=True)):
+                    if nodes and room[tree] > 0:
+                        batch.sequences[tree].state.own.chosen = n
+                    elif not nodes and room[tree] > 0 and place_of not in draft.broken:
+                        empty.append(tree)
+                drafts.append(draft)
+                parts.append(n)
+                owners.append(own)
+            left = empty
+        joined, found = join(batch, drafts, owners)
+        note(batch, joined, parts, owners, found)
+        return drafts[0] if len(drafts) == 1 else joined
+
+    def _asked(self, batch: Batch) -> list[list[int]]:
+        """For each sequence the parts that are asked in order until one drafts; the one that a policy names."""
         expected = [[one.state.own.accepted[n] for one in batch.sequences] for n in range(len(self.costs))]
         for n, part in enumerate(self.parts.all):
             if isinstance(part, Scored):
                 expected[n] = list(part.scores(self.parts.view(batch, n)))
-        drafts, parts, owners = [], [], []
-        for tree, sequence in enumerate(batch.sequences):
-            promises = [(1 + own[tree]) / (1 + cost) for own, cost in zip(expected, self.costs, strict=True)]
-            sequence.state.own.chosen = promises.index(max(promises))
+        found = []
+        for tree in range(len(batch.sequences)):
             if batch.limits and (named := batch.limits[tree].part):
-                sequence.state.own.chosen = self.part_names.index(named)
-        for n, part in enumerate(self.parts.all):
-            if own := [tree for tree, one in enumerate(batch.sequences) if one.state.own.chosen == n]:
-                drafts.append(part.propose(self.parts.view(batch, n, own)))
-                parts.append(n)
-                owners.append(own)
-        joined, found = join(batch, drafts, owners)
-        note(batch, joined, parts, owners, found)
-        return drafts[0] if len(drafts) == 1 else joined
+                found.append([self.part_names.index(named)])
+                continue
+            promises = [(1 + own[tree]) / (1 + cost) for own, cost in zip(expected, self.costs, strict=True)]
+            order = sorted(range(len(promises)), key=promises.__getitem__, reverse=True)  # stable
+            samples = [n for n in order if draws_of(self.parts.all[n]) != {"point"}]
+            found.append([n for n in order if n not in samples[1:]])
+        return found

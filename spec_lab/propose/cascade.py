@@ -135,7 +135,7 @@ class WithinChain(Lifecycle):
         """The inner proposer's draft."""
         left = [Limit(self.ends[one] - len(one.tokens) - 1) for one in batch.sequences]
         own = replace(batch, limits=left)
-        return self.inner.propose(own).cut(own.room())
+        return self.inner.propose(own).cut_nodes(own.room())
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """The inner proposer observes."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,6 +89,11 @@ class Lookahead(Lifecycle):
         )
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        return {"window": self.window, "ngram": self.ngram, "guesses": self.guesses}
+
+    @property
     def nodes(self) -> int:
         """Most rows below one root: the drafted n-grams' and the window's."""
         return (self.guesses + self.window) * (self.ngram - 1)
@@ -117,7 +123,10 @@ class Lookahead(Lifecycle):
             state.levels = [*state.levels[1:], last]
 
     def propose(self, batch: Batch) -> Draft:
-        """Draft the n-grams of the pool, and compute the window where the context holds all of it."""
+        """Draft the n-grams of the pool, and compute the window where the context holds all of it.
+
+        A policy limits the n-grams only: without the window nothing would be found, and nothing drafted later.
+        """
         tries, windows = [], []
         for room, sequence in zip(batch.room(), batch.sequences, strict=True):
             state, text = sequence.state, sequence.tokens
@@ -125,7 +134,7 @@ class Lookahead(Lifecycle):
                 state.levels = [[text[-1 - n % len(text)] for n in range(self.window)]]
             known = [one[: max(0, room)] for one in reversed(state.pool.get(text[-1], ()))]
             tries.append(merged(known, self.guesses * (self.ngram - 1)))
-            fits = room >= self.window + self.ngram
+            fits = batch.target.context - len(text) >= self.window + self.ngram  # whatever a policy allows
             state.rows = len(tries[-1][1]) + 1 if fits else 0
             windows.append(state.levels if fits else [])
         shapes = tuple(Shape(1, np.array(parents, dtype=np.int64)) for parents, _ in tries)

@@ -149,13 +149,10 @@ class ProposerParts:
         return PartStates(made, own)
 
     def view(self, batch: Batch, part: int, sequences: Sequence[int] | None = None) -> Batch:
-        """What a part sees of a batch, or of some of its sequences.
-
-        Masks of a constraint are passed on with the whole batch only: they follow the rows of one forest.
-        """
+        """What a part sees of a batch, or of some of its sequences: its forest has its own masks of a constraint."""
         numbers = range(len(batch.sequences)) if sequences is None else sequences
         own = [replace(one, state=one.state.each[part]) for one in (batch.sequences[n] for n in numbers)]
-        masks = batch.draft_masks if len(own) == len(batch.sequences) else None
+        masks = None if batch.draft_masks is None else batch.draft_masks.view(numbers)
         limits = [batch.limits[n] for n in numbers] if batch.limits else ()
         return replace(batch, sequences=own, draft_masks=masks, limits=limits)
 

@@ -24,7 +24,7 @@ from spec_lab.engine.proposer import Lifecycle, Requires
 from spec_lab.engine.request import Request
 from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch, SequenceState
-from spec_lab.models.layer_checks import check_skipping, with_layer_ranges
+from spec_lab.models.layer_checks import check_skipping, sublayers_of, with_layer_ranges
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import Computed, RowLogits
 from spec_lab.propose.skip_search import SkipSearch, Try, parse_sublayers, write_sublayers
@@ -102,7 +102,13 @@ class Skip(Lifecycle):
         one_of("proposer.scope", scope, ("run", "request"))
         lm = with_layer_ranges(target, "skip")
         plan.check_width(target.vocabulary)
-        inner = tuple(sorted((one for one in lm.sublayers if 0 < one.layer < lm.layers - 1), key=_order))
+        if skipped is None and window > lm.most_pending:
+            raise ValueError(
+                f"proposer.window is {window}, but the target computes at most {lm.most_pending} tokens of a sequence "
+                "in a forward (target.chunk): set a smaller window"
+            )
+        known = sublayers_of(lm, lm.model.config.model_type)
+        inner = tuple(sorted((one for one in known if 0 < one.layer < lm.layers - 1), key=_order))
         if skipped is None:
             if not 0 < ratio < 1:
                 raise ValueError(f"proposer.ratio must lie between 0 and 1, both excluded (got {ratio})")
@@ -114,16 +120,16 @@ class Skip(Lifecycle):
             chosen: frozenset[Sublayer] | SkipSearch = SkipSearch(inner, ratio, **search)  # type: ignore[arg-type]
         else:
             chosen = parse_sublayers(skipped)
-            if wrong := chosen - lm.sublayers:
+            if wrong := chosen - known:
                 raise ValueError(
                     f"proposer.skipped: the target cannot skip {write_sublayers(wrong)}; it can skip "
-                    f"{write_sublayers(lm.sublayers) or 'nothing'}"
+                    f"{write_sublayers(known) or 'nothing'}"
                 )
-            if chosen == lm.sublayers:
+            if chosen == known:
                 raise ValueError("proposer.skipped must leave some sublayers (got all of the target's)")
-        check_skipping(
-            lm, chosen.candidate(()) if isinstance(chosen, SkipSearch) else chosen, lm.model.config.model_type
-        )
+        sets = [chosen] if not isinstance(chosen, SkipSearch) else [chosen.candidate(()), *map(_alone, inner[:2])]
+        for one in sets:  # a search skips whole layers and single sublayers
+            check_skipping(lm, one, lm.model.config.model_type)
         return Skip(lm, plan, chosen, scope)
 
     @property
@@ -176,7 +182,7 @@ class Skip(Lifecycle):
 
     @inference
     def propose(self, batch: Batch) -> Draft:
-        """SkipSearch on, and draft without the sublayers that were found so far."""
+        """Search on, then draft without the sublayers found so far."""
         timed = batch.clock.phase("propose_forward")
         pending = [one.pending for one in batch.sequences]
         depths = [
@@ -226,7 +232,7 @@ class Skip(Lifecycle):
                     break
             return search.best(state.tries)
         length, shared = len(one.kv) + 1, self._shared.tries
-        if len(one.kv) and length >= state.last + search.every and not search.over(shared):
+        if length > search.window and length >= state.last + search.every and not search.over(shared):
             state.last = length
             shared.append(self._try(one, search.candidate(shared), length, batch))
         return search.best(shared)
@@ -235,8 +241,9 @@ class Skip(Lifecycle):
         """Score a set on the last tokens of the text's first ``end``, all but the last of which are computed."""
         assert isinstance(self.skipped, SkipSearch)
         start = max(0, end - 1 - self.skipped.window)
-        tokens, twin = one.tokens[start:end], one.kv.fork()
+        tokens = one.tokens[start:end]
         one_pass: DraftPass = self.lm.draft_pass(Route(skipped=skipped))
+        twin = one.kv.fork()
         try:
             twin.truncate(start)
             logits = one_pass.forward([twin], [tokens[:-1]], batch.clock.phase("propose_forward"), every=True).logits
@@ -246,6 +253,10 @@ class Skip(Lifecycle):
             one_pass.drop()
             twin.close()
         return Try(skipped, float((found == np.array(tokens[1:])).mean()), end)
+
+
+def _alone(one: Sublayer) -> frozenset[Sublayer]:
+    return frozenset({one})
 
 
 def _order(one: Sublayer) -> tuple[int, str]:

@@ -10,9 +10,9 @@ Here try j is made when the text has a certain length, so that what it finds fol
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import combinations, product
 
 import numpy as np
 
@@ -76,12 +76,13 @@ class SkipSearch:
         """
         if self.over(done):
             return []
-        first = max(begin, 2) if not done else done[-1].end + self.every
+        first = max(begin, self.window + 1) if not done else done[-1].end + self.every
         return list(range(first, length + 1, self.every))[: self.tries - len(done)]
 
     def over(self, done: Sequence[Try]) -> bool:
-        """Whether no further set is scored."""
-        return len(done) >= self.tries or any(one.score >= self.enough for one in done)
+        """Whether no further set is scored: a good one is found, or all tries are made, or all sets scored."""
+        sets = math.prod(math.comb(len(own), count) for own, count in self._kinds())
+        return len(done) >= min(self.tries, sets) or any(one.score >= self.enough for one in done)
 
     def best(self, done: Sequence[Try]) -> frozenset[Sublayer]:
         """Return the set with the best score, the first of them; before any try an even choice."""
@@ -92,9 +93,13 @@ class SkipSearch:
         number = len(done)
         if not number:
             return self._set(self._even())
-        if number % (RANDOM + 1):
-            return self._set(self._random(number, 1)[0])
+        scored = {one.skipped for one in done}
         pool = self._random(number, POOL)
+        pool = pool[[self._set(one) not in scored for one in pool]]
+        if not len(pool):  # few are left, and none of them was drawn
+            return next((one for one in self._every() if one not in scored), done[-1].skipped)
+        if number % (RANDOM + 1):
+            return self._set(pool[0])
         known = np.array([[one in each.skipped for one in self.sublayers] for each in done])
         gain = expected_improvement(known, np.array([one.score for one in done]), pool)
         return self._set(pool[int(gain.argmax())])
@@ -113,18 +118,18 @@ class SkipSearch:
             chosen[own[((np.arange(count) + 0.5) * len(own) / count).astype(np.int64)]] = True
         return chosen
 
+    def _every(self) -> Iterator[frozenset[Sublayer]]:
+        """All sets, in order."""
+        for one in product(*(combinations(own.tolist(), count) for own, count in self._kinds())):
+            yield frozenset(self.sublayers[place] for places in one for place in places)
+
     def _random(self, number: int, count: int) -> np.ndarray:  # [count, sublayers]
-        return _random(self, number, count)
-
-
-@lru_cache(maxsize=16)
-def _random(search: SkipSearch, number: int, count: int) -> np.ndarray:
-    generator = np.random.default_rng([number, len(search.sublayers)])
-    chosen = np.zeros((count, len(search.sublayers)), dtype=bool)
-    for row in chosen:
-        for own, skipped in search._kinds():
-            row[generator.permutation(own)[:skipped]] = True
-    return chosen
+        generator = np.random.default_rng([number, len(self.sublayers)])
+        chosen = np.zeros((count, len(self.sublayers)), dtype=bool)
+        for row in chosen:
+            for own, skipped in self._kinds():
+                row[generator.permutation(own)[:skipped]] = True
+        return chosen
 
 
 def expected_improvement(known: np.ndarray, scores: np.ndarray, pool: np.ndarray) -> np.ndarray:  # [m]

@@ -104,6 +104,7 @@ def build_tokens(documents: Iterable[Sequence[int]], vocabulary: int, tokenizer:
     Raises:
         OSError, ValueError: as of ``build``.
     """
+    out = out.absolute()
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         what = "is a link" if out.is_symlink() else "is not empty" if out.is_dir() else "is a file"
         raise FileExistsError(f"{out} {what}: name a folder that does not exist, or is empty")

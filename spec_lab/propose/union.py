@@ -92,6 +92,11 @@ class Excluding:
                 allowed[place, list(self.tokens[row])] = False
         return allowed
 
+    def view(self, roots: Sequence[int]) -> Excluding:
+        """See ``DraftMasks``."""
+        masks = None if self.masks is None else self.masks.view(roots)
+        return Excluding(masks, [self.tokens[root] for root in roots], self.vocabulary)
+
 
 @dataclass(frozen=True, eq=False)
 class Union:
@@ -233,7 +238,7 @@ class Union:
                     for sequence, trie in zip(batch.sequences, tries, strict=True)
                 ]  # fmt: skip
                 if any(left_out):
-                    masks = Excluding(batch.draft_masks, left_out, batch.target.vocabulary)
+                    masks = Excluding(view.draft_masks, left_out, batch.target.vocabulary)
                     view = replace(view, draft_masks=masks)
             draft = one.propose(view)
             if draft.one_hot or draft.ways <= {"point"}:  # as deterministic as the others

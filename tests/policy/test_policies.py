@@ -9,7 +9,7 @@ import pytest
 
 from spec_lab.core.limit import Limit
 from spec_lab.policy.bandit import Bandit, Pulls
-from spec_lab.policy.costs import DraftCosts, Timing
+from spec_lab.policy.costs import DraftCosts, Timing, without_costs
 from spec_lab.policy.depths import FixedDepth, Heuristic
 from spec_lab.policy.goodput import GainOverCost, Goodput, Levels, Rate
 from spec_lab.policy.policy import DraftOutcome
@@ -292,9 +292,15 @@ def test_thompson_sampling_repeats_its_choices():
         (Bandit, {"depths": [1, 2], "thresholds": [0.1], "stop": "gain"}, "policy.stop"),
         (Bandit, {"depths": [1, 2], "exploration": -1}, "policy.exploration"),
         (Bandit, {"depths": list(range(65))}, "at most|64"),
+        (Bandit, {"depths": [1, 1, 4]}, "policy.depths"),
     ],
     ids=str,
 )
 def test_wrong_options_are_named(load, options, named):
     with pytest.raises(ValueError, match=named):
         load.load(None, None, **options)
+
+
+def test_the_facts_that_measured_costs_are_kept_for_leave_out_the_costs_that_chose_a_tree():
+    facts = {"tree": "0 1", "costs": "cached", "costs_measured": "today", "parts": {"a": {"depth": 3, "costs": "now"}}}
+    assert without_costs(facts) == {"tree": "0 1", "parts": {"a": {"depth": 3}}}

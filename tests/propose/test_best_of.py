@@ -95,3 +95,33 @@ def test_wrong_options_are_named(options, message):
         best_of(Ngram(3, 2, 1), Ngram(2, 2, 1), **options)
     with pytest.raises(ValueError, match="at least two"):
         best_of(Ngram(3, 2, 1))
+
+
+class Sometimes(Says):
+    """Drafts its token where the text has an even number of tokens, and has no scores."""
+
+    scores = None
+
+    def propose(self, batch):
+        sizes = [1 - len(one.tokens) % 2 for one in batch.sequences]
+        return Draft(forest(tuple(chain(size) for size in sizes)), torch.full((sum(sizes),), self.token))
+
+
+def test_where_a_part_drafts_nothing_the_next_one_does(target):
+    both = best_of(Sometimes(1, None), Sometimes(2, None), Says(3, lambda _: 1.0))
+    batch = batch_of(target, requests(prompts=((5,), (6, 7))), both)
+    draft = both.propose(batch)
+    assert dict(zip(draft.shape.root[2:].tolist(), draft.token.tolist(), strict=True)) == {0: 3, 1: 1}
+    assert [one.state.own.chosen for one in batch.sequences] == [2, 0]
+
+
+def test_a_part_that_never_drafts_does_not_keep_the_others_from_it(target, truth):
+    both = best_of(Ngram(3, 60, 59), Truth(truth, 3))
+    group, steps = decode(target, both, requests())
+    assert emitted(group) == truth and all(step.draft.shape.nodes for step in steps[:2])
+
+
+@pytest.mark.parametrize("costs", [0.3, "heads", [1]])
+def test_costs_must_be_a_mapping(costs):
+    with pytest.raises(ValueError, match="proposer.costs"):
+        best_of(Says(1, None), Says(2, None), costs=costs)

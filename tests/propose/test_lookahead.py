@@ -7,7 +7,10 @@ import pytest
 
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
+from spec_lab.policy.adaptive import Adaptive
+from spec_lab.policy.depths import FixedDepth
 from spec_lab.propose.lookahead import Lookahead, Window
+from spec_lab.propose.parts import ProposerParts
 from spec_lab.verify import Token, Traversal
 from tests.propose.lab import PROMPTS, WARM, decode, emitted, plain_logits, requests
 
@@ -65,6 +68,12 @@ def test_the_window_is_left_out_where_the_context_ends(target):
     group, steps = decode(replace(target, context=16), Lookahead(4, 3, 3), requests(new=12, prompts=PROMPTS[:1]))
     assert steps[0].draft.computed_only is not None and steps[-1].draft.computed_only is None
     assert len(group.sequences[0].tokens) == 16
+
+
+def test_a_limit_of_the_depth_leaves_the_window(target):
+    limited = Adaptive(ProposerParts({"lookahead": Lookahead(4, 3, 3)}), FixedDepth(1))
+    _, steps = decode(target, limited, requests(new=12, prompts=PROMPTS[:1]))
+    assert all(step.draft.computed_only is not None and step.draft.shape.deepest <= 1 for step in steps[:5])
 
 
 def test_the_pool_forgets_the_least_recently_found_n_gram():

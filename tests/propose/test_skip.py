@@ -1,5 +1,6 @@
 """Skipped sublayers: stated distributions, the search, what is left in the KV cache after any history, and refusals."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -171,7 +172,7 @@ def test_what_is_found_follows_from_the_text_alone(target):
     steps = [len(PROMPTS[0]), *range(len(PROMPTS[0]) + 1, len(text) + 1)]
     state, slowly = follow(None, steps)
     _, at_once = follow(None, [len(text)])
-    assert slowly == at_once and len(slowly) == 8
+    assert slowly == at_once and len(slowly) == 4  # there are no more sets
     twin = proposer.fork(state)
     proposer.rewind(twin, 12)
     assert twin.tries == [one for one in slowly if one.end <= 12] and state.tries == slowly
@@ -195,7 +196,7 @@ def test_scores_are_agreements_with_the_text(target):
 
 
 def test_a_search_ends_with_a_good_set_or_after_its_tries():
-    search = SkipSearch(INNER, 0.5, tries=3, enough=0.9, every=4)
+    search = SkipSearch(INNER, 0.5, tries=3, enough=0.9, every=4, window=5)
     assert search.ends(10, 9, []) == [] and search.ends(10, 21, []) == [10, 14, 18]
     done = [Try(search.candidate(()), 0.5, 10)]
     assert search.ends(10, 18, done) == [14, 18] and not search.over(done)
@@ -216,6 +217,25 @@ def test_candidates_keep_the_ratio_and_repeat():
             assert sum(one.kind == kind for one in found) == 4  # round(4.5)
         done.append(Try(found, float(generator.random()), number))
     assert len({one.skipped for one in done}) == 12
+
+
+def test_the_first_set_is_scored_once_the_window_is_full():
+    assert SkipSearch(INNER, 0.5, every=4, window=20).ends(10, 30, []) == [21, 25, 29]
+
+
+def test_no_set_is_scored_twice_and_the_search_ends_when_all_are():
+    search, done = SkipSearch(INNER, 0.5), []
+    while not search.over(done):
+        done.append(Try(search.candidate(done), 0.5, len(done)))
+    kinds = [sum(one.kind == kind for one in INNER) for kind in ("attn", "mlp")]
+    assert (
+        len(done) == len({one.skipped for one in done}) == np.prod([math.comb(n, max(1, round(n / 2))) for n in kinds])
+    )
+
+
+def test_a_window_longer_than_a_chunk_is_refused():
+    with pytest.raises(ValueError, match="proposer.window is 50, .* at most 16"):
+        Skip.load(tiny_target(num_hidden_layers=4, chunk=16), depth=3)
 
 
 def test_the_search_finds_which_sublayers_matter():

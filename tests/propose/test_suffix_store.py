@@ -1,6 +1,7 @@
 """The store on disk: built in buckets, searched as a naive search does, and refused when it is damaged or of others."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -113,9 +114,21 @@ def test_longer_matches_than_asked_for_are_not_looked_up(tmp_path):
     assert found_by(store, [0, 1, 2], 1, 9) == [(8, 2), (4, 2)]
 
 
+def header(shape):
+    """The beginning of a NumPy file with this shape."""
+    text = f"{{'descr': '<u4', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
 def rewritten(folder, name, array):
-    """Write other contents, with their hash."""
+    """Write another array, with its hash."""
     np.save(folder / name, array)
+    written(folder, name, (folder / name).read_bytes())
+
+
+def written(folder, name, contents):
+    """Write other contents, with their hash."""
+    (folder / name).write_bytes(contents)
     facts = json.loads((folder / STORE).read_text())
     facts["sha256"][name] = file_hash(folder / name)
     (folder / STORE).write_text(json.dumps(facts))
@@ -147,6 +160,9 @@ DAMAGES = {
     "a pickle": (lambda folder: rewritten(folder, TOKENS, np.array([{}], object)), f"{TOKENS} is no array"),
     "a table that falls": (lambda folder: rewritten(folder, FIRST, np.array([0, 2, 1, 2, 2])), "must rise"),
     "no separator": (lambda folder: rewritten(folder, TOKENS, np.array([1, 1, 2, 3, 4], np.uint16)), "separator"),
+    "an archive": (lambda folder: written(folder, ORDER, b"PK\x03\x04garbage"), "no array"),
+    "a huge shape": (lambda folder: written(folder, ORDER, header(f"({10**30},)")), "no array"),
+    "a deep header": (lambda folder: written(folder, ORDER, header(f"({'-' * 9000}1,)")), "no array"),
     "a token beyond": (lambda folder: rewritten(folder, TOKENS, np.array([4, 1, 7, 3, 4], np.uint16)), "token 7"),
 }
 
@@ -178,6 +194,10 @@ def test_nothing_is_left_of_a_store_that_cannot_be_built(tmp_path):
     with pytest.raises(FileNotFoundError, match="no folder"):
         build_tokens([[1, 2]], 4, "", tmp_path / "none" / "out")
     assert list(tmp_path.iterdir()) == []
+    with pytest.MonkeyPatch.context() as patch:
+        (tmp_path / "empty").mkdir()
+        patch.chdir(tmp_path / "empty")
+        assert build_tokens([[1, 2]], 4, "", Path(".")).documents == 1
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(FileExistsError, match="not empty"):
