@@ -246,9 +246,10 @@ def forest(axes: Axes, table: pd.DataFrame, value: str, rows: str, lines: str, o
 def texts_and_temperatures(table: pd.DataFrame) -> list[tuple[str, pd.Series]]:
     """Return a title for each temperature and text, and which rows of ``table`` belong to it."""
     return [
-        (f"{text}, T = {temperature:g}", (table["prompts"] == text) & (table["temperature"] == temperature))
+        (f"{text}, T = {temperature:g}", here)
         for temperature in sorted(table["temperature"].unique())
         for text in ordered(list(table["prompts"]), WORKLOADS)
+        if (here := (table["prompts"] == text) & (table["temperature"] == temperature)).any()
     ]
 
 
