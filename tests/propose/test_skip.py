@@ -171,10 +171,11 @@ def test_what_is_found_follows_from_the_text_alone(target):
     steps = [len(PROMPTS[0]), *range(len(PROMPTS[0]) + 1, len(text) + 1)]
     state, slowly = follow(None, steps)
     _, at_once = follow(None, [len(text)])
-    assert slowly == at_once and len(slowly) == 8
+    assert slowly == at_once
+    assert len({one.skipped for one in slowly}) == len(slowly) == proposer.skipped.sets == 4  # each set once
     twin = proposer.fork(state)
-    proposer.rewind(twin, 12)
-    assert twin.tries == [one for one in slowly if one.end <= 12] and state.tries == slowly
+    proposer.rewind(twin, 9)
+    assert twin.tries == slowly[:2] and state.tries == slowly
     _, again = follow(twin, [len(text)])
     assert again == slowly
     assert not target.lm.cells.references.any()
@@ -195,8 +196,10 @@ def test_scores_are_agreements_with_the_text(target):
 
 
 def test_a_search_ends_with_a_good_set_or_after_its_tries():
-    search = SkipSearch(INNER, 0.5, tries=3, enough=0.9, every=4)
+    search = SkipSearch(INNER, 0.5, tries=3, enough=0.9, every=4, window=6)
     assert search.ends(10, 9, []) == [] and search.ends(10, 21, []) == [10, 14, 18]
+    assert search.ends(2, 6, []) == [] and search.ends(2, 12, []) == [7, 11]  # a score rests on the whole window
+    assert not search.due(6, 0) and search.due(7, 0) and not search.due(10, 7) and search.due(11, 7)
     done = [Try(search.candidate(()), 0.5, 10)]
     assert search.ends(10, 18, done) == [14, 18] and not search.over(done)
     assert search.over([*done, replace(done[0], score=0.9)]) and search.over(done * 3)
