@@ -62,7 +62,8 @@ class Skip(Lifecycle):
         lm: the target's runner.
         plan: the trees, and how their tokens are drawn.
         skipped: the sublayers, or how they are searched.
-        scope: of a search: "run": all requests share what was found, as published; "request": each searches alone.
+        scope: of a search: "run": all requests share what was found, as published; "request": each searches alone, and
+            all tries that are due are made in one step, many of them after a preemption.
     """
 
     def __init__(
