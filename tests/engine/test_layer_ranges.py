@@ -334,6 +334,55 @@ def test_a_route_that_the_model_does_not_have_is_refused():
     assert not {one for one in CausalLM(model_of("opt")).sublayers if one.kind == "mlp"}  # in no module of their own
 
 
+def test_a_loop_over_the_layers_may_read_their_attributes():
+    pair = Pair(model_of())
+    model = pair.lm.model.model
+    for layer in model.layers:
+        layer.attention_type = "full"
+    seen = []
+    model.register_forward_pre_hook(lambda one, _: seen.append([layer.attention_type for layer in one.layers]))
+    pair.add(4)
+    draft = pair.random(chain(2))
+    pair.ahead(draft).finish(draft.token)
+    pair.compare(draft)
+    timed = pair.lm.clock.phase("propose_forward")
+    skipped = frozenset({Sublayer("attn", 1), Sublayer("mlp", 1), Sublayer("mlp", 0)})
+    one = pair.lm.draft_pass(Route(skipped=skipped))
+    pair.accept(draft, [()])
+    one.forward(pair.own, pair.pending, timed)
+    one.drop()
+    assert seen and all(one == ["full"] * 3 for one in seen)
+    pair.close()
+
+
+@pytest.mark.parametrize("where", ["rest", "continued", "skipped"])
+def test_a_failure_leaves_hooks_layers_and_cells_as_they_were(where):
+    pair = Pair(model_of(), states=(0, 2))
+    pair.add(4)
+    model = pair.lm.model.model
+    before = model.layers, [dict(layer._modules) for layer in model.layers], len(model._forward_hooks)
+    draft, timed = pair.random(chain(3)), pair.lm.clock.phase("propose_forward")
+    assert pair.lm.sublayers
+    if where == "skipped":
+        one = pair.lm.draft_pass(Route(skipped=frozenset({Sublayer("attn", 1), Sublayer("mlp", 2)})))
+    else:
+        pair.ahead(draft).finish(draft.token)
+    handle = before[0][0 if where == "rest" else 2].register_forward_pre_hook(lambda *_: 1 / 0)
+    if where == "skipped":
+        fails = lambda: one.forward(pair.own, pair.pending, timed)  # noqa: E731
+    else:
+        fails = torch.inference_mode()(lambda: pair.lm.run(pair.lm.prepare(pair.own, pair.pending, draft)))
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    handle.remove()
+    assert model.layers is before[0] and len(model._forward_hooks) == before[2]
+    assert [dict(layer._modules) for layer in model.layers] == before[1]
+    pair.own[0].truncate(0)
+    pair.ahead(draft).finish(draft.token)
+    pair.compare(draft)
+    pair.close()
+
+
 def test_a_forward_that_fails_leaves_the_model_as_it_was():
     pair = Pair(model_of())
     pair.add(4)
