@@ -247,7 +247,7 @@ def test_a_try_that_fails_leaves_no_fork(target, monkeypatch):
 RERANKED = TreePlan(drawn="point", budget=Budget(3, 3, 3, 3, rerank=True))
 
 
-@pytest.mark.parametrize(("plan", "skipped", "window"), [(RERANKED, "mixed", 4), ("chain", None, 9)])
+@pytest.mark.parametrize(("plan", "skipped", "window"), [(RERANKED, "mixed", 4), ("chain", None, 18)])
 def test_cells_in_use_stay_within_the_limit(target, truth, monkeypatch, plan, skipped, window):
     """A draft may use more cells than the forward that verifies it, and a try more than a draft."""
     proposer, used, take = skip(target, plan, skipped, window=window), [], Cells.take
