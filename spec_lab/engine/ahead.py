@@ -86,11 +86,11 @@ class AheadPass:
         """See ``draft_pass.DraftPass``."""
         self.token, self.host = token, host
 
-    def drop(self) -> None:
+    def drop(self, clear: bool = False) -> None:
         """See ``draft_pass.DraftPass``."""
         for one in self._sequences:
             if one.ahead is not None and one.ahead.owner is self:
-                one.forget_ahead()
+                one.forget_ahead(clear)
         self._sequences = ()
 
     def _call(self, prepared: Prepared, timed: Phase) -> Partial:
@@ -182,9 +182,6 @@ def continue_from(
             one.forget_ahead()
     for one, _ in prefill:
         one.forget_ahead()
-    if draft.shape.nodes and tokens is None:
-        for one in sequences:
-            one.forget_ahead()
     if owner is None or end is None or all(one.ahead is None for one in sequences):
         return None
     every = [*sequences, *(one for one, _ in prefill)]
@@ -206,7 +203,7 @@ def continue_from(
     missing = np.flatnonzero(source < 0)
     rest = packer.finish_level(_part(planned, missing), NO_TOKENS) if len(missing) else None
     for one in sequences:
-        one.ahead = None  # its cells are the plan's
+        one.ahead = None  # the plan owns its cells now
     whole = packer.finish(planned, draft)
     source[missing] = owner.rows + np.arange(len(missing))
     order, index = upload(packer.device, source, missing)
@@ -219,12 +216,15 @@ NO_TOKENS = torch.empty(0, dtype=torch.long)
 
 
 def _matched(ahead: Ahead, shape: Shape, tree: int, tokens: np.ndarray | None) -> np.ndarray:  # [m]
-    """For each node of a tree the node computed ahead with the same tokens on its path, each at most once; else -1."""
+    """For each node of a tree the node computed ahead with the same tokens on its path, each at most once; else -1.
+
+    Args:
+        tokens: ``[M]`` of the forest; None where they are not known on the host: no node is known to be the same.
+    """
     nodes = shape.trees[tree][1:] if shape.nodes else NO_NODES
     found = np.full(len(nodes), -1, dtype=np.int64)
-    if not len(nodes) or not ahead.parents:
+    if not len(nodes) or not ahead.parents or tokens is None:
         return found
-    assert tokens is not None
     free: dict[tuple[int, int], list[int]] = {}
     for place in sorted(ahead.parents, reverse=True):
         free.setdefault(ahead.parents[place], []).append(place)

@@ -313,8 +313,7 @@ class CausalLM:
             states = prepared.states
             if prepared.rest is not None:
                 _, rest = self._run_part(prepared.rest, Route(0, end), prepared.taps, False)
-                assert rest is not None
-                states = torch.cat([states, rest])
+                states = states if rest is None else torch.cat([states, rest])
             states = states.index_select(0, prepared.order)
             parts = states.tensor_split(len(prepared.taps) + 1, -1)
             hidden = dict(zip((*prepared.taps, end), parts, strict=True))
@@ -327,7 +326,8 @@ class CausalLM:
                 if own is not None:
                     own.remove()
             final, self._final = self._final, None
-            assert final is not None
+            if final is None:
+                raise NotImplementedError("its decoder returns no state after the final norm")
             hidden |= {**caught, last: final}
         captured = torch.cat([hidden[layer] for layer in self._layers], -1) if self._layers else None
         return output.logits.flatten(0, 1), captured

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -84,7 +84,8 @@ class DraftPass(Protocol):
         """The draft is complete: the target's forward continues from the rows that are computed.
 
         If the forward's draft differs, as after a constraint has merged forced tokens, it continues from those rows
-        that occur in both, and the others are given back.
+        that occur in both, and the others are given back. The tokens of such a draft must be in the host's memory;
+        where they are not, as on a GPU, it continues from the rows of pending tokens only.
 
         Args:
             token: ``[M]`` the tokens of the draft.
@@ -92,11 +93,16 @@ class DraftPass(Protocol):
         """
         ...
 
-    def drop(self) -> None:
-        """Give back all cells. Harmless when repeated."""
+    def drop(self, clear: bool = False) -> None:
+        """Give back all cells. Harmless when repeated.
+
+        Args:
+            clear: whether to overwrite them with zeros, for what is not finite: a mask does not remove NaN (0 x NaN).
+        """
         ...
 
 
+@runtime_checkable
 class RunsLayerRanges(Protocol):
     """A runner with the ability ``layer_ranges``."""
 

@@ -48,10 +48,11 @@ class Limits:
             together with the decoding of others. None for no limit.
         max_kv_tokens: most tokens of admitted sequences, summed over them: of each its tokens, the next one, and the
             rows that a draft may add (``Proposer.nodes``, and ``DraftsForcedTokens.forced_nodes`` where forced tokens
-            are drafted). The cells in use are at most so many, since cells that forks share are counted for each of
-            them; allocated memory is not bounded, since it grows in blocks. None for no limit. Requests wait until
-            there is room. Where decoding needs more than there is, the sequence that was admitted last, or was
-            forked last, is preempted: its KV cache is freed, and computed again when it is admitted again.
+            are drafted), or the cells that drafting uses where these are more (``UsesTargetCells``). The cells in use
+            are at most so many, since cells that forks share are counted for each of them; allocated memory is not
+            bounded, since it grows in blocks. None for no limit. Requests wait until there is room. Where decoding
+            needs more than there is, the sequence that was admitted last, or was forked last, is preempted: its KV
+            cache is freed, and computed again when it is admitted again.
     """
 
     max_batch_size: int | None = None
@@ -220,7 +221,7 @@ class Engine:
                 return
             tokens = len(first.tokens)
             room = self.limits.max_kv_tokens
-            if room is not None and self._live and self._used() + tokens + 1 + self.parts.most_rows > room:
+            if room is not None and self._live and self._used() + tokens + 1 + self.parts.most_cells > room:
                 return
             self._waiting.popleft()
             if isinstance(first, SequenceState):
@@ -282,11 +283,11 @@ class Engine:
 
     def _tokens(self, request: Request) -> int:
         """Most tokens of the KV cache that a sequence of the request needs."""
-        return min(len(request.tokens) + request.max_new_tokens, self.target.context) + self.parts.most_rows
+        return min(len(request.tokens) + request.max_new_tokens, self.target.context) + self.parts.most_cells
 
     def _used(self) -> int:
         """See ``Limits.max_kv_tokens``: what the next step needs if nothing else is admitted."""
-        return sum(len(one.tokens) + 1 + self.parts.most_rows for one in self._live)
+        return sum(len(one.tokens) + 1 + self.parts.most_cells for one in self._live)
 
     def _make_room(self) -> None:
         """Preempt the sequences admitted last until the next step fits."""

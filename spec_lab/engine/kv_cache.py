@@ -81,12 +81,18 @@ class CellSequence:
             self.forget_ahead()
             self.store.close(self)
 
-    def forget_ahead(self) -> None:
-        """Free the cells of what was computed ahead. Harmless when repeated."""
+    def forget_ahead(self, clear: bool = False) -> None:
+        """Free the cells of what was computed ahead. Harmless when repeated.
+
+        Args:
+            clear: whether to overwrite them with zeros, as of ``Cells.open``.
+        """
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
-            self.store.drop(self, ahead.slots)
-            self.store.drop(self, ahead.nodes[ahead.nodes >= 0])
+            cells = np.concatenate([ahead.slots, ahead.nodes[ahead.nodes >= 0]])
+            if clear:
+                self.store.clear(self, cells)
+            self.store.drop(self, cells)
 
 
 NONE_HELD = np.empty(0, dtype=np.int64)
@@ -206,6 +212,12 @@ class Cells:
     def drop(self, sequence: CellSequence, slots: np.ndarray | int) -> None:
         """Give up held cells: their tokens were rejected."""
         self.references[sequence.span, slots] -= 1
+
+    def clear(self, sequence: CellSequence, slots: np.ndarray) -> None:
+        """Overwrite cells with zeros."""
+        with torch.inference_mode():
+            for store in (*self.keys, *self.values):
+                store[sequence.span].index_fill_(1, torch.from_numpy(slots).to(store.device), 0)
 
     def backtrack(self, sequence: CellSequence, length: int) -> None:
         """Shorten the sequence to its first ``length`` cells."""

@@ -1,8 +1,8 @@
 """Runs some layers of a model of transformers by the model's own code.
 
 While such a forward runs, modules that are left out are replaced by others: a layer by one that returns its input, a
-sublayer by one that returns zeros. So embeddings, masks, rotary embeddings, the final norm and the LM head are those of
-the model's family, whatever it does.
+sublayer by one that returns zeros. Embeddings, masks, rotary embeddings, the final norm and the LM head are computed by
+the model's own code.
 """
 
 from __future__ import annotations
@@ -104,6 +104,8 @@ class LayerRanges:
                 one = layer if runs else given if number == route.first - 1 else _Same(self._returns[layer])
                 if number in taps:
                     one = tapped[number] = _Tap(one)
+                if one is not layer:
+                    _copy_attributes(layer, one)
                 modules.append(one)
             self._lists[key] = nn.ModuleList(modules), given, tapped
         return self._lists[key]
@@ -112,8 +114,10 @@ class LayerRanges:
         if one not in self._zeros:
             parent, name = self._sublayers[one]
             module = parent._modules[name]
-            assert module is not None
+            if module is None:
+                raise NotImplementedError(f"{name} of layer {one.layer} is no module")
             self._zeros[one] = _Zero(self._returns[module])
+            _copy_attributes(module, self._zeros[one])
         return self._zeros[one]
 
 
@@ -122,7 +126,7 @@ MOST_LISTS = 64
 
 
 def find_layers(model: Any) -> tuple[nn.Module, str, nn.ModuleList]:
-    """Return the outermost module of a causal LM with a list of its layers, and the list after its name.
+    """Return the outermost module of a causal LM that has a list of its layers, the list's name in it, and the list.
 
     Raises:
         NotImplementedError: there is none.
@@ -138,6 +142,13 @@ def find_layers(model: Any) -> tuple[nn.Module, str, nn.ModuleList]:
 def _whole(skipped: frozenset[Sublayer]) -> frozenset[Sublayer]:
     """The sublayers of layers both of whose sublayers are skipped, for which the whole layer is."""
     return frozenset(one for one in skipped if all(Sublayer(kind, one.layer) in skipped for kind in NAMES))
+
+
+def _copy_attributes(module: nn.Module, to: nn.Module) -> None:
+    """Copy plain attributes, such as ``attention_type``, which the loop over the layers may read."""
+    for name, value in vars(module).items():
+        if not name.startswith("_") and name not in vars(to):
+            setattr(to, name, value)
 
 
 def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -170,7 +181,8 @@ class _Given(nn.Module):
         self.states: Tensor | None = None
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        assert self.states is not None
+        if self.states is None:
+            raise NotImplementedError("the layer before the first that runs was called without states to return")
         return _returned(self.states, self.width)
 
 

@@ -69,9 +69,8 @@ class Proposer(Protocol):
     """Drafts a tree below each sequence. It never sees the verifier. ``Lifecycle`` has defaults for most methods.
 
     Further abilities are Protocols of their own, asked for with ``isinstance``: ``Branching``, ``DrawsSeveralWays``,
-    ``DraftsForcedTokens``, ``LearnsAcrossRequests``, ``StopsEarly``, ``ChoosesPart``, ``ChecksSampling``,
-    ``CertifiableProposer``, and ``Described`` and
-    ``Hashed`` of ``core.protocols``.
+    ``DraftsForcedTokens``, ``UsesTargetCells``, ``LearnsAcrossRequests``, ``StopsEarly``, ``ChoosesPart``,
+    ``ChecksSampling``, ``CertifiableProposer``, and ``Described`` and ``Hashed`` of ``core.protocols``.
 
     A draft must follow from the sequences, from the states, from stores that are declared, and from the random choices
     of the batch (``batch.draws``) only: the same text gets the same draft when it is replayed. Stores that requests
@@ -182,6 +181,16 @@ class DraftsForcedTokens(Protocol):
     @property
     def forced_nodes(self) -> int:
         """Most forced nodes below one root."""
+        ...
+
+
+@runtime_checkable
+class UsesTargetCells(Protocol):
+    """A proposer that drafts on cells of the target's KV cache."""
+
+    @property
+    def target_cells(self) -> int:
+        """Most cells in use below one root while it drafts, those of pending tokens not counted."""
         ...
 
 
@@ -343,6 +352,12 @@ def most_rows(proposer: Proposer, forces: bool) -> int:
     """
     more = proposer.forced_nodes if forces and isinstance(proposer, DraftsForcedTokens) else 0
     return proposer.nodes + more
+
+
+def most_cells(proposer: Proposer, forces: bool) -> int:
+    """Return how many of the target's KV cells are in use below one root at most. Arguments as of ``most_rows``."""
+    own = proposer.target_cells if isinstance(proposer, UsesTargetCells) else 0
+    return max(own, most_rows(proposer, forces))
 
 
 def draws_of(proposer: Proposer) -> frozenset[Drawn]:

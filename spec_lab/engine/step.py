@@ -27,7 +27,7 @@ from spec_lab.core.probabilities import argmax_of_finite, finite_, logits_to_pro
 from spec_lab.core.randomness import Draws
 from spec_lab.core.readback import Readback
 from spec_lab.engine.commit import Commit, Committed, Decision, act, commit
-from spec_lab.engine.proposer import Observation, Proposer, most_rows, release
+from spec_lab.engine.proposer import Observation, Proposer, most_cells, most_rows, release
 from spec_lab.engine.rows import drafted_probabilities, expected_counts, history, logprobs_of, without_token_
 from spec_lab.engine.runner import Output
 from spec_lab.engine.sequence import Batch, SequenceState, by_row
@@ -112,8 +112,18 @@ class Parts:
     @cached_property
     def most_rows(self) -> int:
         """How many rows the proposer adds below one root at most."""
+        return most_rows(self.proposer, self._forces)
+
+    @cached_property
+    def most_cells(self) -> int:
+        """How many cells are in use below one root at most, while the proposer drafts or the target verifies."""
+        return most_cells(self.proposer, self._forces)
+
+    @property
+    def _forces(self) -> bool:
+        """Whether a constraint that applies to the draft fast-forwards forced tokens."""
         applied = None if self.constraint is None else self.constraint.applied
-        return most_rows(self.proposer, applied is not None and applied.on_draft and bool(applied.fast_forward))
+        return applied is not None and applied.on_draft and bool(applied.fast_forward)
 
     def follows_argmax(self, draft: Draft) -> bool:
         """Whether the verifier follows the arg max of each row down this draft at temperature 0."""

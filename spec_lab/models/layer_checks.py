@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,7 +13,8 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, chain, forest, tree
 from spec_lab.core.options import whole
 from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.draft_pass import Route, Sublayer
+from spec_lab.engine.draft_pass import Route, RunsLayerRanges, Sublayer
+from spec_lab.engine.runner import Runner
 from spec_lab.models.support import TOLERANCE, Unsupported
 from spec_lab.models.target import Target
 
@@ -17,7 +22,11 @@ FOREST = forest((tree(((0,), (1,), (0, 0), (0, 1), (0, 0, 0))), chain(2)))
 PENDING = (5, 3)
 
 
-def with_layer_ranges(target: Target, proposer: str) -> CausalLM:
+class LayeredRunner(Runner, RunsLayerRanges, Protocol):
+    """A runner with the ability ``layer_ranges``."""
+
+
+def with_layer_ranges(target: Target, proposer: str) -> LayeredRunner:
     """Return the target's runner, which runs ranges of layers.
 
     Args:
@@ -27,20 +36,54 @@ def with_layer_ranges(target: Target, proposer: str) -> CausalLM:
     Raises:
         Unsupported: it does not.
     """
-    lm = target.causal_lm
-    if lm.why_no_layer_ranges:
+    lm = target.lm
+    if isinstance(lm, CausalLM) and lm.why_no_layer_ranges:
         raise Unsupported(
             f"proposer '{proposer}' runs some of the target's layers, which target '{target.name}' cannot: "
             f"{lm.why_no_layer_ranges}"
         )
-    return lm
+    with _supported(f"target '{target.name}' cannot run some of its layers"):
+        if isinstance(lm, RunsLayerRanges) and "layer_ranges" in lm.capabilities.abilities:
+            return lm
+    raise Unsupported(
+        f"proposer '{proposer}' runs some of the target's layers, but target '{target.name}' is computed by "
+        f"{type(lm).__name__}, which does not run ranges of layers"
+    )
 
 
-def layers_of(lm: CausalLM, layers: int | None) -> int:
+@contextmanager
+def _supported(what: str) -> Iterator[None]:
+    """Turn errors of a model's code into ``Unsupported``: what it cannot do."""
+    try:
+        yield
+    except torch.OutOfMemoryError:  # says nothing about the model
+        raise
+    except (
+        ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError,
+    ) as failure:  # fmt: skip
+        raise Unsupported(f"{what} ({type(failure).__name__}: {failure})") from failure
+
+
+def sublayers_of(lm: RunsLayerRanges, name: str) -> frozenset[Sublayer]:
+    """Return which sublayers the target can skip.
+
+    Args:
+        lm: the target's runner.
+        name: of the target, for messages.
+
+    Raises:
+        Unsupported: its modules cannot be replaced.
+    """
+    with _supported(f"target '{name}' cannot skip sublayers"):
+        return lm.sublayers
+
+
+def layers_of(lm: RunsLayerRanges, layers: int | None) -> int:
     """Return after how many layers to exit, from 1 to one less than there are; None: after a quarter of them.
 
     Raises:
         ValueError: another value.
+        Unsupported: there is one layer only.
     """
     if lm.layers < 2:
         raise Unsupported("the target has a single layer, so that no layer is left to verify an early exit")
@@ -50,13 +93,13 @@ def layers_of(lm: CausalLM, layers: int | None) -> int:
 
 
 @torch.inference_mode()
-def check_exit(lm: CausalLM, end: int, kind: str) -> float:
+def check_exit(lm: LayeredRunner, end: int, name: str) -> float:
     """Compare forwards that continue from a draft pass with forwards that compute everything.
 
     Args:
         lm: computes both.
         end: the layer after which the draft pass exits.
-        kind: of the model, for messages.
+        name: of the target, for messages.
 
     Returns:
         The largest difference of a logit, in standard deviations.
@@ -64,24 +107,18 @@ def check_exit(lm: CausalLM, end: int, kind: str) -> float:
     Raises:
         Unsupported: it exceeds the tolerance of the model's dtype, or the model raises an error.
     """
-    try:
+    with _supported(f"target '{name}' cannot continue after {end} layers"):
         error = _exit_error(lm, end)
-    except torch.OutOfMemoryError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as failure:
-        raise Unsupported(
-            f"model type '{kind}' cannot continue after {end} layers ({type(failure).__name__}: {failure})"
-        ) from failure
     allowed = TOLERANCE[lm.dtype]
     if not error <= allowed:
         raise Unsupported(
-            f"model type '{kind}' continues wrongly after {end} layers: its logits differ from those of a whole "
+            f"target '{name}' continues wrongly after {end} layers: its logits differ from those of a whole "
             f"forward by {error:.2g} standard deviations, allowed are {allowed:g} in {lm.dtype}"
         )
     return error
 
 
-def _exit_error(lm: CausalLM, end: int) -> float:
+def _exit_error(lm: LayeredRunner, end: int) -> float:
     generator = np.random.default_rng(0)
     pending = [generator.integers(0, lm.vocabulary, count).tolist() for count in PENDING]
     token = generator.integers(0, lm.vocabulary, FOREST.nodes)
@@ -106,47 +143,40 @@ def _difference(found: Tensor, wanted: Tensor) -> float:
     return error if np.isfinite(error) else float("inf")
 
 
-def sublayers_of(lm: CausalLM, kind: str) -> frozenset[Sublayer]:
-    """Return the sublayers that the model can run without.
-
-    Raises:
-        Unsupported: its layers are not of a known structure.
-    """
-    try:
-        return lm.sublayers
-    except NotImplementedError as error:
-        raise Unsupported(f"model type '{kind}' cannot skip sublayers: {error}") from error
-
-
 @torch.inference_mode()
-def check_skipping(lm: CausalLM, skipped: frozenset[Sublayer], kind: str) -> None:
-    """Check that a draft pass without any skipped sublayer has the logits of a forward, and that one with some runs.
+def check_skipping(lm: LayeredRunner, sublayers: frozenset[Sublayer], name: str) -> None:
+    """Check that a draft pass without any skipped sublayer has the logits of a forward, and that others run.
+
+    Those are without one attention sublayer, without one MLP, without a whole layer, and without all of ``sublayers``.
 
     Args:
         lm: computes both.
-        skipped: some sublayers.
-        kind: of the model, for messages.
+        sublayers: those that a draft may skip.
+        name: of the target, for messages.
 
     Raises:
         Unsupported: the logits differ by more than the tolerance of the model's dtype, or the model raises an error.
     """
-    try:
-        error = _skip_error(lm, skipped)
-    except torch.OutOfMemoryError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as failure:
-        raise Unsupported(
-            f"model type '{kind}' cannot skip sublayers ({type(failure).__name__}: {failure})"
-        ) from failure
+    with _supported(f"target '{name}' cannot skip sublayers"):
+        error = _skip_error(lm, skipped_to_check(sublayers))
     allowed = TOLERANCE[lm.dtype]
     if not error <= allowed:
         raise Unsupported(
-            f"model type '{kind}' drafts wrongly on its own KV cache: without skipped sublayers its logits differ from "
+            f"target '{name}' drafts wrongly on its own KV cache: without skipped sublayers its logits differ from "
             f"those of a forward by {error:.2g} standard deviations, allowed are {allowed:g} in {lm.dtype}"
         )
 
 
-def _skip_error(lm: CausalLM, skipped: frozenset[Sublayer]) -> float:
+def skipped_to_check(sublayers: frozenset[Sublayer]) -> list[frozenset[Sublayer]]:
+    """Return sets of sublayers that are skipped in different ways; see ``check_skipping``."""
+    layers = {kind: {one.layer for one in sublayers if one.kind == kind} for kind in ("attn", "mlp")}
+    sets = [frozenset({Sublayer(kind, min(own))}) for kind, own in layers.items() if own]  # type: ignore[arg-type]
+    if both := layers["attn"] & layers["mlp"]:
+        sets.append(frozenset({Sublayer("attn", min(both)), Sublayer("mlp", min(both))}))
+    return [*dict.fromkeys([*sets, sublayers])]
+
+
+def _skip_error(lm: LayeredRunner, sets: Sequence[frozenset[Sublayer]]) -> float:
     generator = np.random.default_rng(0)
     pending = [generator.integers(0, lm.vocabulary, count).tolist() for count in PENDING]
     token = generator.integers(0, lm.vocabulary, FOREST.nodes)
@@ -155,7 +185,7 @@ def _skip_error(lm: CausalLM, skipped: frozenset[Sublayer]) -> float:
     rows, error = np.flatnonzero(FOREST.depth == 1), 0.0
     try:
         wanted = lm.run(lm.prepare(wholes, pending, draft)).logits.clone()
-        for left_out in (frozenset[Sublayer](), skipped):
+        for left_out in (frozenset[Sublayer](), *sets):
             one = lm.draft_pass(Route(skipped=left_out))
             roots = one.forward(parts, pending, timed).logits
             nodes = one.extend(parts, FOREST, rows, token[rows - FOREST.roots], timed).logits

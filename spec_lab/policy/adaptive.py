@@ -109,6 +109,11 @@ class Adaptive:
         return self.parts.forced_nodes
 
     @property
+    def target_cells(self) -> int:
+        """See ``UsesTargetCells``."""
+        return self.parts.target_cells
+
+    @property
     def requires(self) -> Requires:
         """See ``Proposer``."""
         return self.proposer.requires

@@ -73,6 +73,7 @@ class BestFirst:
             nodes below which no token is allowed are not expanded.
         read: reads what was drawn, once for each draft forward.
         stop: where nothing more is drafted; None: nowhere. Its paths have the probabilities with which nodes are drawn.
+        lenient: see ``TreePlan.draft``.
         broken: trees whose draft logits held no distribution, with the reason.
     """
 
@@ -86,6 +87,7 @@ class BestFirst:
     masks: DraftMasks | None = None
     read: Readback = field(default_factory=Readback)
     stop: Stop | None = None
+    lenient: bool = False
     broken: dict[int, str] = field(default_factory=dict)
     parent: list[int] = field(default_factory=list)
     token: list[int] = field(default_factory=list)
@@ -175,6 +177,8 @@ class BestFirst:
             count = sum(exists(host["support"], rank, self.drawn) for rank in range(self.budget.children))
         if "possible" in host:
             count = np.where(host["possible"], count, 0)
+        if self.lenient and "without" in host:
+            count = np.where(host["without"], 0, count)
         before = self.stop is not None and self.stop.rule.before
         if before:
             count = np.where(host["stopped"], 0, count)

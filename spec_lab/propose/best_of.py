@@ -138,6 +138,11 @@ class BestOf:
         return self.parts.forced_nodes
 
     @property
+    def target_cells(self) -> int:
+        """See ``UsesTargetCells``."""
+        return self.parts.target_cells
+
+    @property
     def requires(self) -> Requires:
         """What any part requires."""
         return self.parts.requires

@@ -151,13 +151,18 @@ class EarlyExit(Lifecycle):
         lm = with_layer_ranges(target, "early_exit")
         end = layers_of(lm, layers)
         plan.check_width(target.vocabulary)
-        check_exit(lm, end, lm.model.config.model_type)
+        check_exit(lm, end, target.name)
         return EarlyExit(lm, end, plan)
 
     @property
     def why_not_stopped(self) -> str:
         """See ``StopsEarly``."""
         return self.plan.why_not_stopped
+
+    @property
+    def target_cells(self) -> int:
+        """See ``UsesTargetCells``."""
+        return self.plan.computed
 
     def check_sampling(self, request: Sampling) -> None:
         """See ``TreePlan.check_sampling``."""

@@ -54,12 +54,20 @@ class Growth:
         shape: the whole forest; nodes that are left out are cut at the end.
         samplings: ``[B]`` how the drafter samples.
         stop: where nothing more is drafted; None: nowhere.
+        lenient: see ``TreePlan.draft``.
     """
 
     def __init__(
-        self, drawn: Drawn, batch: Batch, shape: Shape, samplings: Sequence[Sampling], stop: Stop | None = None
+        self,
+        drawn: Drawn,
+        batch: Batch,
+        shape: Shape,
+        samplings: Sequence[Sampling],
+        stop: Stop | None = None,
+        lenient: bool = False,
     ) -> None:
         self.drawn, self.batch, self.shape, self.samplings, self.stop = drawn, batch, shape, samplings, stop
+        self.lenient = lenient
         cold = drawn in ("iid", "without") and all(one.temperature == 0 for one in samplings)
         self.one_hot = cold and not shape.branches
         self.greedy = drawn == "point" or self.one_hot  # the likeliest tokens, whatever the random choice
@@ -159,6 +167,8 @@ class Growth:
         fine, support, stopped = host.get("possible"), host.get("support"), host.get("stopped")
         if stopped is not None and self.stop is not None and self.stop.rule.before:
             fine = ~stopped if fine is None else fine & ~stopped
+        if self.lenient and "without" in host:
+            fine = ~host["without"] if fine is None else fine & ~host["without"]
         if not self.greedy:
             some = np.arange(len(parents)) if fine is None else np.flatnonzero(fine)
             self.q_row[parents[some]] = sum(map(len, self.q[:-1])) + some

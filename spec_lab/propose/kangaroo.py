@@ -137,6 +137,6 @@ def load(target: Target, path: str, exit_layer: int | None = None, **options: Un
     lm = with_layer_ranges(target, "kangaroo")
     adapter = read_kangaroo(path, target, given)
     layers = adapter.network.settings.exit_layer
-    check_exit(lm, layers, lm.model.config.model_type)
+    check_exit(lm, layers, target.name)
     pack(adapter.network)
     return EarlyExit(lm, layers, plan, KangarooHead(adapter.network, target, plan.computed, adapter.sha256))

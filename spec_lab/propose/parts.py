@@ -25,6 +25,7 @@ from spec_lab.engine.proposer import (
     Observation,
     Proposer,
     Requires,
+    UsesTargetCells,
     branches,
     check_sampling,
     draws_of,
@@ -99,6 +100,11 @@ class ProposerParts:
     def forced_nodes(self) -> int:
         """Most forced nodes below one root, of all parts together."""
         return sum(one.forced_nodes for one in self.all if isinstance(one, DraftsForcedTokens))
+
+    @property
+    def target_cells(self) -> int:
+        """See ``UsesTargetCells``; of all parts together, since one may hold its draft while another drafts."""
+        return sum(one.target_cells for one in self.all if isinstance(one, UsesTargetCells))
 
     @property
     def sha256(self) -> str | None:

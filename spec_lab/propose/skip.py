@@ -7,15 +7,16 @@ sublayers are skipped is given, or found while requests are decoded (``skip_sear
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.clock import Phase
+from spec_lab.core.draft import Draft, Drawn, Shape, chain
 from spec_lab.core.inference import inference
 from spec_lab.core.options import one_of, share, whole
 from spec_lab.core.probabilities import Sampling
@@ -27,7 +28,14 @@ from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.models.layer_checks import check_skipping, sublayers_of, with_layer_ranges
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import Computed, RowLogits
-from spec_lab.propose.skip_search import SkipSearch, Try, parse_sublayers, write_sublayers
+from spec_lab.propose.skip_search import (
+    MOST_TRIES,
+    MOST_WINDOW,
+    SkipSearch,
+    Try,
+    parse_sublayers,
+    write_sublayers,
+)
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
 from spec_lab.propose.trees import Choices
 
@@ -54,7 +62,8 @@ class Skip(Lifecycle):
         lm: the target's runner.
         plan: the trees, and how their tokens are drawn.
         skipped: the sublayers, or how they are searched.
-        scope: of a search: "run": all requests share what was found, as published; "request": each searches alone.
+        scope: of a search: "run": all requests share what was found, as published; "request": each searches alone, and
+            all tries that are due are made in one step, many of them after a preemption.
     """
 
     def __init__(
@@ -96,19 +105,14 @@ class Skip(Lifecycle):
         plan = TreePlan.read(**options)
         ratio = share("proposer.ratio", ratio)
         search = {
-            "tries": whole("proposer.tries", tries), "every": whole("proposer.every", every),
-            "window": whole("proposer.window", window), "enough": share("proposer.enough", enough),
+            "tries": whole("proposer.tries", tries, most=MOST_TRIES), "every": whole("proposer.every", every),
+            "window": whole("proposer.window", window, most=MOST_WINDOW), "enough": share("proposer.enough", enough),
         }  # fmt: skip
         one_of("proposer.scope", scope, ("run", "request"))
         lm = with_layer_ranges(target, "skip")
         plan.check_width(target.vocabulary)
-        if skipped is None and window > lm.most_pending:
-            raise ValueError(
-                f"proposer.window is {window}, but the target computes at most {lm.most_pending} tokens of a sequence "
-                "in a forward (target.chunk): set a smaller window"
-            )
-        known = sublayers_of(lm, lm.model.config.model_type)
-        inner = tuple(sorted((one for one in known if 0 < one.layer < lm.layers - 1), key=_order))
+        every_one = sublayers_of(lm, target.name)
+        inner = tuple(sorted((one for one in every_one if 0 < one.layer < lm.layers - 1), key=_order))
         if skipped is None:
             if not 0 < ratio < 1:
                 raise ValueError(f"proposer.ratio must lie between 0 and 1, both excluded (got {ratio})")
@@ -120,16 +124,14 @@ class Skip(Lifecycle):
             chosen: frozenset[Sublayer] | SkipSearch = SkipSearch(inner, ratio, **search)  # type: ignore[arg-type]
         else:
             chosen = parse_sublayers(skipped)
-            if wrong := chosen - known:
+            if wrong := chosen - every_one:
                 raise ValueError(
                     f"proposer.skipped: the target cannot skip {write_sublayers(wrong)}; it can skip "
-                    f"{write_sublayers(known) or 'nothing'}"
+                    f"{write_sublayers(every_one) or 'nothing'}"
                 )
-            if chosen == known:
+            if chosen == every_one:
                 raise ValueError("proposer.skipped must leave some sublayers (got all of the target's)")
-        sets = [chosen] if not isinstance(chosen, SkipSearch) else [chosen.candidate(()), *map(_alone, inner[:2])]
-        for one in sets:  # a search skips whole layers and single sublayers
-            check_skipping(lm, one, lm.model.config.model_type)
+        check_skipping(lm, frozenset(inner) if isinstance(chosen, SkipSearch) else chosen, target.name)
         return Skip(lm, plan, chosen, scope)
 
     @property
@@ -143,6 +145,11 @@ class Skip(Lifecycle):
         shared = isinstance(self.skipped, SkipSearch) and self.scope == "run"
         return "which sublayers the draft skips, found with the texts of all requests" if shared else ""
 
+    @property
+    def target_cells(self) -> int:
+        """See ``UsesTargetCells``."""
+        return max(self.plan.computed, self.skipped.window if isinstance(self.skipped, SkipSearch) else 0)
+
     def forget(self) -> None:
         """Begin the shared search anew."""
         self._shared = Tried()
@@ -152,9 +159,17 @@ class Skip(Lifecycle):
         self.plan.check_sampling(request)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Skip:
-        """The same proposer without the MLP of the toy's last layer. See ``CertifiableProposer``."""
-        lm = target.causal_lm
-        return Skip(lm, self.plan.toy(tree), frozenset({Sublayer("mlp", lm.layers - 1)}))
+        """The same proposer without the MLP of the toy's last layer, or with a short search of its own for each text.
+
+        Outcomes are enumerated side by side, so they share no search. See ``CertifiableProposer``.
+        """
+        lm, plan = target.causal_lm, self.plan.toy(tree)
+        if not isinstance(self.skipped, SkipSearch):
+            return Skip(lm, plan, frozenset({Sublayer("mlp", lm.layers - 1)}))
+        own = replace(
+            self.skipped, sublayers=tuple(sorted(lm.sublayers, key=_order)), ratio=0.5, tries=2, every=1, window=2
+        )
+        return Skip(lm, plan, own, "request")
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -182,7 +197,10 @@ class Skip(Lifecycle):
 
     @inference
     def propose(self, batch: Batch) -> Draft:
-        """Search on, then draft without the sublayers found so far."""
+        """Search on, then draft without the sublayers found so far.
+
+        Nothing is drafted below a row whose draft logits are not finite: the target's own may be.
+        """
         timed = batch.clock.phase("propose_forward")
         pending = [one.pending for one in batch.sequences]
         depths = [
@@ -194,6 +212,7 @@ class Skip(Lifecycle):
             if depth:
                 groups.setdefault(self._choose(one, batch), []).append(tree)
         passes = {skipped: self.lm.draft_pass(Route(skipped=skipped)) for skipped in groups}
+        broken: Mapping[int, str] = {}
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Computed:
             found, order = [], []
@@ -214,10 +233,12 @@ class Skip(Lifecycle):
                 found.append(passes[skipped].forward(kvs, own, timed).logits)
                 order.append(place[trees])
             roots = _ordered(found, order) if found else None
-            return self.plan.draft(batch, depths, roots, expand).draft
+            draft = self.plan.draft(batch, depths, roots, expand, lenient=True).draft
+            broken = draft.broken
+            return replace(draft, broken={}) if broken else draft
         finally:
-            for one_pass in passes.values():
-                one_pass.drop()
+            for skipped, one_pass in passes.items():
+                one_pass.drop(clear=not broken.keys().isdisjoint(groups[skipped]))
 
     def _choose(self, one: SequenceState, batch: Batch) -> frozenset[Sublayer]:
         """Make the tries that are due for a sequence; return what its draft skips."""
@@ -232,31 +253,39 @@ class Skip(Lifecycle):
                     break
             return search.best(state.tries)
         length, shared = len(one.kv) + 1, self._shared.tries
-        if length > search.window and length >= state.last + search.every and not search.over(shared):
+        if search.due(length, state.last) and not search.over(shared):
             state.last = length
             shared.append(self._try(one, search.candidate(shared), length, batch))
         return search.best(shared)
 
     def _try(self, one: SequenceState, skipped: frozenset[Sublayer], end: int, batch: Batch) -> Try:
-        """Score a set on the last tokens of the text's first ``end``, all but the last of which are computed."""
+        """Score a set on the last tokens of the text's first ``end``, all but the last of which are computed.
+
+        A set without finite logits scores 0.
+        """
         assert isinstance(self.skipped, SkipSearch)
         start = max(0, end - 1 - self.skipped.window)
         tokens = one.tokens[start:end]
-        one_pass: DraftPass = self.lm.draft_pass(Route(skipped=skipped))
-        twin = one.kv.fork()
+        one_pass, twin, fine = self.lm.draft_pass(Route(skipped=skipped)), one.kv.fork(), True
         try:
             twin.truncate(start)
-            logits = one_pass.forward([twin], [tokens[:-1]], batch.clock.phase("propose_forward"), every=True).logits
-            assert logits is not None
-            (found,) = batch.read(logits.argmax(-1))
+            logits = self._logits(one_pass, twin, tokens[:-1], batch.clock.phase("propose_forward"))
+            found, finite = batch.read(logits.argmax(-1), torch.isfinite(logits.amax(-1)))
+            fine = bool(finite.all())
         finally:
-            one_pass.drop()
+            one_pass.drop(clear=not fine)
             twin.close()
-        return Try(skipped, float((found == np.array(tokens[1:])).mean()), end)
+        return Try(skipped, float((found == np.array(tokens[1:])).mean()) if fine else 0.0, end)
 
-
-def _alone(one: Sublayer) -> frozenset[Sublayer]:
-    return frozenset({one})
+    def _logits(self, one_pass: DraftPass, kv: Any, tokens: Sequence[int], timed: Phase) -> Tensor:  # [n, V]
+        """Logits after each of the tokens that follow a sequence: pending ones, and nodes of a chain beyond a chunk."""
+        most, rest = self.lm.most_pending, np.array(tokens[self.lm.most_pending :], dtype=np.int64)
+        found, shape = [one_pass.forward([kv], [tokens[:most]], timed, every=True).logits], chain(len(rest))
+        for begin in range(0, len(rest), most):
+            part = rest[begin : begin + most]
+            rows = np.arange(begin, begin + len(part)) + shape.roots
+            found.append(one_pass.extend([kv], shape, rows, part, timed).logits)
+        return torch.cat([one for one in found if one is not None])
 
 
 def _order(one: Sublayer) -> tuple[int, str]:

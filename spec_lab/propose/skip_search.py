@@ -4,15 +4,16 @@ Source: SWIFT (2410.06916): candidates are drawn at random, every few tries the 
 improvement under a Gaussian process (Draft&Verify 2309.08168 uses the same offline), and each is scored by how often
 the draft's arg max agrees with the last tokens of the text. The search stops at a high agreement, or after some tries.
 
-Here try j is made when the text has a certain length, so that what it finds follows from the text alone.
+Here try j is made when the text has a certain length, so that what it finds follows from the text alone. Every set is
+scored once, on the same number of tokens: the best of repeated scores, or of scores on few tokens, would be chance.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from functools import cached_property
 
 import numpy as np
 
@@ -29,6 +30,12 @@ LENGTH = 0.25
 
 NOISE = 1e-3
 """The variance of a score."""
+
+MOST_TRIES = 1024
+"""Most sets that may be scored: the Gaussian process has so many rows."""
+
+MOST_WINDOW = 1024
+"""Most tokens that a set may be scored on: the attention mask among them has their square."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +60,11 @@ class SkipSearch:
     Args:
         sublayers: those that may be skipped, in order.
         ratio: share of the attention sublayers, and of the MLP sublayers, that every set skips.
-        tries: most sets that are scored.
+        tries: most sets that are scored, up to ``MOST_TRIES``.
         enough: the score that ends the search.
         every: tokens of the text from one try to the next.
-        window: most tokens that a set is scored on.
+        window: tokens that a set is scored on, up to ``MOST_WINDOW``; no try is made of a text with fewer before the
+            last.
     """
 
     sublayers: tuple[Sublayer, ...]
@@ -65,6 +73,15 @@ class SkipSearch:
     enough: float = 0.93
     every: int = 8
     window: int = 50
+
+    @cached_property
+    def sets(self) -> int:
+        """How many sets there are."""
+        return math.prod(math.comb(len(own), count) for own, count in self._kinds())
+
+    def due(self, length: int, last: int) -> bool:
+        """Whether a try is due for a text of some length, the last one of which was made at length ``last``."""
+        return length > self.window and length >= last + self.every
 
     def ends(self, begin: int, length: int, done: Sequence[Try]) -> list[int]:
         """Return the lengths of text at which further tries are due.
@@ -80,26 +97,25 @@ class SkipSearch:
         return list(range(first, length + 1, self.every))[: self.tries - len(done)]
 
     def over(self, done: Sequence[Try]) -> bool:
-        """Whether no further set is scored: a good one is found, or all tries are made, or all sets scored."""
-        sets = math.prod(math.comb(len(own), count) for own, count in self._kinds())
-        return len(done) >= min(self.tries, sets) or any(one.score >= self.enough for one in done)
+        """Whether no further set is scored: one is good enough, or as many as allowed are scored, or all there are."""
+        return len(done) >= min(self.tries, self.sets) or any(one.score >= self.enough for one in done)
 
     def best(self, done: Sequence[Try]) -> frozenset[Sublayer]:
         """Return the set with the best score, the first of them; before any try an even choice."""
         return max(done, key=lambda one: one.score).skipped if done else self.candidate(())
 
     def candidate(self, done: Sequence[Try]) -> frozenset[Sublayer]:
-        """Return the set of the next try, which follows from those before."""
+        """Return the set of the next try, which follows from those before and is none of them.
+
+        Args:
+            done: the tries made so far; fewer than there are sets.
+        """
         number = len(done)
         if not number:
             return self._set(self._even())
-        scored = {one.skipped for one in done}
-        pool = self._random(number, POOL)
-        pool = pool[[self._set(one) not in scored for one in pool]]
-        if not len(pool):  # few are left, and none of them was drawn
-            return next((one for one in self._every() if one not in scored), done[-1].skipped)
         if number % (RANDOM + 1):
-            return self._set(pool[0])
+            return self._set(self._random(done, 1)[0])
+        pool = self._random(done, POOL)
         known = np.array([[one in each.skipped for one in self.sublayers] for each in done])
         gain = expected_improvement(known, np.array([one.score for one in done]), pool)
         return self._set(pool[int(gain.argmax())])
@@ -118,18 +134,18 @@ class SkipSearch:
             chosen[own[((np.arange(count) + 0.5) * len(own) / count).astype(np.int64)]] = True
         return chosen
 
-    def _every(self) -> Iterator[frozenset[Sublayer]]:
-        """All sets, in order."""
-        for one in product(*(combinations(own.tolist(), count) for own, count in self._kinds())):
-            yield frozenset(self.sublayers[place] for places in one for place in places)
-
-    def _random(self, number: int, count: int) -> np.ndarray:  # [count, sublayers]
-        generator = np.random.default_rng([number, len(self.sublayers)])
-        chosen = np.zeros((count, len(self.sublayers)), dtype=bool)
-        for row in chosen:
-            for own, skipped in self._kinds():
+    def _random(self, done: Sequence[Try], most: int) -> np.ndarray:  # [n, sublayers]
+        """Random sets that were not scored, at most so many, and as many as there are."""
+        generator = np.random.default_rng([len(done), len(self.sublayers)])
+        scored, kinds = {one.skipped for one in done}, self._kinds()
+        found: dict[frozenset[Sublayer], np.ndarray] = {}
+        while len(found) < min(most, self.sets - len(scored)):
+            row = np.zeros(len(self.sublayers), dtype=bool)
+            for own, skipped in kinds:
                 row[generator.permutation(own)[:skipped]] = True
-        return chosen
+            if (one := self._set(row)) not in scored:
+                found.setdefault(one, row)
+        return np.stack([*found.values()])
 
 
 def expected_improvement(known: np.ndarray, scores: np.ndarray, pool: np.ndarray) -> np.ndarray:  # [m]

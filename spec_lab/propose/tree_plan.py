@@ -252,7 +252,9 @@ class TreePlan:
                 f"proposer.children: {self.budget.children} children do not fit a vocabulary of {vocabulary}"
             )
 
-    def draft(self, batch: Batch, depths: Sequence[int], roots: Computed | None, expand: Expand) -> Grown:
+    def draft(
+        self, batch: Batch, depths: Sequence[int], roots: Computed | None, expand: Expand, lenient: bool = False
+    ) -> Grown:
         """Draft below every sequence of a batch.
 
         Args:
@@ -260,19 +262,21 @@ class TreePlan:
             depths: ``[B]`` most levels of each tree; the plan's own apply as well. 0 or less: nothing is drafted.
             roots: logits at the roots of the trees with a depth above 0, in order; None if there are none.
             expand: computes further rows.
+            lenient: draft nothing below rows whose logits hold no distribution. Their trees are named in
+                ``Draft.broken`` all the same.
         """
         if roots is None:
             roots = RowLogits(torch.empty(0, batch.target.vocabulary, device=batch.device))
         samplings = [self.sampling(sequence.request.sampling) for sequence in batch.sequences]
         if self.budget is None:
             shape = forest(tuple(self._cut[max(0, min(depth, len(self._cut) - 1))] for depth in depths))
-            growth = Growth(self.drawn, batch, shape, samplings, self.stop(batch))
+            growth = Growth(self.drawn, batch, shape, samplings, self.stop(batch), lenient)
             draft = growth.grow(roots, expand)
             return Grown(draft, shape, growth.token, growth.kept)
         keys, texts = [one.key for one in batch.sequences], [one.tokens for one in batch.sequences]
         best = BestFirst(
             self.budget, self.drawn, batch.draws, keys, samplings, [max(0, depth) for depth in depths], texts,
-            batch.draft_masks, batch.read, self.stop(batch),
+            batch.draft_masks, batch.read, self.stop(batch), lenient,
         )  # fmt: skip
         draft = best.grow(roots.logits, expand)
         every = Shape(len(keys), np.array(best.parent, dtype=np.int64)) if self.budget.rerank else draft.shape

@@ -198,7 +198,8 @@ def test_a_draft_in_the_memory_of_a_device_needs_its_tokens_on_the_host(monkeypa
         one.forward(pair.own, pair.pending, timed)
         one.extend(pair.own, draft.shape, np.array([1]), host[:1], timed)
         one.finish(token, known)
-        pair.compare(draft, continued=token is draft.token and known is not None)
+        found = pair.compare(draft)  # the row of the pending token is known in any case
+        assert found.rest.ids.shape[1] == (1 if token is draft.token and known is not None else 2)
         pair.accept(draft, [(0,)])
     pair.close()
 
@@ -331,6 +332,55 @@ def test_a_route_that_the_model_does_not_have_is_refused():
         with pytest.raises(ValueError, match="the model has 3 layers"):
             lm.draft_pass(route)
     assert not {one for one in CausalLM(model_of("opt")).sublayers if one.kind == "mlp"}  # in no module of their own
+
+
+def test_a_loop_over_the_layers_may_read_their_attributes():
+    pair = Pair(model_of())
+    model = pair.lm.model.model
+    for layer in model.layers:
+        layer.attention_type = "full"
+    seen = []
+    model.register_forward_pre_hook(lambda one, _: seen.append([layer.attention_type for layer in one.layers]))
+    pair.add(4)
+    draft = pair.random(chain(2))
+    pair.ahead(draft).finish(draft.token)
+    pair.compare(draft)
+    timed = pair.lm.clock.phase("propose_forward")
+    skipped = frozenset({Sublayer("attn", 1), Sublayer("mlp", 1), Sublayer("mlp", 0)})
+    one = pair.lm.draft_pass(Route(skipped=skipped))
+    pair.accept(draft, [()])
+    one.forward(pair.own, pair.pending, timed)
+    one.drop()
+    assert seen and all(one == ["full"] * 3 for one in seen)
+    pair.close()
+
+
+@pytest.mark.parametrize("where", ["rest", "continued", "skipped"])
+def test_a_failure_leaves_hooks_layers_and_cells_as_they_were(where):
+    pair = Pair(model_of(), states=(0, 2))
+    pair.add(4)
+    model = pair.lm.model.model
+    before = model.layers, [dict(layer._modules) for layer in model.layers], len(model._forward_hooks)
+    draft, timed = pair.random(chain(3)), pair.lm.clock.phase("propose_forward")
+    assert pair.lm.sublayers
+    if where == "skipped":
+        one = pair.lm.draft_pass(Route(skipped=frozenset({Sublayer("attn", 1), Sublayer("mlp", 2)})))
+    else:
+        pair.ahead(draft).finish(draft.token)
+    handle = before[0][0 if where == "rest" else 2].register_forward_pre_hook(lambda *_: 1 / 0)
+    if where == "skipped":
+        fails = lambda: one.forward(pair.own, pair.pending, timed)  # noqa: E731
+    else:
+        fails = torch.inference_mode()(lambda: pair.lm.run(pair.lm.prepare(pair.own, pair.pending, draft)))
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    handle.remove()
+    assert model.layers is before[0] and len(model._forward_hooks) == before[2]
+    assert [dict(layer._modules) for layer in model.layers] == before[1]
+    pair.own[0].truncate(0)
+    pair.ahead(draft).finish(draft.token)
+    pair.compare(draft)
+    pair.close()
 
 
 def test_a_forward_that_fails_leaves_the_model_as_it_was():

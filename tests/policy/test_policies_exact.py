@@ -24,7 +24,7 @@ from spec_lab.propose.stop_rules import AdaEdl, Confidence, Svip
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.instances import LOOPS, QUICK
 from spec_lab.verify import Token, Traversal
-from tests.tasks.certify.test_exact import best_of, draft_model, early_exit, require_exact
+from tests.tasks.certify.test_exact import best_of, draft_model, early_exit, kangaroo, require_exact, skip
 
 COSTS = DraftCosts({1: {0: 1.0, 1: 1.1, 2: 1.3, 3: 1.6}})
 DEPTHS = tuple(Limit(depth) for depth in (1, 0, 2))
@@ -49,11 +49,16 @@ PROPOSERS = {
     "tree": draft_model("2x1", "without"),
     "best first": draft_model(drawn="iid", budget=Budget(3)),
     "early exit": early_exit("2x1", "without"),
+    "Kangaroo": kangaroo("2x1", "without"),
+    "skipped MLP": skip("2x1", "without"),
 }
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize(
+    "proposer",
+    [pytest.param(name, marks=[pytest.mark.nightly] if name == "Kangaroo" else []) for name in PROPOSERS],
+)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_is_exact(policy, proposer):
     proof = prove(adapt(PROPOSERS[proposer], POLICIES[policy]), Token(), QUICK)

@@ -1,6 +1,7 @@
 """Early exit: its stated distributions, its work, what is left in the KV cache after any history, and refusals."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -156,6 +157,8 @@ def test_prompts_longer_than_a_chunk_are_not_drafted_for():
 @pytest.mark.parametrize("limits", [Limits(max_batch_size=2), Limits(2, 4), Limits(None, 5, 40)])
 @pytest.mark.parametrize("plan", ["chain", "tree", "reranked"])
 def test_requests_come_go_and_are_preempted(target, truth, plan, limits):
+    if limits.max_kv_tokens is not None:
+        limits = replace(limits, max_kv_tokens=limits.max_kv_tokens + PLANS[plan].computed - PLANS[plan].nodes)
     engine = Engine(target, early_exit(target, plan), Token(), CounterDraws(0), limits=limits)
     for one in requests():
         engine.add(one)
@@ -306,7 +309,7 @@ def test_runners_without_ranges_of_layers_are_refused(target):
 
 @pytest.mark.parametrize("load", [EarlyExit.load, Skip.load])
 def test_a_target_that_llama_cpp_computes_is_refused(load):
-    with pytest.raises(Unsupported, match="target 'model.gguf' is computed by LlamaCpp, which has no model of trans"):
+    with pytest.raises(Unsupported, match="target 'model.gguf' is computed by LlamaCpp, which does not run ranges"):
         load(Target(object.__new__(LlamaCpp), None, "model.gguf", CONTEXT, "", 0.0), depth=3)
 
 

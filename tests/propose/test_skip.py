@@ -1,7 +1,7 @@
 """Skipped sublayers: stated distributions, the search, what is left in the KV cache after any history, and refusals."""
 
-import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,13 +10,18 @@ import torch
 from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.ahead import AheadPass
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.draft_pass import Route, Sublayer
 from spec_lab.engine.engine import Engine, Limits
+from spec_lab.engine.kv_cache import Cells
+from spec_lab.engine.layer_ranges import _Zero
 from spec_lab.engine.proposer import Requires
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
+from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
+from spec_lab.propose.early_exit import EarlyExit
 from spec_lab.propose.skip import Skip
 from spec_lab.propose.skip_search import SkipSearch, Try, expected_improvement, parse_sublayers, write_sublayers
 from spec_lab.propose.tree_plan import TreePlan
@@ -148,6 +153,120 @@ def test_a_failing_draft_is_given_back(target, monkeypatch):
     assert not target.lm.cells.references.any()
 
 
+def without_finite_logits(target):
+    """Layer 1 returns NaN where its attention is skipped."""
+    layer = target.lm.model.model.layers[1]
+    layer.register_forward_hook(lambda one, _, out: out * float("nan") if isinstance(one.self_attn, _Zero) else out)
+
+
+def finite_cells(target):
+    return all(torch.isfinite(one).all() for one in (*target.lm.cells.keys, *target.lm.cells.values))
+
+
+@pytest.mark.parametrize("sampling", [COLD, WARM])
+@pytest.mark.parametrize("plan", ["chain", "best first"])
+def test_a_draft_without_finite_logits_is_none(plan, sampling):
+    target = tiny_target(num_hidden_layers=LAYERS)
+    wanted = emitted(decode(target, Null(), requests(sampling, 8))[0])
+    without_finite_logits(target)
+    group, steps = decode(target, skip(target, plan, "attention"), requests(sampling, 8))
+    assert not group.errors and finite_cells(target) and sum(one.draft.shape.nodes for one in steps) == 0
+    assert emitted(group) == wanted if sampling is COLD else all(len(one) == 8 for one in emitted(group))
+    assert not target.lm.cells.references.any()
+
+
+@pytest.mark.parametrize("sampling", [COLD, WARM])
+@pytest.mark.parametrize("plan", ["chain", "sampled tree", "best first"])
+def test_nothing_is_drafted_below_a_row_without_finite_logits(monkeypatch, plan, sampling):
+    """The rows above it keep what was drawn from their distributions."""
+    target = tiny_target(num_hidden_layers=LAYERS)
+    inner = AheadPass.extend
+    monkeypatch.setattr(
+        AheadPass, "extend", lambda *args: (one := inner(*args))._replace(logits=one.logits * float("nan"))
+    )
+    group, steps = decode(target, skip(target, plan), requests(sampling, 8))
+    assert not group.errors and finite_cells(target)
+    assert {int(one.draft.shape.depth.max(initial=0)) for one in steps[:3]} == {1}
+
+
+def test_a_set_without_finite_logits_scores_nothing_and_leaves_nothing():
+    target = tiny_target(num_hidden_layers=LAYERS)
+    without_finite_logits(target)
+    proposer = skip(target, "chain", None, window=6)
+    batch = batch_of(target, requests(prompts=[(*PROMPTS[2], *PROMPTS[0])]), proposer)
+    (one,) = batch.sequences
+    target.lm.forward([one.kv], [one.tokens[:-1]], empty(1))
+    assert proposer._try(one, frozenset({INNER[0]}), len(one.tokens), batch).score == 0
+    assert finite_cells(target)
+    one.kv.close()
+    assert not target.lm.cells.references.any()
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_a_window_beyond_a_chunk_is_scored_in_parts(chunk):
+    target, other = tiny_target(num_hidden_layers=LAYERS), tiny_target(num_hidden_layers=LAYERS, chunk=chunk)
+    scores = []
+    for own in (target, other):
+        proposer = skip(own, "chain", None, window=11)
+        batch = batch_of(own, requests(prompts=[(*PROMPTS[2], *PROMPTS[0])]), proposer)
+        (one,) = batch.sequences
+        own.lm.forward([one.kv], [one.tokens[:-1]], empty(1))
+        timed = batch.clock.phase("propose_forward")
+        one_pass, twin = own.lm.draft_pass(Route(skipped=frozenset(INNER[:1]))), one.kv.fork()
+        twin.truncate(3)
+        scores.append(proposer._logits(one_pass, twin, one.tokens[3:-1], timed))
+        one_pass.drop()
+        twin.close()
+        proposer._try(one, frozenset(INNER[:1]), len(one.tokens), batch)
+        one.kv.close()
+        assert not own.lm.cells.references.any()
+    torch.testing.assert_close(*scores, rtol=0, atol=1e-10)
+
+
+def test_a_search_decodes_with_small_chunks(truth):
+    target = tiny_target(num_hidden_layers=LAYERS, chunk=4)
+    proposer = skip(target, "chain", None, "run", window=12, enough=1.0)
+    assert emitted(decode(target, proposer, requests())[0]) == truth
+    assert proposer._shared.tries
+
+
+def test_a_try_that_fails_leaves_no_fork(target, monkeypatch):
+    proposer = skip(target, "chain", None)
+    batch = batch_of(target, requests(), proposer)
+    for one in batch.sequences:
+        target.lm.forward([one.kv], [one.tokens[:-1]], empty(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(target.lm, "draft_pass", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            proposer.propose(batch)
+    for one in batch.sequences:
+        one.kv.close()
+    assert not target.lm.cells.references.any()
+
+
+RERANKED = TreePlan(drawn="point", budget=Budget(3, 3, 3, 3, rerank=True))
+
+
+@pytest.mark.parametrize(("plan", "skipped", "window"), [(RERANKED, "mixed", 4), ("chain", None, 18)])
+def test_cells_in_use_stay_within_the_limit(target, truth, monkeypatch, plan, skipped, window):
+    """A draft may use more cells than the forward that verifies it, and a try more than a draft."""
+    proposer, used, take = skip(target, plan, skipped, window=window), [], Cells.take
+    assert proposer.target_cells > proposer.nodes
+
+    def counted(cells, *args):
+        found = take(cells, *args)
+        used.append(np.count_nonzero(cells.references))
+        return found
+
+    monkeypatch.setattr(Cells, "take", counted)
+    most = max(len(one.tokens) for one in requests()) + 20 + proposer.target_cells
+    engine = Engine(target, proposer, Token(), CounterDraws(0), limits=Limits(max_kv_tokens=most))
+    for one in requests():
+        engine.add(one)
+    assert sum(1 for _ in engine) > 3 and emitted(engine) == truth
+    assert max(used) <= most
+
+
 # The search --------------------------------------------------------------------------------------------------------
 
 
@@ -172,10 +291,11 @@ def test_what_is_found_follows_from_the_text_alone(target):
     steps = [len(PROMPTS[0]), *range(len(PROMPTS[0]) + 1, len(text) + 1)]
     state, slowly = follow(None, steps)
     _, at_once = follow(None, [len(text)])
-    assert slowly == at_once and len(slowly) == 4  # there are no more sets
+    assert slowly == at_once
+    assert len({one.skipped for one in slowly}) == len(slowly) == proposer.skipped.sets == 4  # each set once
     twin = proposer.fork(state)
-    proposer.rewind(twin, 12)
-    assert twin.tries == [one for one in slowly if one.end <= 12] and state.tries == slowly
+    proposer.rewind(twin, 9)
+    assert twin.tries == slowly[:2] and state.tries == slowly
     _, again = follow(twin, [len(text)])
     assert again == slowly
     assert not target.lm.cells.references.any()
@@ -196,14 +316,37 @@ def test_scores_are_agreements_with_the_text(target):
 
 
 def test_a_search_ends_with_a_good_set_or_after_its_tries():
-    search = SkipSearch(INNER, 0.5, tries=3, enough=0.9, every=4, window=5)
+    search = SkipSearch(INNER, 0.5, tries=3, enough=0.9, every=4, window=6)
     assert search.ends(10, 9, []) == [] and search.ends(10, 21, []) == [10, 14, 18]
+    assert search.ends(2, 6, []) == [] and search.ends(2, 12, []) == [7, 11]  # a score rests on the whole window
+    assert not search.due(6, 0) and search.due(7, 0) and not search.due(10, 7) and search.due(11, 7)
     done = [Try(search.candidate(()), 0.5, 10)]
     assert search.ends(10, 18, done) == [14, 18] and not search.over(done)
     assert search.over([*done, replace(done[0], score=0.9)]) and search.over(done * 3)
     assert search.ends(10, 50, [replace(done[0], score=0.95)]) == []
     better = Try(frozenset({INNER[0], INNER[3]}), 0.7, 14)
     assert search.best([*done, better, replace(better, skipped=frozenset())]) == better.skipped
+
+
+def test_one_token_that_agrees_ends_no_search(target):
+    """The first try is made when the text has a whole window."""
+    for scope in ("run", "request"):
+        proposer = skip(target, "chain", None, scope, window=10, enough=0.1)
+        batch = batch_of(target, requests(prompts=[(3, 14)]), proposer)
+        (one,) = batch.sequences
+        target.lm.forward([one.kv], [one.tokens[:-1]], empty(1))
+        proposer.propose(batch)
+        assert not one.state.tries and not proposer._shared.tries
+        one.kv.close()
+
+
+def test_every_set_is_scored_once():
+    inner = tuple(Sublayer(kind, layer) for layer in range(1, 5) for kind in ("attn", "mlp"))
+    search, done = SkipSearch(inner, 0.25, tries=64), []
+    assert search.sets == 16
+    while not search.over(done):
+        done.append(Try(search.candidate(done), 0.5, len(done)))
+    assert len({one.skipped for one in done}) == len(done) == 16
 
 
 def test_candidates_keep_the_ratio_and_repeat():
@@ -217,25 +360,6 @@ def test_candidates_keep_the_ratio_and_repeat():
             assert sum(one.kind == kind for one in found) == 4  # round(4.5)
         done.append(Try(found, float(generator.random()), number))
     assert len({one.skipped for one in done}) == 12
-
-
-def test_the_first_set_is_scored_once_the_window_is_full():
-    assert SkipSearch(INNER, 0.5, every=4, window=20).ends(10, 30, []) == [21, 25, 29]
-
-
-def test_no_set_is_scored_twice_and_the_search_ends_when_all_are():
-    search, done = SkipSearch(INNER, 0.5), []
-    while not search.over(done):
-        done.append(Try(search.candidate(done), 0.5, len(done)))
-    kinds = [sum(one.kind == kind for one in INNER) for kind in ("attn", "mlp")]
-    assert (
-        len(done) == len({one.skipped for one in done}) == np.prod([math.comb(n, max(1, round(n / 2))) for n in kinds])
-    )
-
-
-def test_a_window_longer_than_a_chunk_is_refused():
-    with pytest.raises(ValueError, match="proposer.window is 50, .* at most 16"):
-        Skip.load(tiny_target(num_hidden_layers=4, chunk=16), depth=3)
 
 
 def test_the_search_finds_which_sublayers_matter():
@@ -290,6 +414,8 @@ def test_options_are_checked(target):
         ({"tries": 0}, "proposer.tries"),
         ({"every": 0}, "proposer.every"),
         ({"window": "x"}, "proposer.window"),
+        ({"window": 1025}, "proposer.window must be at most 1024"),
+        ({"tries": 1025}, "proposer.tries must be at most 1024"),
         ({"enough": 2}, "proposer.enough"),
         ({"scope": "all"}, "proposer.scope"),
     ):
@@ -305,6 +431,52 @@ def test_runners_without_ranges_of_layers_are_refused(target):
     other = Target(CausalLM(tiny_model(num_hidden_layers=LAYERS), "dense"), None, "tiny", CONTEXT, "", 0.0)
     with pytest.raises(Unsupported, match="'skip' .* target 'tiny' cannot: .*attention=dense"):
         Skip.load(other, depth=3)
+
+
+def test_a_layer_that_runs_only_as_a_whole_is_refused():
+    """Its MLP is read by the layer's own code."""
+    target = tiny_target(num_hidden_layers=LAYERS)
+    for layer in target.lm.model.model.layers:
+        layer.register_forward_pre_hook(lambda one, _: (one.mlp.down_proj, None)[1])
+    with pytest.raises(Unsupported, match="'tiny-llama' cannot skip sublayers .AttributeError"):
+        Skip.load(target, depth=3)
+
+
+def test_sublayers_that_cannot_be_found_are_refused(monkeypatch):
+    target = tiny_target(num_hidden_layers=LAYERS)
+    for layer in target.lm.model.model.layers:
+        layer.register_forward_hook(lambda *_: None)
+    monkeypatch.setattr("spec_lab.engine.layer_ranges._probe", lambda *_: {})
+    with pytest.raises(Unsupported, match="do not return hidden states"):
+        Skip.load(target, depth=3)
+
+
+@pytest.mark.parametrize("load", [partial(Skip.load, skipped="attn 1"), EarlyExit.load])
+def test_a_lack_of_memory_says_nothing_about_the_model(monkeypatch, load):
+    target = tiny_target(num_hidden_layers=LAYERS)
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("of the device")
+
+    monkeypatch.setattr(AheadPass, "forward", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        load(target, depth=3)
+
+
+@dataclass
+class Wrapped:
+    """A runner of another class with the ability ``layer_ranges``."""
+
+    lm: CausalLM
+
+    def __getattr__(self, name):
+        return getattr(self.lm, name)
+
+
+@pytest.mark.parametrize("load", [partial(Skip.load, skipped="attn 1"), EarlyExit.load])
+def test_other_runners_of_ranges_of_layers_are_accepted(target, truth, load):
+    own = replace(target, lm=Wrapped(target.lm))
+    assert emitted(decode(own, load(own, depth=2), requests())[0]) == truth
 
 
 def test_a_warm_up_leaves_nothing_in_the_shared_search(target):

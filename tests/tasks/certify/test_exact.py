@@ -13,6 +13,7 @@ from spec_lab.cli.main import conf
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Purpose
 from spec_lab.engine.draft_pass import Sublayer
+from spec_lab.engine.request import Request
 from spec_lab.engine.step import Parts
 from spec_lab.models.block import BlockSettings
 from spec_lab.models.block import random_network as block_network
@@ -41,6 +42,7 @@ from spec_lab.propose.pard import Pard
 from spec_lab.propose.pld_plus import PldPlus
 from spec_lab.propose.recycling import Recycling
 from spec_lab.propose.skip import Skip
+from spec_lab.propose.skip_search import SkipSearch
 from spec_lab.propose.suffix import Suffix
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
@@ -50,8 +52,9 @@ from spec_lab.tasks.certify.certificate import Control, Proof, grade, in_short, 
 from spec_lab.tasks.certify.exact import Finding, examine
 from spec_lab.tasks.certify.instances import FEW, LOOPS, QUICK, STEPS, Instance
 from spec_lab.tasks.certify.pair import Check, Pair
-from spec_lab.tasks.certify.toy_models import RandomToy, table_models
+from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, table_models
 from spec_lab.verify import Cascade, Gumbel, KSeq, Match, Token, Traversal, Verdict
+from tests.propose.lab import decode
 from tests.tasks.certify.parts import LOSSLESS, VERIFIERS, Claims, Forgets, Hotter, Misstates, Uniform, Verifies
 
 TARGET, DRAFT = table_models(RandomToy(4, plain=True), 3)
@@ -123,6 +126,11 @@ def skip(tree="1x1", drawn="iid", **options):
     return Skip(TARGET.causal_lm, TreePlan(parse(tree), drawn, **options), frozenset({Sublayer("mlp", 1)}))
 
 
+def searched(tree="1x1", drawn="iid"):
+    search = SkipSearch((Sublayer("mlp", 0), Sublayer("mlp", 1)))
+    return Skip(TARGET.causal_lm, TreePlan(parse(tree), drawn), search)
+
+
 PROPOSERS = {
     "none": Null(),
     "chain": draft_model(),
@@ -173,6 +181,10 @@ PROPOSERS = {
     "skipped MLP, chain": skip(),
     "skipped MLP, tree without": skip("2x1", "without"),
     "skipped MLP, best first": skip(drawn="point", budget=Budget(3)),
+    "searched sublayers": searched("2x1", "without"),
+    "union of two early exits": union(early_exit("1x1", "point"), early_exit("2", "without")),
+    "union of an early exit and skipped sublayers": union(early_exit("2", "point"), skip("1x1")),
+    "best of an n-gram and an early exit": best_of(Ngram(2, 2, 1), early_exit("2x1", "without"), start=1.0, memory=0.5),
     "n-gram chain": Ngram(3, 3, 1),
     "n-gram chain from the first match": Ngram(2, 2, 1, "first"),
     "n-gram tree": NgramTree(5, 3, 3, 1),
@@ -253,6 +265,14 @@ def test_the_shipped_proposers_are_all_here():
     shipped = {OmegaConf.load(file)["_target_"] for file in Path(conf(), "proposer").glob("*.yaml")}
     mine = {factory(one) for one in PROPOSERS.values()}
     assert {name.replace("null.Null", "Null") for name in mine} == shipped
+
+
+def test_a_search_is_certified_as_one():
+    target = table_models(RandomToy(4, plain=True), 3)[0]
+    toy = searched().toy(target, DRAFT, parse("1x1"))
+    assert isinstance(toy.skipped, SkipSearch) and toy.scope == "request" and toy.skipped.sets > 1
+    group, _ = decode(target, toy, [Request(0, "toy", PROMPT, Sampling(1.0), 2, frozenset())])
+    assert toy.skipped.ends(len(PROMPT), len(PROMPT) + 1, []) == [len(PROMPT), len(PROMPT) + 1] and not group.errors
 
 
 def test_drafts_are_the_proposer_s_own():
