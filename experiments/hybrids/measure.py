@@ -22,7 +22,7 @@ ARMS: dict[str, runs.Arm] = {
     "best_of_eagle": ("best_of", {"proposer@parts.heads": "eagle"}),
     "cascade": ("cascade", {}),
 }
-"""By name. A hybrid's parts are the suffix proposer and Medusa heads where its name says nothing else."""
+"""By name. The parts of a hybrid are the suffix proposer and Medusa heads unless its options name others."""
 
 OF = {
     "union": ("suffix", "medusa"),

@@ -62,7 +62,7 @@ def tokens_of(tokenizer: Any, folder: Path, count: int) -> list[list[int]]:
 
 
 def accepted(draft: Draft, text: list[int], at: int) -> int:
-    """Return how many tokens of a path of a draft the text goes on with at ``at``."""
+    """Return the length of the longest path of a draft whose tokens equal those of the text from ``at`` on."""
     parents, tokens = draft.shape.parent.tolist(), draft.token.tolist()
     depth = {0: 0}  # of the nodes on the path
     for row, (parent, token) in enumerate(zip(parents, tokens, strict=True), start=1):

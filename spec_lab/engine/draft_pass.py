@@ -1,8 +1,9 @@
-"""What drafting with the target's own layers asks of a runner: the ability ``layer_ranges``.
+"""What drafting with the target's own layers requires of a runner: the ability ``layer_ranges``.
 
 A *draft pass* computes pending tokens and draft nodes by some of the target's layers, on the KV cells of the target's
 own sequences. Early exit (LayerSkip 2404.16710) runs the first layers; the target's forward then continues from their
-output. Skipped sublayers (Draft&Verify 2309.08168, SWIFT 2410.06916) leave nothing behind.
+output. With skipped sublayers (Draft&Verify 2309.08168, SWIFT 2410.06916) everything
+that the draft pass computed is discarded.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def _supported(what: str) -> Iterator[None]:
     """Turn errors of a model's code into ``Unsupported``: what it cannot do."""
     try:
         yield
-    except torch.OutOfMemoryError:  # says nothing about the model
+    except torch.OutOfMemoryError:  # the model may well be supported
         raise
     except (
         ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError,
