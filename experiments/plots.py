@@ -256,7 +256,7 @@ def texts_and_temperatures(table: pd.DataFrame) -> list[tuple[str, pd.Series]]:
 def arms_by_place(
     table: pd.DataFrame, value: str, label: str, places: Sequence[tuple[str, pd.Series]], arms: Mapping[str, str]
 ) -> Figure:
-    """Plot a figure of every arm with its 95 % interval: a panel for each place, arms from top to bottom.
+    """Plot a ratio of every arm with its 95 % interval: a panel for each place, arms from top to bottom.
 
     Args:
         table: a row for each arm and place.
@@ -279,6 +279,7 @@ def arms_by_place(
             low, high = band(row, value)
             whiskers = [[row[value] - low], [high - row[value]]] if np.isfinite(low) else None
             axes.errorbar(row[value], height, xerr=whiskers, fmt="o", color=colour[arm], markersize=5, capsize=2)
+        no_gain(axes, along="x")
         axes.set_title(title)
         axes.set_yticks(range(len(arms)), list(arms.values()))
         axes.set_ylim(len(arms) - 0.5, -0.5)
@@ -287,6 +288,18 @@ def arms_by_place(
         axes.set_xlabel(label)
     for axes in list(grid.flat)[len(places) :]:
         axes.set_visible(False)
+    return figure
+
+
+def speedups_by_place(table: pd.DataFrame, arms: Mapping[str, str]) -> Figure:
+    """Plot every arm's speed-up over the baseline; a panel for each text and temperature.
+
+    Args:
+        table: a row for each arm, text and temperature.
+        arms: the arms' names, in order.
+    """
+    figure = arms_by_place(table, "speedup", "speed-up", texts_and_temperatures(table), arms)
+    figure.suptitle("Speed-up over autoregressive decoding, 95 % intervals over prompts", fontsize=10)
     return figure
 
 

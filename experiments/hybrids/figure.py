@@ -12,15 +12,14 @@ from matplotlib.figure import Figure
 from experiments.hybrids.measure import ARMS, OF, PEERS
 from experiments.plots import (
     NAMES,
-    arms_by_place,
     bounds,
     kept,
     markdown,
-    no_gain,
     ordered,
     row_where,
     shown,
     speed_over,
+    speedups_by_place,
     study,
     swept,
     texts_and_temperatures,
@@ -72,11 +71,7 @@ def compared(run: Path, table: pd.DataFrame) -> Iterator[dict[str, Any]]:
 def draw(table: pd.DataFrame) -> Figure:
     """Plot the speed-up of every arm; a panel for each text and temperature."""
     arms = {arm: ARM_NAMES[arm] for arm in ordered(list(table["arm"]), (*ARMS, *PEERS))}
-    figure = arms_by_place(table, "speedup", "speed-up", texts_and_temperatures(table), arms)
-    for axes in figure.axes:
-        no_gain(axes, along="x")
-    figure.suptitle("Speed-up over autoregressive decoding, 95 % intervals over prompts", fontsize=10)
-    return figure
+    return speedups_by_place(table, arms)
 
 
 def written(table: pd.DataFrame) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.plots import arms_by_place, bounds, kept, markdown, no_gain, row_where, shown, speed_over, study, swept
+from experiments.plots import arms_by_place, bounds, kept, markdown, row_where, shown, speed_over, study, swept
 from experiments.policies.measure import FIXED, POLICIES
 from spec_lab.analysis import metrics
 
@@ -66,8 +66,6 @@ def draw(table: pd.DataFrame) -> Figure:
     """Plot the speed of every policy over the best fixed depth's; a panel for each workload."""
     arms = {name: NAMES[name] for name in POLICIES}
     figure = arms_by_place(table, OVER, "over the best fixed depth", places(table), arms)
-    for axes in figure.axes:
-        no_gain(axes, along="x")
     figure.suptitle(
         "Tokens/s over the fastest fixed depth, chosen in hindsight; 95 % intervals over groups", fontsize=10
     )

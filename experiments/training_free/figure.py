@@ -10,14 +10,13 @@ from matplotlib.figure import Figure
 
 from experiments.plots import (
     NAMES,
-    arms_by_place,
     kept,
     markdown,
-    no_gain,
     ordered,
     percent,
     row_where,
     shown,
+    speedups_by_place,
     study,
     swept,
     texts_and_temperatures,
@@ -38,11 +37,7 @@ def results(runs: Path) -> pd.DataFrame:
 def draw(table: pd.DataFrame) -> Figure:
     """Plot the speed-up of every proposer; a panel for each text and temperature."""
     arms = {arm: NAMES[arm] for arm in ordered(list(table["arm"]), ARMS)}
-    figure = arms_by_place(table, "speedup", "speed-up", texts_and_temperatures(table), arms)
-    for axes in figure.axes:
-        no_gain(axes, along="x")
-    figure.suptitle("Speed-up over autoregressive decoding, 95 % intervals over prompts", fontsize=10)
-    return figure
+    return speedups_by_place(table, arms)
 
 
 def written(table: pd.DataFrame) -> str:

@@ -1,7 +1,7 @@
 """Draft passes of ``CausalLM``: rows computed ahead of the target's forward by some of its layers, on its own KV cells.
 
-The cells belong to ``CellSequence.ahead`` until the target's forward takes them over or frees them. They are freed as well
-when the sequence is closed or shortened, and when another draft pass begins.
+The cells belong to ``CellSequence.ahead`` until the target's forward takes them over or frees them. They are freed as
+well when the sequence is closed or shortened, and when another draft pass begins.
 """
 
 from __future__ import annotations

@@ -117,8 +117,7 @@ class BlockDrafter(Lifecycle):
 
     def rewind(self, state: FeatureState, length: int) -> None:
         """Forget the positions from ``length`` on."""
-        state.features.rewind(length)
-        state.kv.truncate(min(len(state.kv), length))
+        state.rewind(length, length)
 
     def close(self, state: FeatureState) -> None:
         """Free the KV cache."""

@@ -132,8 +132,7 @@ class FeatureDrafter(Lifecycle):
 
     def rewind(self, state: FeatureState, length: int) -> None:
         """Forget from ``length`` on, and the input before it, which read the token there."""
-        state.features.rewind(length)
-        state.kv.truncate(min(len(state.kv), max(length - 1, 0)))
+        state.rewind(length, max(length - 1, 0))
 
     def close(self, state: FeatureState) -> None:
         """Free the KV cache."""

@@ -108,6 +108,11 @@ class FeatureState:
         """An independent copy that shares the computed part of the KV cache."""
         return FeatureState(self.kv.fork(), self.features.copy())
 
+    def rewind(self, length: int, inputs: int) -> None:
+        """Forget the features from position ``length`` on, and what the KV cache holds after ``inputs`` positions."""
+        self.features.rewind(length)
+        self.kv.truncate(min(len(self.kv), inputs))
+
     def close(self) -> None:
         """Free the KV cache."""
         self.kv.close()

@@ -79,8 +79,7 @@ class KangarooHead:
 
     def rewind(self, state: FeatureState, length: int) -> None:
         """Forget from position ``length`` on."""
-        state.features.rewind(length)
-        state.kv.truncate(min(len(state.kv), length))
+        state.rewind(length, length)
 
     def close(self, state: FeatureState) -> None:
         """Free the KV cache."""

@@ -17,7 +17,7 @@ from spec_lab.propose import Proposer
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.train.chain import check_options
 from spec_lab.train.export import export_model
-from spec_lab.train.objectives import Loss, Measured, Truth, measure
+from spec_lab.train.objectives import Loss, Measured, Truth, same_at_all_positions
 from spec_lab.train.recipe import Beginning, TargetHead
 from spec_lab.train.texts import Texts
 
@@ -90,8 +90,7 @@ class DraftObjective:
             truth = Truth.of(self.target.lm_head(text.hidden[:, :-1][counts].to(self.dtype)))
         hidden = self.network.model(input_ids=text.ids[:, :-1], use_cache=False).last_hidden_state
         logits = self.network.lm_head(hidden[counts])
-        found = measure(logits, truth, torch.ones(len(logits), dtype=torch.bool, device=logits.device), self.kind)
-        return found.loss, [found] * self.depth
+        return same_at_all_positions(logits, truth, self.kind, self.depth)
 
 
 def check_llama(recipe: Any) -> None:

@@ -15,7 +15,7 @@ from spec_lab.models.kangaroo_files import write_kangaroo
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer, kangaroo
 from spec_lab.train.chain import check_options
-from spec_lab.train.objectives import Loss, Measured, Truth, measure
+from spec_lab.train.objectives import Loss, Measured, Truth, same_at_all_positions
 from spec_lab.train.recipe import Beginning, TargetHead, layer_of
 from spec_lab.train.texts import Texts
 from spec_lab.train.unroll import Unrolls
@@ -110,5 +110,4 @@ class KangarooObjective:
         positions = torch.arange(exits.shape[1], device=exits.device)[None]
         states = self.network(exits.to(own), positions, Unrolls())
         logits = self.target.lm_head(states[counts])
-        found = measure(logits, truth, torch.ones(len(logits), dtype=torch.bool, device=logits.device), self.kind)
-        return found.loss, [found] * self.depth
+        return same_at_all_positions(logits, truth, self.kind, self.depth)

@@ -54,11 +54,6 @@ def target():
     return tiny_target(num_hidden_layers=LAYERS)
 
 
-@pytest.fixture(scope="module")
-def truth(target):
-    return [plain_greedy(target.lm.model, prompt, 20) for prompt in PROMPTS]
-
-
 def early_exit(target, plan="chain", layers=2, head=None):
     return EarlyExit(target.causal_lm, layers, PLANS[plan] if isinstance(plan, str) else plan, head)
 

@@ -28,7 +28,7 @@ from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.propose.union import Union
 from spec_lab.verify import Token
-from tests.propose.lab import PROMPTS, cascade, decode, emitted, plain_greedy, requests
+from tests.propose.lab import cascade, decode, emitted, requests
 from tests.tiny import CONTEXT, tiny_model, tiny_target
 
 H, LAYERS = 32, 4
@@ -40,11 +40,6 @@ SUBLAYERS = tuple(Sublayer(kind, layer) for layer in (1, 2) for kind in ("attn",
 @pytest.fixture(scope="module")
 def target():
     return tiny_target(num_hidden_layers=LAYERS)
-
-
-@pytest.fixture(scope="module")
-def truth(target):
-    return [plain_greedy(target.lm.model, prompt, 20) for prompt in PROMPTS]
 
 
 def early_exit(target, plan=TREE, layers=2):

@@ -62,11 +62,6 @@ def target():
     return tiny_target(num_hidden_layers=LAYERS)
 
 
-@pytest.fixture(scope="module")
-def truth(target):
-    return [plain_greedy(target.lm.model, prompt, 20) for prompt in PROMPTS]
-
-
 def skip(target, plan="chain", skipped="mixed", scope="request", **search):
     chosen = SkipSearch(INNER, 0.5, **{"tries": 4, "every": 2, "window": 4} | search)
     if skipped is not None:
