@@ -33,6 +33,9 @@ DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 PERIOD = 24
 """Tokens after which the text repeats on which steps are timed, so that look-ups find drafts."""
 
+MEASURED = ("costs", "expected_", "round_")
+"""How the names of facts begin that ``propose.calibrate`` measures."""
+
 
 @dataclass(frozen=True)
 class DraftCosts:
@@ -98,10 +101,17 @@ class TimingOptions(TypedDict, total=False):
 
 
 def without_costs(facts: Any) -> Any:
-    """Return a proposer's facts without the measured costs that chose its tree, which differ from day to day."""
+    """Return a proposer's facts without what was measured when its tree was chosen, which differs from day to day."""
     if isinstance(facts, Mapping):
-        return {name: without_costs(own) for name, own in facts.items() if not name.startswith("costs")}
+        return {name: without_costs(own) for name, own in facts.items() if not name.startswith(MEASURED)}
     return facts
+
+
+def drafter_of(proposer: Proposer) -> dict[str, Any]:
+    """Return what tells a proposer's drafts from another's, as part of the key of cached costs."""
+    sha256 = proposer.sha256 if isinstance(proposer, Hashed) else None
+    facts = without_costs(facts_of(proposer))
+    return {"name": proposer.name, "sha256": sha256, "drawn": proposer.drawn, "nodes": proposer.nodes, "facts": facts}
 
 
 def draft_costs(
@@ -129,9 +139,7 @@ def draft_costs(
     stop = Confidence() if isinstance(proposer, StopsEarly) else None  # at the threshold 0: never
     own = ProposerParts({proposer.name: proposer})
     limited: dict[int, Proposer] = {k: Adaptive(own, FixedDepth(k, part, stop=stop)) for k in sizes}
-    sha256 = proposer.sha256 if isinstance(proposer, Hashed) else None
-    drafter = {"name": proposer.name, "sha256": sha256, "drawn": proposer.drawn, "nodes": proposer.nodes,
-               "facts": without_costs(facts_of(proposer)), "part": part}  # fmt: skip
+    drafter = drafter_of(proposer) | {"part": part}
     cache = CostCache(default_folder() if timing.cache is None else Path(timing.cache))
     found: dict[int, Mapping[int, float]] = {}
     for live in sorted({1, timing.batch_size}):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -129,6 +130,11 @@ class Ngram(Lifecycle):
         """Maximum number of nodes below one root."""
         return self.depth
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        return {"max_ngram": self.max_ngram, "min_ngram": self.min_ngram, "match": self.match}
+
     def propose(self, batch: Batch) -> Draft:
         """Draft one chain per sequence, an empty one where nothing matches."""
         drafted: list[int] = []
@@ -181,6 +187,11 @@ class NgramTree(Lifecycle):
         """
         most = whole("proposer.nodes", nodes, most=MOST_NODES)
         return NgramTree(most, whole("proposer.depth", depth, most=MOST_DEPTH), *lengths(max_ngram, min_ngram))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        return {"depth": self.depth, "max_ngram": self.max_ngram, "min_ngram": self.min_ngram}
 
     def propose(self, batch: Batch) -> Draft:
         """Draft one tree per sequence, an empty one where nothing matches."""

@@ -7,8 +7,8 @@ after longer matches) and REST (2311.08252; a store on disk, trees).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from math import isfinite
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.options import brief, file_name, share, whole
+from spec_lab.core.protocols import facts_of
 from spec_lab.engine.proposer import Lifecycle, Observation
 from spec_lab.engine.request import Request
 from spec_lab.engine.runner import DraftRunner
@@ -101,7 +102,6 @@ class Suffix(Lifecycle):
         shared: the responses of finished requests; None for none.
         store: further text, such as a store on disk; None for none.
         name: for records.
-        facts: what the manifest records of the store.
         sha256: of the store; None without one.
     """
 
@@ -111,7 +111,6 @@ class Suffix(Lifecycle):
     shared: SharedResponses | None = None
     store: SuffixSource | None = None
     name: str = "suffix"
-    facts: Mapping[str, Any] = field(default_factory=dict)
     sha256: str | None = None
     drawn: Drawn = "point"
     _shape: Callable[[tuple[int, ...]], Shape] = field(
@@ -175,7 +174,7 @@ class Suffix(Lifecycle):
         if store is None:
             return found
         opened = TokenStore.open(store, target, max_match)
-        return replace(found, store=opened, facts={"store": opened.facts}, sha256=opened.sha256)
+        return replace(found, store=opened, sha256=opened.sha256)
 
     @property
     def nodes(self) -> int:
@@ -186,6 +185,12 @@ class Suffix(Lifecycle):
     def branches(self) -> bool:
         """Whether it drafts trees."""
         return self.rules.children > 1
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        own = {**asdict(self.rules), "max_match": self.max_match, "own": self.own}
+        return own if self.store is None else {**own, "store": facts_of(self.store)}
 
     @property
     def shared_store(self) -> str:

@@ -126,11 +126,27 @@ def build_tokens(documents: Iterable[Sequence[int]], vocabulary: int, tokenizer:
             "documents": number, "positions": int(first[-1]), "sha256": hashes,
         })  # fmt: skip
         size = sum(file.stat().st_size for file in part.iterdir())
-        part.replace(out)
+        _move(part, out)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
     return BuiltStore(number, total, size)
+
+
+def _move(part: Path, out: Path) -> None:
+    """Rename a folder; where ``out`` is one already, move the files into it, so that a shell in it stays in it."""
+    if not out.is_dir():
+        part.replace(out)
+        return
+    names = (*HASHED, STORE)  # the last one makes it a store
+    try:
+        for name in names:
+            (part / name).replace(out / name)
+    except BaseException:
+        for name in names:
+            (out / name).unlink(missing_ok=True)
+        raise
+    part.rmdir()
 
 
 def _write_tokens(stream: BinaryIO, documents: Iterable[Sequence[int]], vocabulary: int) -> tuple[int, int, np.ndarray]:

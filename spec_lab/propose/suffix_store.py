@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
+from tokenize import TokenError
 from typing import Any
 from zipfile import BadZipFile
 
@@ -207,7 +208,7 @@ def _array(file: Path, sha256: str) -> np.ndarray:
         raise ValueError(f"{file} is damaged: its SHA-256 is not that of {STORE}; build the store again")
     try:
         return np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
-    except (BadZipFile, EOFError, MemoryError, OSError, OverflowError, SyntaxError, ValueError) as error:
+    except (BadZipFile, EOFError, MemoryError, OSError, OverflowError, SyntaxError, TokenError, ValueError) as error:
         raise ValueError(f"{file} is no array of numbers ({error}); build the store again") from error
 
 

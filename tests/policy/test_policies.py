@@ -9,12 +9,18 @@ import pytest
 
 from spec_lab.core.limit import Limit
 from spec_lab.policy.bandit import Bandit, Pulls
-from spec_lab.policy.costs import DraftCosts, Timing, without_costs
+from spec_lab.policy.costs import DraftCosts, Timing, drafter_of, without_costs
 from spec_lab.policy.depths import FixedDepth, Heuristic
 from spec_lab.policy.goodput import GainOverCost, Goodput, Levels, Rate
 from spec_lab.policy.policy import DraftOutcome
 from spec_lab.policy.thresholds import Threshold
+from spec_lab.propose.best_of import BestOf
+from spec_lab.propose.jacobi import Jacobi
+from spec_lab.propose.lookahead import Lookahead
+from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.stop_rules import AdaEdl, Confidence, Svip, described, rule_of
+from spec_lab.propose.suffix import Suffix
+from spec_lab.propose.suffix_counts import SuffixRules
 
 LINEAR = DraftCosts({1: {0: 1.0, 4: 1.4, 8: 1.8}, 5: {0: 2.0, 4: 4.0, 8: 6.0}})
 
@@ -301,6 +307,24 @@ def test_wrong_options_are_named(load, options, named):
         load.load(None, None, **options)
 
 
-def test_the_facts_that_measured_costs_are_kept_for_leave_out_the_costs_that_chose_a_tree():
-    facts = {"tree": "0 1", "costs": "cached", "costs_measured": "today", "parts": {"a": {"depth": 3, "costs": "now"}}}
-    assert without_costs(facts) == {"tree": "0 1", "parts": {"a": {"depth": 3}}}
+def test_what_was_measured_when_a_tree_was_chosen_is_no_part_of_the_key_of_costs():
+    facts = {"tree": "0 1", "costs": "cached", "round_seconds": {}, "expected_tokens": 2.0}
+    assert without_costs({**facts, "parts": {"a": {"depth": 3, "costs_steady": True}}}) == {
+        "tree": "0 1", "parts": {"a": {"depth": 3}},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Ngram(4, 3, 1), Ngram(4, 3, 2)),
+        (Ngram(4, 3, 1), Ngram(4, 3, 1, "first")),
+        (NgramTree(8, 4, 3, 1), NgramTree(8, 2, 3, 1)),
+        (Lookahead(4, 3, 3), Lookahead(2, 4, 3)),
+        (Suffix(SuffixRules(nodes=8)), Suffix(SuffixRules(nodes=8, min_share=0.5))),
+        (BestOf.load(None, {"a": Ngram(4, 3, 1), "b": Jacobi(4)}), BestOf.load(None, dict(a=Jacobi(4), b=Jacobi(3)))),
+    ],
+    ids=lambda one: one.name,
+)
+def test_proposers_with_other_options_do_not_share_measured_costs(one, other):
+    assert json.dumps(drafter_of(one), sort_keys=True) != json.dumps(drafter_of(other), sort_keys=True)

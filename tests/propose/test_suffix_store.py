@@ -162,6 +162,7 @@ DAMAGES = {
     "no separator": (lambda folder: rewritten(folder, TOKENS, np.array([1, 1, 2, 3, 4], np.uint16)), "separator"),
     "an archive": (lambda folder: written(folder, ORDER, b"PK\x03\x04garbage"), "no array"),
     "a huge shape": (lambda folder: written(folder, ORDER, header(f"({10**30},)")), "no array"),
+    "an open header": (lambda folder: written(folder, ORDER, header("(" * 3000)), "no array"),
     "a deep header": (lambda folder: written(folder, ORDER, header(f"({'-' * 9000}1,)")), "no array"),
     "a token beyond": (lambda folder: rewritten(folder, TOKENS, np.array([4, 1, 7, 3, 4], np.uint16)), "token 7"),
 }
@@ -197,7 +198,10 @@ def test_nothing_is_left_of_a_store_that_cannot_be_built(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         (tmp_path / "empty").mkdir()
         patch.chdir(tmp_path / "empty")
+        before = Path.cwd().stat().st_ino
         assert build_tokens([[1, 2]], 4, "", Path(".")).documents == 1
+        assert (tmp_path / "empty").stat().st_ino == before, "it is still the shell's folder"
+        assert {file.name for file in Path.cwd().iterdir()} == {FIRST, ORDER, STORE, TOKENS}
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(FileExistsError, match="not empty"):
