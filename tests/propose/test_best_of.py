@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from spec_lab.core.draft import Draft, chain, forest
-from spec_lab.engine.proposer import Lifecycle
-from spec_lab.propose.best_of import BestOf
+from spec_lab.engine.proposer import Lifecycle, Observation
+from spec_lab.propose.best_of import RECOVERY, BestOf
 from spec_lab.propose.ngram import Ngram
 from tests.propose.lab import COLD, WARM, batch_of, decode, draft_model, emitted, requests
 
@@ -125,3 +125,22 @@ def test_a_part_that_never_drafts_does_not_keep_the_others_from_it(target, truth
 def test_costs_must_be_a_mapping(costs):
     with pytest.raises(ValueError, match="proposer.costs"):
         best_of(Says(1, None), Says(2, None), costs=costs)
+
+
+def test_an_expectation_that_has_fallen_recovers_while_another_part_drafts(target):
+    both = best_of(Sometimes(1, None), Says(3, lambda _: 0.0), memory=0.5)
+    batch = batch_of(target, requests(prompts=((5,),)), both)
+    (one,) = batch.sequences
+    one.state.own.accepted[0] = 1.0
+    assert both.propose(batch).token.tolist() == [3] and one.state.own.chosen == 1
+    both.observe([Observation(one, 0, (5, 6), accepted=(0,))])
+    assert one.state.own.accepted == [1.0 + RECOVERY, 1.5]
+
+
+def test_a_draft_of_no_part_counts_as_none_accepted_for_the_first_that_was_asked(target):
+    both = best_of(Sometimes(1, None), Sometimes(2, None), memory=0.5)
+    batch = batch_of(target, requests(prompts=((5,),)), both)
+    (one,) = batch.sequences
+    assert not both.propose(batch).shape.nodes and one.state.own.chosen == 0
+    both.observe([Observation(one, 0, (5, 6))])
+    assert one.state.own.accepted == [1.0, 2.0]
