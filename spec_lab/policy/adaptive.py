@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.limit import StopRule
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.protocols import facts_of
 from spec_lab.engine.proposer import ChoosesPart, LearnsAcrossRequests, Observation, Proposer, Requires, StopsEarly
@@ -26,26 +27,38 @@ def adapt(proposer: Proposer, policy: Policy) -> Adaptive:
     """Put a proposer under a policy.
 
     Raises:
+        ValueError: see ``check_pair``.
+    """
+    check_pair(proposer, policy.name, policy.stop, policy.parts)
+    return Adaptive(ProposerParts({proposer.name: proposer}), policy)
+
+
+def check_pair(proposer: Proposer, policy: str, stop: StopRule | None, parts: Sequence[str]) -> None:
+    """Check that a proposer can do what a policy decides. Policies that measure costs check it before they measure.
+
+    Args:
+        proposer: drafts.
+        policy: the policy's name.
+        stop, parts: as of ``Policy``.
+
+    Raises:
         ValueError: the policy stops drafts early, and the proposer cannot, or does so by itself already; the policy
             chooses a part, and the proposer has no such part.
     """
-    if policy.stop is not None:
+    if stop is not None:
         if not isinstance(proposer, StopsEarly):
             raise ValueError(
-                f"policy '{policy.name}' stops drafts by their probabilities, and proposer '{proposer.name}' does not "
-                "ask it while it drafts: choose a policy of depths (fixed, heuristic, bandit, goodput), or a proposer "
-                "that grows trees token by token, such as draft_chain or eagle"
+                f"policy '{policy}' stops drafts by their probabilities, and proposer '{proposer.name}' does not ask "
+                "it while it drafts: choose a policy of depths (fixed, heuristic, bandit, goodput), or a proposer that "
+                "grows trees token by token, such as draft_chain or eagle"
             )
         if why := proposer.why_not_stopped:
-            raise ValueError(f"policy '{policy.name}' stops drafts early, but {why}")
-    if policy.parts:
+            raise ValueError(f"policy '{policy}' stops drafts early, but {why}")
+    if parts:
         known = proposer.part_names if isinstance(proposer, ChoosesPart) else ()
-        if unknown := [one for one in policy.parts if one not in known]:
+        if unknown := [one for one in parts if one not in known]:
             has = f"has the parts {', '.join(known)}" if known else "does not choose between parts, as best_of does"
-            raise ValueError(
-                f"policy '{policy.name}' names the part {unknown[0]}, but proposer '{proposer.name}' {has}"
-            )
-    return Adaptive(ProposerParts({proposer.name: proposer}), policy)
+            raise ValueError(f"policy '{policy}' names the part {unknown[0]}, but proposer '{proposer.name}' {has}")
 
 
 @dataclass

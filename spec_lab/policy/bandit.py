@@ -16,6 +16,7 @@ from spec_lab.engine.proposer import Proposer
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
+from spec_lab.policy.adaptive import check_pair
 from spec_lab.policy.costs import DraftCosts, Timing, TimingOptions, draft_costs
 from spec_lab.policy.goodput import Scope
 from spec_lab.policy.policy import DraftOutcome
@@ -124,9 +125,10 @@ class Bandit:
         if len(set(arms)) < len(arms):
             raise ValueError("policy.depths, thresholds and parts must not name one configuration twice")
         own = number("policy.exploration", exploration, 0.0), share("policy.memory", memory)
-        clock = Timing(**timing)
+        clock, rule_to_stop = Timing(**timing), rule_of({"rule": stop})
+        check_pair(proposer, "bandit", rule_to_stop, names)
         costs = {part: draft_costs(target, proposer, max(given), clock, part) for part in names or [""]}
-        return Bandit(arms, costs, Pulls.none(len(arms)), rule, rule_of({"rule": stop}), *own, scope)
+        return Bandit(arms, costs, Pulls.none(len(arms)), rule, rule_to_stop, *own, scope)
 
     @property
     def facts(self) -> dict[str, Any]:

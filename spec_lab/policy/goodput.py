@@ -12,6 +12,7 @@ from spec_lab.engine.proposer import Proposer
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
+from spec_lab.policy.adaptive import check_pair
 from spec_lab.policy.costs import DraftCosts, Timing, TimingOptions, draft_costs
 from spec_lab.policy.policy import DraftOutcome
 from spec_lab.propose.stop_rules import Gain, described
@@ -235,6 +236,7 @@ class GainOverCost:
         """
         one_of("policy.scope", scope, ("request", "run"))
         own = number("policy.scale", scale, 1e-3), share("policy.memory", memory)
+        check_pair(proposer, "gain", Gain(), ())
         found = draft_costs(target, proposer, MOST_DEPTH, Timing(**timing), depths=(0,))
         whole_draft = {n: {0: each[0], 1: each[MOST_DEPTH]} for n, each in found.seconds.items()}
         return GainOverCost(DraftCosts(whole_draft), max(1, proposer.nodes), Rate(), *own, scope)

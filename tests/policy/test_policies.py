@@ -328,3 +328,17 @@ def test_what_was_measured_when_a_tree_was_chosen_is_no_part_of_the_key_of_costs
 )
 def test_proposers_with_other_options_do_not_share_measured_costs(one, other):
     assert json.dumps(drafter_of(one), sort_keys=True) != json.dumps(drafter_of(other), sort_keys=True)
+
+
+@pytest.mark.parametrize(
+    ("load", "options", "says"),
+    [
+        (Bandit, {"depths": [1, 2], "thresholds": [0.1], "stop": "svip"}, "'bandit' stops drafts .* 'ngram' does not"),
+        (Bandit, {"depths": [1, 2], "parts": ["heads"]}, "names the part heads, but proposer 'ngram' does not choose"),
+        (GainOverCost, {}, "'gain' stops drafts .* 'ngram' does not"),
+    ],
+    ids=str,
+)
+def test_a_proposer_that_a_policy_cannot_guide_is_refused_before_costs_are_measured(load, options, says):
+    with pytest.raises(ValueError, match=says):
+        load.load(None, Ngram(4, 3, 1), **options)  # without a target nothing could be measured
