@@ -19,8 +19,8 @@ from spec_lab.core.clock import Clock, Phase
 from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.inference import inference
 from spec_lab.core.roofline import ForwardWork
-from spec_lab.engine.ahead import AheadPass, Continued, continue_from
 from spec_lab.engine.attention import SPANS, Attention, layer_kinds
+from spec_lab.engine.causal_draft_pass import CausalDraftPass, Continued, continue_from
 from spec_lab.engine.draft_pass import Route, Sublayer
 from spec_lab.engine.graphs import Capture, CudaGraphs, FixedForward, FixedPack, Graphs, uncaptured
 from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence
@@ -149,7 +149,7 @@ class CausalLM:
         """See ``draft_pass.RunsLayerRanges``."""
         return self._ranges.sublayers
 
-    def draft_pass(self, route: Route, logits: bool = True) -> AheadPass:
+    def draft_pass(self, route: Route, logits: bool = True) -> CausalDraftPass:
         """See ``draft_pass.RunsLayerRanges``.
 
         Raises:
@@ -164,7 +164,7 @@ class CausalLM:
             with timed:
                 return self._run_part(prepared, route, taps, logits)
 
-        return AheadPass(self._packer, route, taps, self.most_pending, call)
+        return CausalDraftPass(self._packer, route, taps, self.most_pending, call)
 
     def _taps(self, end: int) -> tuple[int, ...]:
         """Which of the captured hidden states are inputs of layers below ``end``, ascending."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
-from spec_lab.engine.ahead import Continued
+from spec_lab.engine.causal_draft_pass import Continued
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.draft_pass import Route, Sublayer
 from tests.tiny import FAMILIES, VOCABULARY, WINDOWED, tiny_model

@@ -195,7 +195,7 @@ def test_a_failing_draft_is_given_back(target, monkeypatch):
         engine.add(one)
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr("spec_lab.engine.ahead.AheadPass.extend", lambda *_: 1 / 0)
+        patch.setattr("spec_lab.engine.causal_draft_pass.CausalDraftPass.extend", lambda *_: 1 / 0)
         with pytest.raises(Exception, match="early_exit"):
             engine.step()
     assert not target.lm.cells.references.any()

@@ -10,7 +10,7 @@ import torch
 from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.ahead import AheadPass
+from spec_lab.engine.causal_draft_pass import CausalDraftPass
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.draft_pass import Route, Sublayer
 from spec_lab.engine.engine import Engine, Limits
@@ -142,7 +142,7 @@ def test_a_failing_draft_is_given_back(target, monkeypatch):
     proposer = skip(target, "tree")
     batch = batch_of(target, requests(), proposer)
     with monkeypatch.context() as patch:
-        patch.setattr("spec_lab.engine.ahead.AheadPass.extend", lambda *_: 1 / 0)
+        patch.setattr("spec_lab.engine.causal_draft_pass.CausalDraftPass.extend", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             proposer.propose(batch)
     assert not target.lm.cells.references.any()
@@ -175,9 +175,9 @@ def test_a_draft_without_finite_logits_is_none(plan, sampling):
 def test_nothing_is_drafted_below_a_row_without_finite_logits(monkeypatch, plan, sampling):
     """The rows above it keep what was drawn from their distributions."""
     target = tiny_target(num_hidden_layers=LAYERS)
-    inner = AheadPass.extend
+    inner = CausalDraftPass.extend
     monkeypatch.setattr(
-        AheadPass, "extend", lambda *args: (one := inner(*args))._replace(logits=one.logits * float("nan"))
+        CausalDraftPass, "extend", lambda *args: (one := inner(*args))._replace(logits=one.logits * float("nan"))
     )
     group, steps = decode(target, skip(target, plan), requests(sampling, 8))
     assert not group.errors and finite_cells(target)
@@ -453,7 +453,7 @@ def test_a_lack_of_memory_says_nothing_about_the_model(monkeypatch, load):
     def fails(*_):
         raise torch.OutOfMemoryError("of the device")
 
-    monkeypatch.setattr(AheadPass, "forward", fails)
+    monkeypatch.setattr(CausalDraftPass, "forward", fails)
     with pytest.raises(torch.OutOfMemoryError):
         load(target, depth=3)
 

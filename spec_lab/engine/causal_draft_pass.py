@@ -24,7 +24,7 @@ Call = Callable[[Prepared, Phase], tuple[Tensor | None, Tensor | None]]
 """Runs the layers of a draft pass: logits ``[n, V]`` of the rows to keep, and the states of all rows ``[N, X]``."""
 
 
-class AheadPass:
+class CausalDraftPass:
     """A ``draft_pass.DraftPass``.
 
     Args:
