@@ -119,16 +119,13 @@ def check_exit(lm: LayeredRunner, end: int, name: str) -> float:
 
 
 def _exit_error(lm: LayeredRunner, end: int) -> float:
-    generator = np.random.default_rng(0)
-    pending = [generator.integers(0, lm.vocabulary, count).tolist() for count in PENDING]
-    token = generator.integers(0, lm.vocabulary, FOREST.nodes)
-    draft, timed = Draft(FOREST, torch.from_numpy(token).to(lm.device)), lm.clock.phase("propose_forward")
+    pending, token, draft = _example(lm)
+    timed, rows = lm.clock.phase("propose_forward"), np.flatnonzero(FOREST.depth == 1)
     whole_ones, parts = [lm.open() for _ in pending], [lm.open() for _ in pending]
     try:
         wanted = lm.run(lm.prepare(whole_ones, pending, draft)).logits.clone()
         early = lm.draft_pass(Route(0, end))
         early.forward(parts, pending, timed)
-        rows = np.flatnonzero(FOREST.depth == 1)
         early.extend(parts, FOREST, rows, token[rows - FOREST.roots], timed)
         early.finish(draft.token, token)
         return _difference(lm.run(lm.prepare(parts, pending, draft)).logits, wanted)
@@ -136,6 +133,14 @@ def _exit_error(lm: LayeredRunner, end: int) -> float:
         for one in (*whole_ones, *parts):
             one.close()
         lm.clock.take()
+
+
+def _example(lm: LayeredRunner) -> tuple[list[list[int]], np.ndarray, Draft]:
+    """Return random pending tokens of two sequences, and the tokens ``[M]`` of a draft below them."""
+    generator = np.random.default_rng(0)
+    pending = [generator.integers(0, lm.vocabulary, count).tolist() for count in PENDING]
+    token = generator.integers(0, lm.vocabulary, FOREST.nodes)
+    return pending, token, Draft(FOREST, torch.from_numpy(token).to(lm.device))
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:
@@ -177,12 +182,10 @@ def skipped_to_check(sublayers: frozenset[Sublayer]) -> list[frozenset[Sublayer]
 
 
 def _skip_error(lm: LayeredRunner, sets: Sequence[frozenset[Sublayer]]) -> float:
-    generator = np.random.default_rng(0)
-    pending = [generator.integers(0, lm.vocabulary, count).tolist() for count in PENDING]
-    token = generator.integers(0, lm.vocabulary, FOREST.nodes)
-    draft, timed = Draft(FOREST, torch.from_numpy(token).to(lm.device)), lm.clock.phase("propose_forward")
+    pending, token, draft = _example(lm)
+    timed, rows = lm.clock.phase("propose_forward"), np.flatnonzero(FOREST.depth == 1)
     wholes, parts = [lm.open() for _ in pending], [lm.open() for _ in pending]
-    rows, error = np.flatnonzero(FOREST.depth == 1), 0.0
+    error = 0.0
     try:
         wanted = lm.run(lm.prepare(wholes, pending, draft)).logits.clone()
         for left_out in (frozenset[Sublayer](), *sets):
