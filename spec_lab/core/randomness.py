@@ -24,6 +24,7 @@ class Purpose(IntEnum):
     EMIT = 1
     DRAFT = 2
     RACE = 3
+    POLICY = 4
 
 
 class Key(NamedTuple):

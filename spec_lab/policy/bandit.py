@@ -9,9 +9,12 @@ from itertools import product
 from typing import Any, Literal, Unpack
 
 import numpy as np
+import torch
+from scipy.special import log_ndtr
 
 from spec_lab.core.limit import Limit, StopRule
 from spec_lab.core.options import brief, number, one_of, share, whole
+from spec_lab.core.randomness import Draws, Key, Purpose
 from spec_lab.engine.proposer import Proposer
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch
@@ -29,39 +32,64 @@ MOST_ARMS = 64
 
 
 @dataclass
-class Pulls:
-    """What each configuration has brought.
+class Rewards:
+    """What each configuration has brought, or would have brought.
 
     Args:
-        steps: ``[A]`` steps in which it drafted.
-        tokens, cost: ``[A]`` emitted tokens and predicted seconds, relative to those of a step without a draft.
-        squares: ``[A]`` of the speed-ups tokens / cost of single steps.
+        steps: ``[A]`` observed steps.
+        tokens, cost: ``[A]`` sums of emitted tokens and of predicted seconds, relative to a step without a draft.
+        tokens2, cost2, product: ``[A]`` sums of their squares and of tokens times cost.
     """
 
     steps: np.ndarray
     tokens: np.ndarray
     cost: np.ndarray
-    squares: np.ndarray
+    tokens2: np.ndarray
+    cost2: np.ndarray
+    product: np.ndarray
 
     @staticmethod
-    def none(arms: int) -> Pulls:
+    def none(arms: int) -> Rewards:
         """Nothing known."""
-        return Pulls(*(np.zeros(arms) for _ in range(4)))
+        return Rewards(*(np.zeros(arms) for _ in range(6)))
 
     def age(self, memory: float) -> None:
         """Let what is known count less; 0 forgets it."""
-        for own in (self.steps, self.tokens, self.cost, self.squares):
+        for own in (self.steps, self.tokens, self.cost, self.tokens2, self.cost2, self.product):
             own *= memory
+
+    def add(self, arm: int, tokens: int, cost: float) -> None:
+        """Count a step of a configuration."""
+        self.steps[arm] += 1
+        self.tokens[arm] += tokens
+        self.cost[arm] += cost
+        self.tokens2[arm] += tokens**2
+        self.cost2[arm] += cost**2
+        self.product[arm] += tokens * cost
+
+    @property
+    def speedup(self) -> np.ndarray:  # [A]
+        """Tokens over cost. Every configuration must have a step."""
+        return self.tokens / self.cost
+
+    @property
+    def deviation(self) -> np.ndarray:  # [A]
+        """Standard deviation of a step's reward: of tokens - speedup x cost, over the mean cost (ratio estimator)."""
+        rate = self.speedup
+        squares = self.tokens2 - 2 * rate * self.product + rate**2 * self.cost2
+        return np.sqrt(np.maximum(squares / self.steps, 0.0)) / (self.cost / self.steps)
 
 
 @dataclass(frozen=True, eq=False)
 class Bandit:
-    """Chooses a configuration for each sequence and step.
+    """Chooses a configuration in each step: for every sequence from its own past, or one for all from the run's past.
 
-    Source: BanditSpec (2505.15141): UCB takes the largest mean + c sqrt(ln t / n) with n the steps of that
+    Source: BanditSpec (2505.15141): UCB takes the largest mean + sqrt(c ln t / n) with n the steps of that
     configuration. (The official code divides by the steps of all of them, which explores nothing.) Thompson sampling
-    takes the largest draw from a normal distribution of each mean. The reward is the speed-up of a step: its tokens
-    over its predicted seconds, relative to a step without a draft.
+    takes the largest draw from normal distributions around the means. The reward is the speed-up: tokens over predicted
+    seconds, relative to steps without a draft. A step also tells what every smaller depth would have brought with the
+    same threshold and part: its draft is the same down to that depth (side observations, Caron et al., 1210.4839).
+    Configurations without an observation are chosen first, the deepest before the others.
 
     Args:
         arms: the configurations, ``[A]``.
@@ -69,14 +97,14 @@ class Bandit:
         shared: what the run's requests have brought.
         rule: "ucb" or "thompson".
         stop: the rule whose thresholds the configurations name; None for none.
-        exploration: c, in units of speed-up; of Thompson sampling the standard deviation of a single reward at least.
+        exploration: the root of c, in units of speed-up; of Thompson sampling the least standard deviation of a reward.
         memory: weight of the past in each further step.
         scope: whose past decides.
     """
 
     arms: tuple[Limit, ...]
     costs: Mapping[str, DraftCosts]
-    shared: Pulls
+    shared: Rewards
     rule: Rule = "ucb"
     stop: StopRule | None = None
     exploration: float = 0.5
@@ -128,7 +156,7 @@ class Bandit:
         clock, rule_to_stop = Timing(**timing), rule_of({"rule": stop})
         check_pair(proposer, "bandit", rule_to_stop, names)
         costs = {part: draft_costs(target, proposer, max(given), clock, part) for part in names or [""]}
-        return Bandit(arms, costs, Pulls.none(len(arms)), rule, rule_to_stop, *own, scope)
+        return Bandit(arms, costs, Rewards.none(len(arms)), rule, rule_to_stop, *own, scope)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -153,49 +181,71 @@ class Bandit:
 
     def alone(self) -> Bandit:
         """See ``Policy``."""
-        return replace(self, scope="request", shared=Pulls.none(len(self.arms)))
+        return replace(self, scope="request", shared=Rewards.none(len(self.arms)))
 
-    def init(self, request: Request) -> Pulls:
+    def init(self, request: Request) -> Rewards:
         """See ``Policy``."""
-        return Pulls.none(len(self.arms))
+        return Rewards.none(len(self.arms))
 
-    def decide(self, batch: Batch, states: Sequence[Pulls]) -> list[Limit]:
-        """See ``Policy``. Sequences of one batch that share a past choose different configurations not yet tried."""
-        limits, tried = [], np.zeros(len(self.arms))
-        for sequence, one in zip(batch.sequences, states, strict=True):
-            known = self.shared if self.scope == "run" else one
-            steps = known.steps + tried if self.scope == "run" else known.steps
-            chosen = self._choose(known, steps, sequence.key)
-            tried[chosen] += 1
-            limits.append(self.arms[chosen])
-        return limits
+    def decide(self, batch: Batch, states: Sequence[Rewards]) -> list[Limit]:
+        """See ``Policy``."""
+        keys = [Key(*one.key, Purpose.POLICY) for one in batch.sequences]
+        if self.scope == "run":  # one for the batch: its steps take as long as the deepest draft
+            return [self._choose(self.shared, batch.draws, keys[0])] * len(keys)
+        return [self._choose(known, batch.draws, key) for known, key in zip(states, keys, strict=True)]
 
-    def _choose(self, known: Pulls, steps: np.ndarray, key: tuple[int, int, int]) -> int:
-        untried = np.flatnonzero(steps <= 0)
-        if len(untried):
-            return int(untried[0])
-        seen = np.maximum(known.steps, 1e-9)
-        mean = np.where(known.steps > 0, known.tokens / np.maximum(known.cost, 1e-9), 1.0)
+    def _choose(self, known: Rewards, draws: Draws, key: Key) -> Limit:
+        unknown = [arm for arm, steps in zip(self.arms, known.steps, strict=True) if not steps]
+        if unknown:
+            return max(unknown, key=_depth)
         if self.rule == "ucb":
-            total = max(float(steps.sum()), math.e)
-            return int(np.argmax(mean + self.exploration * np.sqrt(math.log(total) / steps)))
-        spread = np.sqrt(np.maximum(known.squares / seen - mean**2, self.exploration**2) / steps)
-        noise = np.random.default_rng([number % 2**63 for number in key]).standard_normal(len(mean))
-        return int(np.argmax(mean + spread * noise))
+            time = max(_rounds(self.arms, known.steps), math.e)
+            index = known.speedup + self.exploration * np.sqrt(math.log(time) / known.steps)
+            return self.arms[int(index.argmax())]
+        spread = np.maximum(known.deviation, self.exploration) / np.sqrt(known.steps)
+        weights = torch.from_numpy(largest(known.speedup, spread))
+        return self.arms[int(draws.pick(weights[None], [key])[0])]
 
     def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """See ``Policy``."""
+        run = self.scope == "run"
         if self.memory < 1:
-            for own in [self.shared] if self.scope == "run" else [one.state for one in outcomes]:
+            for own in [self.shared] if run else [one.state for one in outcomes]:
                 own.age(self.memory)
         for one in outcomes:
-            own, arm = self.shared if self.scope == "run" else one.state, self.arms.index(one.limit)
-            costs, live = self.costs[one.limit.part], one.live if self.scope == "run" else 1
-            cost, tokens = costs.of(one.drafted, live) / costs.of(0, live), one.accepted + 1
-            own.steps[arm] += 1
-            own.tokens[arm] += tokens
-            own.cost[arm] += cost
-            own.squares[arm] += (tokens / cost) ** 2
+            costs, live = self.costs[one.limit.part], one.live if run else 1
+            for index, arm in enumerate(self.arms):
+                if replace(arm, depth=one.limit.depth) == one.limit and _depth(arm) <= _depth(one.limit):
+                    cost = costs.of(min(one.drafted, _depth(arm)), live) / costs.of(0, live)
+                    known = self.shared if run else one.state
+                    known.add(index, min(one.accepted, _depth(arm)) + 1, cost)
+
+
+def largest(mean: np.ndarray, spread: np.ndarray) -> np.ndarray:  # [A] -> [A]
+    """Return for each of independent normal variables the probability that it is the largest.
+
+    That of variable i is the integral over x of its density times the other variables' probabilities to be below x.
+    """
+    # The largest is nowhere else, but with a probability of 1e-9.
+    x = np.linspace((mean - 6 * spread).max(), (mean + 6 * spread).max(), 301)[:, None]
+    place = (x - mean) / spread
+    below = log_ndtr(place)
+    log_density = below.sum(1, keepdims=True) - below - place**2 / 2 - np.log(spread)
+    weights = np.exp(log_density - log_density.max()).sum(0)
+    return np.asarray(weights / weights.sum())
+
+
+def _depth(arm: Limit) -> int:
+    return arm.depth or 0  # the configurations of a bandit name their depth
+
+
+def _rounds(arms: Sequence[Limit], steps: np.ndarray) -> float:
+    """The steps of all configurations: with the same threshold and part, the smallest depth has observed every one."""
+    found: dict[Limit, float] = {}
+    for arm, count in zip(arms, steps, strict=True):
+        group = replace(arm, depth=None)
+        found[group] = max(found.get(group, 0.0), float(count))
+    return sum(found.values())
 
 
 def _list(name: str, value: Any) -> list[Any]:

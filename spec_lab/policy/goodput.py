@@ -99,7 +99,7 @@ class Goodput:
     depth: int
     shared: Levels
     prior: float = 0.7
-    memory: float = 0.98
+    memory: float = 0.99
     weight: float = 4.0
     scope: Scope = "run"
     name: str = "goodput"
@@ -112,7 +112,7 @@ class Goodput:
         proposer: Proposer,
         depth: int,
         prior: float = 0.7,
-        memory: float = 0.98,
+        memory: float = 0.99,
         weight: float = 4.0,
         scope: Scope = "run",
         **timing: Unpack[TimingOptions],
@@ -214,7 +214,7 @@ class GainOverCost:
     nodes: int
     shared: Rate
     scale: float = 0.7
-    memory: float = 0.98
+    memory: float = 0.99
     scope: Scope = "run"
     name: str = "gain"
     stop: StopRule | None = Gain()
@@ -225,7 +225,7 @@ class GainOverCost:
         target: Target,
         proposer: Proposer,
         scale: float = 0.7,
-        memory: float = 0.98,
+        memory: float = 0.99,
         scope: Scope = "run",
         **timing: Unpack[TimingOptions],
     ) -> GainOverCost:

@@ -10,7 +10,7 @@ from spec_lab.core.limit import Limit
 from spec_lab.core.protocols import facts_of
 from spec_lab.engine.proposer import forget
 from spec_lab.policy.adaptive import adapt
-from spec_lab.policy.bandit import Bandit, Pulls
+from spec_lab.policy.bandit import Bandit, Rewards
 from spec_lab.policy.costs import DraftCosts, Timing, draft_costs
 from spec_lab.policy.depths import FixedDepth, Heuristic
 from spec_lab.policy.goodput import Goodput, Levels
@@ -93,7 +93,7 @@ def test_forks_learn_separately_and_the_run_s_store_is_forgotten(target):
     assert state.own.state.value == 2.0
     adaptive.close(state)
     adaptive.close(other)
-    bandit = Bandit((Limit(0), Limit(2)), {"": COSTS}, Pulls.none(2))
+    bandit = Bandit((Limit(0), Limit(2)), {"": COSTS}, Rewards.none(2))
     shared = adapt(draft_model("1x1"), bandit)
     decode(target, shared, requests())
     assert bandit.shared.steps.sum() > 0

@@ -13,7 +13,7 @@ from spec_lab.cli.main import conf
 from spec_lab.core.draft import empty
 from spec_lab.core.limit import Limit
 from spec_lab.policy.adaptive import adapt
-from spec_lab.policy.bandit import Bandit, Pulls
+from spec_lab.policy.bandit import Bandit, Rewards
 from spec_lab.policy.costs import DraftCosts
 from spec_lab.policy.depths import FixedDepth, Heuristic
 from spec_lab.policy.goodput import GainOverCost, Goodput, Levels, Rate
@@ -37,9 +37,9 @@ POLICIES = {
     "draft_and_verify": Threshold(Confidence(), 0.5, adapt=True),
     "adaedl": Threshold(AdaEdl(), 0.5, adapt=True),
     "svip": Threshold(Svip(), 0.4),
-    "ucb": Bandit(DEPTHS, {"": COSTS}, Pulls.none(3)),
-    "ucb over thresholds": Bandit(STOPS, {"": COSTS}, Pulls.none(4), stop=AdaEdl()),
-    "thompson": Bandit(DEPTHS, {"": COSTS}, Pulls.none(3), "thompson"),
+    "ucb": Bandit(DEPTHS, {"": COSTS}, Rewards.none(3)),
+    "ucb over thresholds": Bandit(STOPS, {"": COSTS}, Rewards.none(4), stop=AdaEdl()),
+    "thompson": Bandit(DEPTHS, {"": COSTS}, Rewards.none(3), "thompson"),
     "goodput": Goodput(COSTS, 3, Levels.none(3), weight=0.5),
     "gain": GainOverCost(COSTS, 3, Rate()),
     "recorded": RecordedPolicy({0: [Limit(1), Limit(0), Limit(2)]}),
@@ -73,7 +73,7 @@ def test_policies_are_exact_with_traversal_verification(policy):
 
 def test_a_policy_of_parts_is_exact():
     arms = (Limit(2, part="0"), Limit(2, part="1"))
-    bandit = Bandit(arms, {"0": COSTS, "1": COSTS}, Pulls.none(2))
+    bandit = Bandit(arms, {"0": COSTS, "1": COSTS}, Rewards.none(2))
     require_exact(
         prove(adapt(best_of(draft_model("1x1", "iid"), draft_model("2x1", "without")), bandit), Token(), QUICK)
     )
