@@ -51,6 +51,11 @@ class StopRule(Protocol):
     """
 
     @property
+    def name(self) -> str:
+        """As in records."""
+        ...
+
+    @property
     def before(self) -> bool:
         """Whether nothing is drawn at a row where it stops; False: what is drawn there is the last of its path."""
         ...

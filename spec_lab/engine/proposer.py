@@ -78,7 +78,8 @@ class Proposer(Protocol):
 
     Order of calls: ``init`` when a request is admitted; in each step ``propose``, then ``observe`` (for sequences that
     end with this step as well, not for those whose logits are broken), then ``fork``, then ``rewind``; ``close`` at the
-    end. After a preemption the state is closed and a new one made; everything is computed and observed again.
+    end. After a preemption the state is closed and a new one made; its tokens are computed and observed again as parts
+    of a prompt, without the rows, logits and accepted nodes of earlier steps: what was learned from these is lost.
     In the first step of a request, and wherever several tokens are pending, hidden states of computed positions only
     are known: a proposer may draft nothing then.
     """

@@ -27,8 +27,12 @@ def adapt(proposer: Proposer, policy: Policy) -> Adaptive:
     """Put a proposer under a policy.
 
     Raises:
-        ValueError: see ``check_pair``.
+        ValueError: see ``check_pair``; the proposer has a policy already.
     """
+    if isinstance(proposer, Adaptive):
+        raise ValueError(
+            f"proposer '{proposer.name}' has the policy '{proposer.policy.name}' already: choose one of them"
+        )
     check_pair(proposer, policy.name, policy.stop, policy.parts)
     return Adaptive(ProposerParts({proposer.name: proposer}), policy)
 

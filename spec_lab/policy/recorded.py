@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,14 @@ class RecordedPolicy:
 
     Args:
         limits: by request, of its steps in order.
+        prompts: by request, its name and its number of tokens; a request without an entry is not checked.
         stop: the rule that stopped the drafts; None for none.
         source: the run, for records.
         otherwise: decisions for any request, in turn; empty: ``limits``.
     """
 
     limits: Mapping[int, Sequence[Limit]]
+    prompts: Mapping[int, tuple[str, int]] = field(default_factory=dict)
     stop: StopRule | None = None
     source: str = ""
     otherwise: Sequence[Limit] = ()
@@ -55,7 +57,8 @@ class RecordedPolicy:
         manifest = begun(folder)
         if manifest is None:
             raise ValueError(f"policy.path={path} is no folder of a run: it has no manifest.json")
-        steps = load(folder).steps
+        tables = load(folder)
+        steps = tables.steps
         own = steps[steps["arm"] == arm]
         if "policy" not in own or own.empty or own["policy"].isna().any():
             raise ValueError(f"policy.path={path} holds no decisions of an arm {brief(arm)}: name a run with a policy")
@@ -64,7 +67,13 @@ class RecordedPolicy:
         ordered = own.sort_values(["group", "round"])
         limits = {int(n): [Limit.parse(one) for one in each] for n, each in ordered.groupby("request")["policy"]}
         policy = manifest["proposers"].get(arm, {}).get("policy")
-        return RecordedPolicy(limits, rule_of(policy if isinstance(policy, Mapping) else {}), folder.name)
+        rule = rule_of(policy if isinstance(policy, Mapping) else {})
+        asked = tables.requests[tables.requests["arm"] == arm]
+        prompts = {
+            int(n): (str(name), int(length))
+            for n, name, length in zip(asked["request"], asked["name"], asked["prompt_tokens"], strict=True)
+        }
+        return RecordedPolicy(limits, prompts, rule, folder.name)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -77,7 +86,17 @@ class RecordedPolicy:
         return {**described(self.stop), "source": self.source, "requests": len(self.limits)}
 
     def init(self, request: Request) -> None:
-        """Nothing is learned."""
+        """Check that the other run decoded the same prompt. Nothing is learned.
+
+        Raises:
+            ValueError: its request of this number had another name or length.
+        """
+        recorded = self.prompts.get(request.id)
+        if recorded not in (None, (request.name, len(request.tokens))):
+            raise ValueError(
+                f"request {request.id} of {self.source} is prompt '{recorded[0]}' with {recorded[1]} tokens, not "
+                f"'{request.name}' with {len(request.tokens)}: repeat the run with its prompts, in its order"
+            )
 
     def decide(self, batch: Batch, states: Sequence[Any]) -> list[Limit]:
         """See ``Policy``.
@@ -105,4 +124,4 @@ class RecordedPolicy:
     def alone(self) -> Policy:
         """See ``Policy``. Where nothing is recorded, as for toys, decisions of the first request are repeated."""
         first = tuple(next(iter(self.limits.values()), (Limit(),)))
-        return replace(self, limits={}, otherwise=first)
+        return replace(self, limits={}, prompts={}, otherwise=first)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +26,7 @@ class Confidence:
     whether drafting stops is known before the token is drawn.
     """
 
+    name: ClassVar[str] = "confidence"
     before: ClassVar[bool] = False
     reads_path: ClassVar[bool] = False
 
@@ -41,6 +43,7 @@ class AdaEdl:
     """
 
     factor: float = 0.2
+    name: ClassVar[str] = "adaedl"
     before: ClassVar[bool] = True
     reads_path: ClassVar[bool] = False
 
@@ -57,6 +60,7 @@ class Svip:
     """
 
     factor: float = 0.15
+    name: ClassVar[str] = "svip"
     before: ClassVar[bool] = False
     reads_path: ClassVar[bool] = False
 
@@ -74,6 +78,7 @@ class Gain:
     their probabilities is paid already; what is saved is the forward below them.
     """
 
+    name: ClassVar[str] = "gain"
     before: ClassVar[bool] = False
     reads_path: ClassVar[bool] = True
 
@@ -82,34 +87,34 @@ class Gain:
         return path * probs.amax(-1) < threshold
 
 
-RULES: dict[str, type[Confidence | AdaEdl | Svip | Gain]] = {
-    "confidence": Confidence, "adaedl": AdaEdl, "svip": Svip, "gain": Gain,
-}  # fmt: skip
-"""The rules by their names in configs and records."""
-
-
 def described(rule: StopRule | None) -> dict[str, Any]:
     """What a record should keep of a rule; ``rule_of`` reads it."""
-    for name, kind in RULES.items():
-        if isinstance(rule, kind):
-            return {"rule": name, **asdict(rule)}
-    return {}
+    if rule is None:
+        return {}
+    return {"rule": rule.name, **(asdict(rule) if is_dataclass(rule) and not isinstance(rule, type) else {})}
 
 
-def rule_of(facts: Any) -> StopRule | None:
+def rule_of(facts: Mapping[str, Any]) -> StopRule | None:
     """The rule of which a record keeps ``facts``; None where it keeps none.
 
     Raises:
         ValueError: no rule of this module.
     """
-    name = facts.get("rule")
-    if name is None:
-        return None
-    if name not in RULES:
-        raise ValueError(f"there is no rule {str(name)[:100]!r} that stops drafts; there are {', '.join(RULES)}")
-    factor = facts.get("factor")
-    if name in ("confidence", "gain") or factor is None:
-        return RULES[name]()
+    factor = facts.get("factor", 0.0)
     if isinstance(factor, bool) or not isinstance(factor, int | float):
         raise ValueError(f"the factor of a rule that stops drafts is a number, not {str(factor)[:100]!r}")
-    return AdaEdl(float(factor)) if name == "adaedl" else Svip(float(factor))
+    own = (float(factor),) if "factor" in facts else ()
+    match facts.get("rule"):
+        case None:
+            return None
+        case "confidence":
+            return Confidence()
+        case "adaedl":
+            return AdaEdl(*own)
+        case "svip":
+            return Svip(*own)
+        case "gain":
+            return Gain()
+    raise ValueError(
+        f"there is no rule {str(facts['rule'])[:100]!r} that stops drafts; there are confidence, adaedl, svip and gain"
+    )

@@ -19,7 +19,7 @@ from spec_lab.policy.thresholds import Threshold
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.ngram import Ngram
 from spec_lab.propose.step_costs import StepCosts
-from spec_lab.propose.stop_rules import AdaEdl, Confidence
+from spec_lab.propose.stop_rules import AdaEdl, Confidence, described, rule_of
 from spec_lab.propose.tree_plan import TreePlan
 from tests.propose.lab import COLD, WARM, batch_of, decode, draft_model, emitted, requests
 from tests.propose.test_best_of import Truth, best_of
@@ -67,6 +67,31 @@ def test_what_was_not_recorded_is_an_error(target):
     adaptive = adapt(draft_model("1x1"), RecordedPolicy({0: [Limit(1)]}, source="run"))
     with pytest.raises(ValueError, match="run holds no decision for step 0 of request 1"):
         adaptive.propose(batch_of(target, requests(), adaptive))
+
+
+def test_recorded_decisions_are_for_the_same_prompts(target):
+    first = requests()[0]
+    for prompt in ((first.name, len(first.tokens)), ("other", len(first.tokens)), (first.name, 1 + len(first.tokens))):
+        adaptive = adapt(draft_model("1x1"), RecordedPolicy({0: [Limit(1)]}, {0: prompt}, source="run"))
+        if prompt == (first.name, len(first.tokens)):
+            adaptive.close(adaptive.init(first))
+        else:
+            with pytest.raises(ValueError, match=f"request 0 of run is prompt '{prompt[0]}' with {prompt[1]} tokens"):
+                adaptive.init(first)
+
+
+def test_a_rule_of_an_extension_is_recorded_by_its_name():
+    class Never:
+        name, before, reads_path = "never", False, False
+
+    assert described(Never()) == {"rule": "never"}
+    with pytest.raises(ValueError, match="no rule 'never'"):
+        rule_of({"rule": "never"})
+
+
+def test_a_proposer_has_one_policy(target):
+    with pytest.raises(ValueError, match="has the policy 'fixed' already"):
+        adapt(adapt(draft_model("1x1"), FixedDepth(1)), FixedDepth(2))
 
 
 def test_steps_without_a_policy_record_none(target):

@@ -20,7 +20,7 @@ from spec_lab.propose.best_of import BestOf
 from spec_lab.propose.jacobi import Jacobi
 from spec_lab.propose.lookahead import Lookahead
 from spec_lab.propose.ngram import Ngram, NgramTree
-from spec_lab.propose.stop_rules import AdaEdl, Confidence, Svip, described, rule_of
+from spec_lab.propose.stop_rules import AdaEdl, Confidence, Gain, Svip, described, rule_of
 from spec_lab.propose.suffix import Suffix
 from spec_lab.propose.suffix_counts import SuffixRules
 
@@ -66,7 +66,7 @@ def test_what_is_no_limit_is_refused(text):
 
 
 def test_rules_are_read_as_they_were_recorded():
-    for rule in (None, Confidence(), AdaEdl(0.1), Svip(0.3)):
+    for rule in (None, Confidence(), AdaEdl(0.1), Svip(0.3), Gain()):
         assert rule_of(json.loads(json.dumps(described(rule)))) == rule
     for wrong in ({"rule": "best"}, {"rule": "adaedl", "factor": "x"}):
         with pytest.raises(ValueError, match="stops drafts"):
