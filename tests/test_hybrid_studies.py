@@ -15,7 +15,7 @@ from tests.test_studies import ROOT, command, figure_of, tiny_zoo  # noqa: F401 
 ROWS = {
     "training_free": ("--texts code --store store", 2 * 11),  # temperatures, arms
     "hybrids": ("--texts code", 2 * 12),
-    "policies": ("--texts code --sizes 1 2", 2 * 3 * 15),  # temperatures, workloads, arms
+    "policies": ("--texts code --sizes 1 2", 2 * 3 * 16),  # temperatures, workloads, arms
 }
 """Options that keep its command small, and the number of rows of its results."""
 

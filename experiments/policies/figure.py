@@ -16,6 +16,7 @@ from spec_lab.analysis import metrics
 KEYS = ("prompts", "temperature", "batch_size")
 NAMES = {f"fixed_{n}": f"fixed {n}" for n in FIXED} | {name: name for name in POLICIES} | {
     "draft_and_verify": "Draft&Verify", "adaedl": "AdaEDL", "svip": "SVIP", "ucb": "UCB", "thompson": "Thompson",
+    "goodput_svip": "goodput, SVIP",
 }  # fmt: skip
 OVER = "speed_over_best_fixed"
 

@@ -17,16 +17,19 @@ DEPTH = 8
 
 FIXED = (1, 2, 3, 4, 6, 8)
 
-POLICIES = (
-    "heuristic", "confidence", "draft_and_verify", "adaedl", "svip", "ucb", "thompson", "goodput", "gain",
-)  # fmt: skip
+PUBLISHED = ("heuristic", "confidence", "draft_and_verify", "adaedl", "svip", "ucb", "thompson", "goodput", "gain")
+
+POLICIES: dict[str, dict[str, object]] = {name: {"policy@policy": name} for name in PUBLISHED} | {
+    "goodput_svip": {"policy@policy": "goodput", "policy.stop": "svip", "policy.threshold": 0.3}
+}
+"""Their options; others have their defaults."""
 
 
 def arms() -> dict[str, runs.Arm]:
-    """Return the arms by name: fixed depths, then policies with their default options."""
-    plain = {"depth": DEPTH, "confidence": 0}
+    """Return the arms by name: fixed depths, then policies."""
+    plain: dict[str, object] = {"depth": DEPTH, "confidence": 0}
     fixed = {f"fixed_{n}": ("draft_chain", plain | {"policy@policy": "fixed", "policy.depth": n}) for n in FIXED}
-    return fixed | {name: ("draft_chain", plain | {"policy@policy": name}) for name in POLICIES}
+    return fixed | {name: ("draft_chain", plain | own) for name, own in POLICIES.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

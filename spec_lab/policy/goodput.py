@@ -15,7 +15,7 @@ from spec_lab.models.target import Target
 from spec_lab.policy.adaptive import check_pair
 from spec_lab.policy.costs import DraftCosts, Timing, TimingOptions, draft_costs
 from spec_lab.policy.policy import DraftOutcome
-from spec_lab.propose.stop_rules import Gain, described
+from spec_lab.propose.stop_rules import Gain, described, rule_of
 from spec_lab.propose.trees import MOST_DEPTH
 
 Scope = Literal["request", "run"]
@@ -93,6 +93,8 @@ class Goodput:
         memory: weight of the past in each further step.
         weight: of the run's estimates in a sequence's, and of the prior in the run's, in steps.
         scope: "request": each sequence is decided for alone, from its own past.
+        stop: a rule that ends drafts before that depth, at the ``threshold``; None for none. Estimates take it into
+            account: they count how often each level is drafted.
     """
 
     costs: DraftCosts
@@ -104,6 +106,7 @@ class Goodput:
     scope: Scope = "run"
     name: str = "goodput"
     stop: StopRule | None = None
+    threshold: float = 0.0
     parts: tuple[str, ...] = ()
 
     @staticmethod
@@ -115,9 +118,17 @@ class Goodput:
         memory: float = 0.99,
         weight: float = 4.0,
         scope: Scope = "run",
+        stop: str | None = None,
+        threshold: float | None = None,
         **timing: Unpack[TimingOptions],
     ) -> Goodput:
         """Check the options, and measure or read the costs.
+
+        Args:
+            target, proposer: of the run.
+            depth, prior, memory, weight, scope, timing: see the class.
+            stop: name of the rule; None for none.
+            threshold: of the rule.
 
         Raises:
             ValueError: a wrong option; names it.
@@ -125,13 +136,21 @@ class Goodput:
         whole("policy.depth", depth, most=MOST_DEPTH)
         one_of("policy.scope", scope, ("request", "run"))
         own = share("policy.prior", prior), share("policy.memory", memory), number("policy.weight", weight, 0.01)
+        if (stop is None) != (threshold is None):
+            raise ValueError("policy.threshold is that of policy.stop: give both, or neither")
+        if stop is not None:
+            one_of("policy.stop", stop, ("confidence", "adaedl", "svip"))
+        rule, level = rule_of({"rule": stop}), 0.0 if threshold is None else share("policy.threshold", threshold)
+        check_pair(proposer, "goodput", rule, ())
         found = draft_costs(target, proposer, depth, Timing(**timing))
-        return Goodput(found, depth, Levels.none(depth), *own, scope)
+        return Goodput(found, depth, Levels.none(depth), *own, scope, stop=rule, threshold=level)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
         own = {"depth": self.depth, "prior": self.prior, "memory": self.memory, "weight": self.weight}
+        if self.stop is not None:
+            own |= {**described(self.stop), "threshold": self.threshold}
         return {**own, "scope": self.scope, **self.costs.facts}
 
     @property
@@ -154,8 +173,8 @@ class Goodput:
     def decide(self, batch: Batch, states: Sequence[Levels]) -> list[Limit]:
         """See ``Policy``."""
         if self.scope == "request":
-            return [Limit(self.best([one])) for one in states]
-        return [Limit(self.best(states))] * len(states)
+            return [Limit(self.best([one]), self.threshold) for one in states]
+        return [Limit(self.best(states), self.threshold)] * len(states)
 
     def best(self, states: Sequence[Levels]) -> int:
         """The depth with the most expected tokens per second for these sequences; the smallest of equal ones."""

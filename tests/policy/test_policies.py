@@ -208,6 +208,21 @@ def test_a_run_forgets_what_it_has_learned():
     assert policy.best([policy.init(None)]) == before
 
 
+def test_goodput_pays_for_the_levels_that_a_rule_lets_draft():
+    """Where drafts mostly end early, deeper limits cost little, so they are chosen."""
+    chosen = []
+    for drafted in (1, 8):
+        policy = Goodput(LINEAR, 8, Levels.none(8), memory=1.0, stop=Svip(), threshold=0.3)
+        state = policy.init(None)
+        for number in range(300):
+            long = number % 10 == 0
+            policy.learn([outcome(state, Limit(8, 0.3), 8 if long else drafted, 8 if long else 0)])
+        (limit,) = policy.decide(batch(), [state])
+        assert limit.threshold == 0.3
+        chosen.append(limit.depth)
+    assert chosen[0] > chosen[1]
+
+
 # Gain
 
 
@@ -338,6 +353,10 @@ def test_thompson_sampling_is_keyed_by_the_seed_of_the_run():
         (Goodput, {"depth": 4, "scope": "all"}, "policy.scope"),
         (Goodput, {"depth": 4, "prior": 2}, "policy.prior"),
         (Goodput, {"depth": 4, "weight": 0}, "policy.weight"),
+        (Goodput, {"depth": 4, "stop": "svip"}, "policy.threshold"),
+        (Goodput, {"depth": 4, "threshold": 0.3}, "policy.threshold"),
+        (Goodput, {"depth": 4, "stop": "gain", "threshold": 0.3}, "policy.stop"),
+        (Goodput, {"depth": 4, "stop": "svip", "threshold": 3}, "policy.threshold"),
         (GainOverCost, {"scale": 0}, "policy.scale"),
         (GainOverCost, {"scope": 1}, "policy.scope"),
         (Bandit, {"depths": 3}, "policy.depths"),
@@ -383,6 +402,7 @@ def test_proposers_with_other_options_do_not_share_measured_costs(one, other):
 @pytest.mark.parametrize(
     ("load", "options", "says"),
     [
+        (Goodput, {"depth": 4, "stop": "svip", "threshold": 0.3}, "'goodput' stops drafts .* 'ngram' does not"),
         (Bandit, {"depths": [1, 2], "thresholds": [0.1], "stop": "svip"}, "'bandit' stops drafts .* 'ngram' does not"),
         (Bandit, {"depths": [1, 2], "parts": ["heads"]}, "names the part heads, but proposer 'ngram' does not choose"),
         (GainOverCost, {}, "'gain' stops drafts .* 'ngram' does not"),

@@ -41,6 +41,7 @@ POLICIES = {
     "ucb over thresholds": Bandit(STOPS, {"": COSTS}, Rewards.none(4), stop=AdaEdl()),
     "thompson": Bandit(DEPTHS, {"": COSTS}, Rewards.none(3), "thompson"),
     "goodput": Goodput(COSTS, 3, Levels.none(3), weight=0.5),
+    "goodput with svip": Goodput(COSTS, 3, Levels.none(3), weight=0.5, stop=Svip(), threshold=0.4),
     "gain": GainOverCost(COSTS, 3, Rate()),
     "recorded": RecordedPolicy({0: [Limit(1), Limit(0), Limit(2)]}),
 }

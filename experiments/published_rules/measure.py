@@ -1,0 +1,162 @@
+"""How far from the target do rules sample by which published code verifies deterministic drafts?
+
+On toys by enumeration, and along texts of the bundled target: python -m experiments.published_rules.measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import spec_lab
+from experiments import plots
+from experiments.published_rules.rules import last_tokens, next_tokens, rules
+from spec_lab.core.draft import Draft
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.proposer import Proposer
+from spec_lab.models.target import Target
+from spec_lab.propose.medusa import Medusa
+from spec_lab.propose.recycling import Recycling
+from spec_lab.propose.suffix import Suffix
+from spec_lab.tasks.certify.certificate import prove
+from spec_lab.tasks.certify.instances import STEPS
+from spec_lab.tasks.lab import requests_of
+from spec_lab.text.prompts import jsonl
+from spec_lab.verify import Match, Verdict, Verifier
+
+ZOO = Path(spec_lab.__file__).parent / "zoo"
+
+
+@dataclass
+class Beside:
+    """Sample and match, which is lossless, measuring on each draft how far other rules are from p.
+
+    Args:
+        others: the rules by name.
+        found: for each of them (total variation of the step's first token, chance that a path is accepted wholly times
+            the total variation of the token after it), of every step that drafted something.
+    """
+
+    others: dict[str, Verifier]
+    found: dict[str, list[tuple[float, float, float]]] = field(default_factory=lambda: defaultdict(list))
+
+    name = "match"
+    accepts = Match.accepts
+    accepts_mixed = True
+    lossless = True
+
+    def __call__(self, draft: Draft, p: Tensor) -> Verdict:
+        """Verify, and measure."""
+        shape, token = draft.shape, draft.token.tolist()
+        if shape.nodes:
+            for name, rule in self.others.items():
+                verdict = rule(draft, p)
+                accepted = verdict.expected_accepted(shape)
+                for root in range(shape.roots):
+                    own = [row for row in range(shape.rows) if shape.root[row] == root]
+                    if len(own) > 1:
+                        first = next_tokens(verdict, shape, token, root, p.shape[-1])
+                        ends = [row for row in own if not len(shape.children[row]) and verdict.stop[row] > 1e-9]
+                        bonus = sum(
+                            float(verdict.stop[row]) * distance(last_tokens(verdict, row), p[row]) for row in ends
+                        )
+                        self.found[name].append((distance(first, p[root]), bonus, float(accepted[root])))
+        return Match()(draft, p)
+
+
+def distance(found: np.ndarray, p: Tensor) -> float:
+    """Total variation."""
+    return float(np.abs(found - p.double().numpy()).sum() / 2)
+
+
+def on_toys(temperature: float) -> pd.DataFrame:
+    """Largest and mean total variation of a step's outputs over the enumerated instances."""
+    rows = []
+    for name, rule in rules(temperature).items():
+        found = [one.tv for one in prove("point", rule, STEPS, Sampling(temperature)).findings]
+        rows.append({"rule": name, "temperature": temperature, "largest": max(found), "mean": float(np.mean(found))})
+    return pd.DataFrame(rows)
+
+
+def on_texts(target: Target, proposer: Proposer, temperature: float, limit: int, new: int) -> pd.DataFrame:
+    """Mean total variation along sampled texts."""
+    verifier = Beside(rules(temperature))
+    sampling = Sampling(temperature)
+    prompts = [
+        one for kind in ("code", "json", "prose") for one in jsonl(str(ZOO / "prompts" / f"{kind}.jsonl"), limit)
+    ]
+    for request in tqdm(requests_of(target, prompts, sampling, new), desc=f"{proposer.name}, T = {temperature:g}"):
+        for _ in fixed_group(target, proposer, verifier, [request], CounterDraws(0)):
+            pass
+    rows = []
+    for name, found in verifier.found.items():
+        first, bonus, accepted = np.array(found).T
+        rows.append({
+            "rule": name, "temperature": temperature, "proposer": proposer.name, "steps": len(found),
+            "first": first.mean(), "over_5": (first > 0.05).mean(), "bonus": bonus.mean(), "accepted": accepted.mean(),
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def tables(toys: pd.DataFrame, texts: pd.DataFrame) -> str:
+    """The results in Markdown: one row for each rule, the toys first."""
+    names, temperatures = list(dict.fromkeys(toys["rule"])), sorted(set(toys["temperature"]), reverse=True)
+    head = ["rule", *(f"toys, T = {t:g}: largest, mean" for t in temperatures)]
+    rows = [head]
+    for name in names:
+        own = [plots.row_where(toys, rule=name, temperature=t) or {} for t in temperatures]
+        rows.append([name, *(f"{shown(one['largest'])}, {shown(one['mean'])}" for one in own)])
+    places = list(dict.fromkeys(zip(texts["proposer"], texts["temperature"], strict=True)))
+    more = [["rule", *(f"{proposer}, T = {t:g}" for proposer, t in places)]]
+    for name in names:
+        own = [plots.row_where(texts, rule=name, proposer=proposer, temperature=t) or {} for proposer, t in places]
+        more.append([name, *(f"{shown(one['first'])}, {shown(one['bonus'])}, {one['accepted']:.2f}" for one in own)])
+    return plots.markdown(rows) + "\n\n" + plots.markdown(more)
+
+
+def shown(value: float) -> str:
+    """A total variation; 0 where it is that of rounding."""
+    return "0" if value < 1e-5 else f"{value:.3f}"
+
+
+def main() -> None:
+    """Measure, print, and write ``toys.csv``, ``texts.csv`` and the tables of the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--limit", type=int, default=8, help="prompts of each kind of text")
+    parser.add_argument("--new", type=int, default=64, help="tokens emitted for each")
+    parser.add_argument("--tables", action="store_true", help="of the files as they are, without measuring")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    chosen = parser.parse_args()
+    if not chosen.tables:
+        measure(chosen.limit, chosen.new, chosen.out)
+    toys, texts = (pd.read_csv(chosen.out / f"{name}.csv") for name in ("toys", "texts"))
+    plots.fill(chosen.out / "README.md", tables(toys, texts))
+
+
+def measure(limit: int, new: int, out: Path) -> None:
+    """Measure, print, and write ``toys.csv`` and ``texts.csv``."""
+    toys = pd.concat([on_toys(temperature) for temperature in (1.0, 0.5)])
+    print(toys.to_string(index=False, float_format="%.2g"))
+    toys.to_csv(out / "toys.csv", index=False, float_format="%.6g")
+    target = Target.load(str(ZOO / "target"), dtype="float32")
+    proposers = (Suffix.load(target), Recycling.load(target), Medusa.load(target, str(ZOO / "medusa"), tree="4x2"))
+    with torch.inference_mode():
+        texts = pd.concat(
+            [on_texts(target, one, temperature, limit, new) for temperature in (1.0, 0.5) for one in proposers]
+        )
+    print(texts.to_string(index=False, float_format="%.3f"))
+    texts.to_csv(out / "texts.csv", index=False, float_format="%.6g")
+
+
+if __name__ == "__main__":
+    main()
