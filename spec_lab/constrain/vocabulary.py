@@ -130,7 +130,7 @@ def token_bytes(tokenizer: FastTokenizer, size: int, special: Container[int]) ->
         engine = from_tokenizer(tokenizer, n_vocab=max(size, largest + 1), slices=[])
     except ValueError as error:
         raise ValueError(
-            f"the bytes of its tokens are not known: its tokenizer has the decoder {kinds}; supported are ByteLevel, "
+            f"the bytes of the tokens are not known: the tokenizer has the decoder {kinds}; supported are ByteLevel, "
             "ByteFallback and Fuse"
         ) from error
     return _bytes(engine, size, special)

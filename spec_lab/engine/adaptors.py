@@ -39,6 +39,8 @@ def adapt(model: Any) -> bool:
         elif "expand_kv" in vars(type(module)):
             setattr(module, place, partial(_latent_forward, module))
             module.expand_kv = partial(_expand, module, _unpacked(module.kv_b_proj))
+        elif getattr(module, "rope_type", None) == "dynamic":
+            module.rope_type = "default"  # the same up to the maximum context, without reading positions on the host
     return own
 
 

@@ -72,8 +72,9 @@ def one_rotation(config: Any) -> int | None:
     limits = []
     for part in _rope_parts(config):
         if _rope_type(part) == "longrope" and part.get("short_factor") != part.get("long_factor"):
-            limit = part.get("original_max_position_embeddings") or config.max_position_embeddings
-            if not isinstance(limit, int) or limit < 1:
+            own = getattr(config, "max_position_embeddings", None)
+            limit = part.get("original_max_position_embeddings") or own
+            if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
                 raise ValueError(
                     f"{config.model_type}: original_max_position_embeddings must be a whole number of 1 or more, not "
                     f"{limit!r}"

@@ -88,7 +88,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "longcat_flash": Family(
         "longcat_flash", LATENT | dict(
-            ffn_hidden_size=48, num_layers=2, moe_topk=2, n_routed_experts=4, zero_expert_num=1,
+            num_hidden_layers=4, ffn_hidden_size=48, num_layers=2, moe_topk=2, n_routed_experts=4, zero_expert_num=1,
             expert_ffn_hidden_size=16,
         ), "latent attention, two of them in a layer, experts", torch.float32,
     ),
@@ -97,7 +97,7 @@ FAMILIES: dict[str, Family] = {
     "llama-dynamic": Family(
         "llama", COMMON | dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)), "dynamic RoPE"
     ),
-    "phi3-longrope": Family("phi3", COMMON | LONGROPE, "LongRoPE", context=32, short=True),
+    "phi3-longrope": Family("phi3", COMMON | LONGROPE, "LongRoPE", context=32),
     "minicpm3-longrope": Family(
         "minicpm3", LATENT | LONGROPE | dict(
             rope_parameters=LONGROPE["rope_parameters"] | dict(short_factor=[1.0, 2.0], long_factor=[2.0, 5.0])
