@@ -39,14 +39,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": COMMON,
     "starcoder2": COMMON | dict(num_key_value_heads=2, sliding_window=None),
     "biogpt": COMMON | dict(pad_token_id=1),
+    "gptj": GPT | dict(rotary_dim=4),
+    "falcon": COMMON | dict(alibi=False),
 }
-"""Families that take their attention from transformers' AttentionInterface."""
+"""Families that read cells: by transformers' AttentionInterface (GPT-J since 5.24), or adapted (Falcon)."""
 
 DENSE_ONLY: dict[str, dict[str, Any]] = {
-    "falcon": COMMON | dict(alibi=False),
-    "gptj": GPT | dict(rotary_dim=4),
+    "gpt_neox_japanese": COMMON,
 }
-"""Families with attention of their own, which run under the dense mask only (GPT-J: before transformers 5.24)."""
+"""Families with attention of their own that is not adapted, which run under the dense mask only."""
 
 WINDOWED: dict[str, dict[str, Any]] = {
     "qwen2-windows": COMMON

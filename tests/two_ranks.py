@@ -92,7 +92,7 @@ if __name__ == "__main__":
     if ranks.rank():
         follow()
     else:
-        answers = {name: compared(name) for name in ("llama", "qwen3")}
+        answers = {name: compared(name) for name in ("llama", "qwen3", "latent")}
         answers["together"] = failing_together("llama")
         (HERE / "answers.json").write_text(json.dumps(answers))
         half = Target.load(str(HERE / "unseen"), dtype="float64", tensor_parallel=True)

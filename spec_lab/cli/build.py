@@ -209,20 +209,22 @@ def apply_constraint(config: DictConfig, settings: Any, target: Any) -> tuple[An
     """
     from spec_lab.constrain.applied import AppliedConstraint
     from spec_lab.constrain.load import combine
-    from spec_lab.constrain.vocabulary import Vocabulary
+    from spec_lab.constrain.vocabulary import Vocabulary, text_bytes
 
     named = part_config(config, "constraint")
     options = {key: named[key] for key in option_names(AppliedConstraint) if key in named}
     own = OmegaConf.masked_copy(named, [str(key) for key in named if key not in options])
     text = {"healing": settings.token_healing, "banned": settings.banned_strings, "at_least": settings.min_new_tokens}
     try:
-        needed = not str(named["_target_"]).endswith(".load.none") or any(text.values()) or settings.stop_strings
+        needed = not str(named["_target_"]).endswith(".load.none") or any(text.values())
         vocabulary = Vocabulary.of(target) if needed else None
         constraint = build(OmegaConf.create({"constraint": own}), "constraint", vocabulary=vocabulary)
         applied = combine(constraint, vocabulary, options, **text)
+        if vocabulary is not None:
+            return applied, vocabulary.bytes
+        return applied, text_bytes(target) if settings.stop_strings else None
     except ValueError as error:
         raise Refused(f"spec_lab: {reason(error)}") from error
-    return applied, vocabulary and vocabulary.bytes
 
 
 def option_names(made: type) -> list[str]:

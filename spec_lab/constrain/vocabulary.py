@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,13 +47,10 @@ class Vocabulary:
         """Return the target's vocabulary.
 
         Raises:
-            ValueError: the target has no fast tokenizer, no token that ends a text, or more tokens than logits.
+            ValueError: the target has no fast tokenizer, or one of a kind that llguidance does not support; no token
+                that ends a text, or more tokens than logits.
         """
-        tokenizer, ends = target.tokenizer, sorted(target.ends)
-        if not isinstance(tokenizer, FastTokenizer):
-            raise ValueError(
-                f"the target {target.name} has no fast tokenizer, which constraints require to read its tokens"
-            )
+        tokenizer, ends = _fast(target, "constraints require"), sorted(target.ends)
         token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
         if largest >= target.vocabulary:
             raise ValueError(
@@ -63,7 +61,14 @@ class Vocabulary:
             )
         if not ends:
             raise ValueError(f"the target {target.name} has no eos_token_id, so no constrained text could end")
-        engine = from_tokenizer(tokenizer, n_vocab=target.vocabulary, eos_token=ends)
+        try:
+            engine = from_tokenizer(tokenizer, n_vocab=target.vocabulary, eos_token=ends)
+        except ValueError as error:
+            raise ValueError(
+                f"the target {target.name} cannot be constrained: its tokenizer has the decoder {_decoder(tokenizer)}, "
+                "and the constraint engine llguidance supports ByteLevel and ByteFallback; leave out constraint, "
+                "token_healing, banned_strings and min_new_tokens"
+            ) from error
         return Vocabulary(target.vocabulary, tuple(ends), engine)
 
     @staticmethod
@@ -84,6 +89,21 @@ class Vocabulary:
         return _bytes(self.engine, self.size, self.ends)
 
 
+def text_bytes(target: Target) -> list[bytes]:
+    """Return the bytes of every token of a target, for its text. No constraint engine is built for it.
+
+    Raises:
+        ValueError: the target has no fast tokenizer, or as of ``token_bytes``.
+    """
+    return token_bytes(_fast(target, "text requires"), target.vocabulary, target.ends)
+
+
+def _fast(target: Target, what: str) -> FastTokenizer:
+    if not isinstance(target.tokenizer, FastTokenizer):
+        raise ValueError(f"the target {target.name} has no fast tokenizer, which {what} to read its tokens")
+    return target.tokenizer
+
+
 def token_bytes(tokenizer: FastTokenizer, size: int, special: Container[int]) -> list[bytes]:
     """Return the bytes of every token below ``size``; empty for special tokens and padding.
 
@@ -97,8 +117,33 @@ def token_bytes(tokenizer: FastTokenizer, size: int, special: Container[int]) ->
     Raises:
         ValueError: a tokenizer of a kind whose tokens have no bytes of their own, such as WordPiece.
     """
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    return _bytes(from_tokenizer(tokenizer, n_vocab=max(size, largest + 1), slices=[]), size, special)
+    kinds, words = _decoder(tokenizer), tokenizer.get_vocab()
+    if kinds == "Fuse":  # texts are tokens in a row
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        found = [b""] * size
+        for word, token in words.items():
+            if token < size and token not in special and not (token in added and added[token].special):
+                found[token] = word.encode()
+        return found
+    largest = max(words.values(), default=-1)
+    try:
+        engine = from_tokenizer(tokenizer, n_vocab=max(size, largest + 1), slices=[])
+    except ValueError as error:
+        raise ValueError(
+            f"the bytes of the tokens are not known: the tokenizer has the decoder {kinds}; supported are ByteLevel, "
+            "ByteFallback and Fuse"
+        ) from error
+    return _bytes(engine, size, special)
+
+
+def _decoder(tokenizer: FastTokenizer) -> str:
+    """The kind of a tokenizer's decoder; of several in a row all kinds, each once."""
+    decoder = tokenizer.backend_tokenizer.decoder
+    if decoder is None:
+        return "none"
+    made = json.loads(decoder.__getstate__())
+    kinds = [one["type"] for one in made.get("decoders", [made])]
+    return ", ".join(dict.fromkeys(kinds)) or "none"
 
 
 def _bytes(engine: LLTokenizer, size: int, special: Container[int]) -> list[bytes]:

@@ -9,9 +9,9 @@ slow reference for tests.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -114,6 +114,7 @@ class Pack:
         segments: for each kind of layer that the model has, every sequence's rows and cells.
         device: of the segments' masks and indices.
         dense: whether one mask covers all rows and all cells.
+        positions: ``[1, N]`` of the rows.
     """
 
     cells: Cells
@@ -121,6 +122,7 @@ class Pack:
     segments: Mapping[AttentionKind, list[Segment]]
     device: torch.device
     dense: bool = False
+    positions: Tensor | None = None
     _elsewhere: dict[torch.device, Pack] = field(default_factory=dict, init=False)
 
     is_compileable = False
@@ -136,7 +138,7 @@ class Pack:
             return self
         if device not in self._elsewhere:
             moved = {kind: [one.on(device) for one in segments] for kind, segments in self.segments.items()}
-            self._elsewhere[device] = Pack(self.cells, self.kinds, moved, device, self.dense)
+            self._elsewhere[device] = replace(self, segments=moved, device=device)
         return self._elsewhere[device]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
@@ -157,6 +159,14 @@ class Pack:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Zero: positions are always explicit."""
         return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Zero: as ``get_mask_sizes``."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Sizes of the mask that some models build for each forward, and that attention over cells does not read."""
+        return query_length, 0
 
 
 class Layer(NamedTuple):
@@ -194,6 +204,25 @@ class Layer(NamedTuple):
                 out = out.narrow(2, 0, 1)
             outputs.append(out.transpose(1, 2))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+
+@runtime_checkable
+class HoldsCells(Protocol):
+    """What stands in for transformers' cache: a ``Pack``, or one of fixed shape (``graphs.FixedPack``)."""
+
+    @property
+    def positions(self) -> Tensor | None:
+        """``[1, N]`` of the rows."""
+        ...
+
+    @property
+    def dense(self) -> bool:
+        """Whether ``update`` returns all keys and values as tensors, and not what reads cells."""
+        ...
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """See ``Pack``."""
+        ...
 
 
 class ReadsCells(Protocol):

@@ -19,6 +19,7 @@ from spec_lab.core.clock import Clock, Phase
 from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.inference import inference
 from spec_lab.core.roofline import ForwardWork
+from spec_lab.engine.adaptors import adapt, has_alibi
 from spec_lab.engine.attention import SPANS, Attention, layer_kinds
 from spec_lab.engine.causal_draft_pass import CausalDraftPass, Continued, continue_from
 from spec_lab.engine.draft_pass import Route, Sublayer
@@ -53,7 +54,9 @@ class CausalLM:
         wanted = SPANS if attention == "spans" else "sdpa"
         if attention == "dense" or getattr(model, "_can_set_attn_implementation", lambda: True)():
             model.set_attn_implementation(wanted)
-        if attention == "spans" and model.config._attn_implementation != wanted:
+        if attention == "dense" and has_alibi(model):
+            raise NotImplementedError("its ALiBi biases require target.attention=spans")
+        if attention == "spans" and not adapt(model) and model.config._attn_implementation != wanted:
             raise NotImplementedError("it does not take its attention from transformers' AttentionInterface")
         self.chunk = chunk
         self.cells = Cells()

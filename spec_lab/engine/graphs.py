@@ -159,6 +159,7 @@ class FixedPack:
     """What stands in for transformers' cache in a forward of fixed shape. See ``attention.Pack``."""
 
     is_compileable = False
+    dense = False
 
     def __init__(
         self, cells: Cells, kinds: Mapping[int, AttentionKind], bucket: Bucket, given: Buffers, dtype: torch.dtype
@@ -194,9 +195,22 @@ class FixedPack:
         layer = FixedLayer(found[0], found[1], kind, self.masks[kind])
         return layer, layer
 
+    @property
+    def positions(self) -> Tensor:
+        """``[1, N]`` of the rows."""
+        return self.given.positions
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Zero: positions are always explicit."""
         return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Zero: as ``attention.Pack``."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """As ``attention.Pack``."""
+        return query_length, 0
 
 
 class FixedLayer(NamedTuple):

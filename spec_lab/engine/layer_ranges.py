@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from spec_lab.engine.draft_pass import Route, Sublayer, SublayerKind
 
 NAMES: dict[SublayerKind, tuple[str, ...]] = {
-    "attn": ("self_attn", "attention", "attn"),
+    "attn": ("self_attn", "self_attention", "attention", "attn"),
     "mlp": ("mlp", "feed_forward", "block_sparse_moe"),
 }
 """What transformers calls the two sublayers of a layer."""
@@ -52,8 +53,11 @@ class LayerRanges:
         self._zeros: dict[Sublayer, nn.Module] = {}
 
     def _names(self, kind: SublayerKind) -> list[str]:
-        """The name of each layer's sublayer of a kind; empty where it has none of a known name."""
-        return [next((name for name in NAMES[kind] if name in layer._modules), "") for layer in self._layers]
+        """The name of each layer's sublayer of a kind; empty where it has none of a known name that can be replaced."""
+        return [
+            next((name for name in NAMES[kind] if name in layer._modules and _adds_nothing(layer._modules[name])), "")
+            for layer in self._layers
+        ]
 
     @contextmanager
     def running(
@@ -137,6 +141,11 @@ def find_layers(model: Any) -> tuple[nn.Module, str, nn.ModuleList]:
             if isinstance(child, nn.ModuleList) and len(child) == count:
                 return parent, name, child
     raise NotImplementedError("its layers are not one list of modules of its decoder")
+
+
+def _adds_nothing(module: nn.Module | None) -> bool:
+    """Return whether a sublayer returns what its layer adds to the residual, and not, like Bloom's, their sum."""
+    return module is not None and "residual" not in signature(type(module).forward).parameters
 
 
 def _whole(skipped: frozenset[Sublayer]) -> frozenset[Sublayer]:

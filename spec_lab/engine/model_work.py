@@ -48,13 +48,24 @@ def work_of(model: Any, kinds: Mapping[int, AttentionKind]) -> ForwardWork | Non
             if one is not head and one.dim() == (3 if several else 2):
                 flops += share * 2 * one.numel()
     width = getattr(config, "head_dim", None) or hidden // heads
-    key, value = (getattr(config, name, None) or width for name in ("qk_head_dim", "v_head_dim"))  # DeepSeek's differ
-    cached = (getattr(config, "num_key_value_heads", None) or heads) * (key + value) * head.element_size()
+    cached_heads, key, value = _cached_heads(config), width, width
+    if rank := getattr(config, "kv_lora_rank", None):  # latents, which all heads share (``adaptors``)
+        cached_heads, key = 1, rank + config.qk_rope_head_dim
+        value = key
+    cached = cached_heads * (key + value) * head.element_size()
     windows = Counter(_window(kinds.get(layer, FULL)) for layer in range(config.num_hidden_layers))
     attention = [
         AttentionWork(count * cached, count * 2 * heads * (key + value), one) for one, count in windows.items()
     ]
     return ForwardWork(round(weights), round(flops), 2 * head.numel(), tuple(attention))
+
+
+def _cached_heads(config: Any) -> int:
+    """Return how many heads of keys and values a model has."""
+    if config.model_type == "falcon":  # with ALiBi every query head has keys of its own (``adaptors``)
+        shared = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else None
+        return int(config.num_attention_heads if config.alibi or shared is None else shared)
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def _window(kind: AttentionKind) -> int | None:

@@ -285,7 +285,8 @@ class Packer:
         for one, cell in zip(sequences, cells, strict=True):
             self.cells.keep_next(one, cell)
             one.held = NONE_HELD
-        rows, pack = range(len(cells)), Pack(self.cells, self.kinds, {FULL: segments}, self.device)
+        pack = Pack(self.cells, self.kinds, {FULL: segments}, self.device, positions=numbers[1:])
+        rows = range(len(cells))
         pending_rows, no_nodes = [slice(row, row + 1) for row in rows], [slice(row + 1, row + 1) for row in rows]
         keep = 1 if len(cells) == 1 else 0
         attended = sum(cells) + len(cells)
@@ -383,7 +384,7 @@ class Packer:
         pending: Sequence[slice] = (),
         nodes: Sequence[slice] = (),
     ) -> Prepared:
-        pack = Pack(self.cells, self.kinds, segments, self.device, self.dense)
+        pack = Pack(self.cells, self.kinds, segments, self.device, self.dense, positions)
         mask: DenseMasks | None = None
         if self.dense:
             masks = {kind.layer_type: self._dense_mask(one, positions.shape[1]) for kind, one in segments.items()}

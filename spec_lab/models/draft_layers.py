@@ -21,7 +21,7 @@ from spec_lab.core.cache_argument import cache_argument
 from spec_lab.engine.attention import SPANS, layer_kinds
 from spec_lab.models.checkpoint import one_line
 from spec_lab.models.services import TargetServices
-from spec_lab.models.support import NOT_FULL_ATTENTION, Unsupported, refuse_by_name
+from spec_lab.models.support import NOT_FULL_ATTENTION, Unsupported, refuse_by_name, refuse_changing_rope
 
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 """What a decoder layer must consist of."""
@@ -63,6 +63,7 @@ class DraftLayers(nn.Module):
             if whole and getattr(config, "layer_types", None):
                 config.layer_types = ["full_attention"] * count
             refuse_by_name(config)
+            refuse_changing_rope(config)
             with torch.device("meta"):
                 causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             numbers = sum(one.numel() for one in causal_lm.buffers())

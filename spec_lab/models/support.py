@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.process_cache import ProcessCache
@@ -29,7 +30,6 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torc
 """Largest error of a logit that the self-check allows, in standard deviations of the plain forward's logits."""
 
 CHANGING_ROPE = {"dynamic", "longrope"}
-ALIBI = {"bloom", "mpt"}
 NOT_FULL_ATTENTION = {"mamba", "mamba2", "rwkv", "falcon_mamba", "recurrent_gemma", "jamba", "gpt_neo", "zamba"}
 
 
@@ -44,36 +44,81 @@ class Unsupported(ValueError):
 def model_context(config: Any) -> int:
     """Return the maximum number of positions of a model.
 
+    With LongRoPE it is what ``one_rotation`` returns, if that is less.
+
     Raises:
         ValueError: the config's value is no count.
         Unsupported: the config names no maximum.
     """
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         if value := getattr(config, name, None):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{config.model_type}: {name} must be a whole number of 1 or more, not {value!r}")
-            return int(value)
+            return min(value, one_rotation(config) or value)
     raise Unsupported(f"{config.model_type}: the config names no maximum context; set max_position_embeddings in it")
 
 
-def refuse_by_name(config: Any) -> None:
-    """Refuse kinds of models whose positions or attention depend on other rows of the packed batch.
+def one_rotation(config: Any) -> int | None:
+    """Return up to how many positions a LongRoPE model rotates every token by the same factors; None for any number.
+
+    Up to ``original_max_position_embeddings`` positions transformers uses ``short_factor``, beyond it ``long_factor``:
+    for all tokens of a forward by the largest position among them, so that the same text has other logits in another
+    batch, or with another draft. Where both are equal there is no such change. (Dynamic RoPE changes only beyond
+    ``max_position_embeddings``.)
 
     Raises:
-        Unsupported: dynamic or longrope RoPE, ALiBi, sliding windows, linear attention, encoder-decoders.
+        ValueError: an original length that is no count.
+    """
+    limits = []
+    for part in _rope_parts(config):
+        if _rope_type(part) == "longrope" and part.get("short_factor") != part.get("long_factor"):
+            own = getattr(config, "max_position_embeddings", None)
+            limit = part.get("original_max_position_embeddings") or own
+            if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+                raise ValueError(
+                    f"{config.model_type}: original_max_position_embeddings must be a whole number of 1 or more, not "
+                    f"{limit!r}"
+                )
+            limits.append(limit)
+    return min(limits, default=None)
+
+
+def refuse_changing_rope(config: Any) -> None:
+    """Refuse, for drafters, whose positions are those of another model, RoPE that changes beyond some position.
+
+    Raises:
+        Unsupported: dynamic RoPE or LongRoPE.
+    """
+    for part in _rope_parts(config):
+        if _rope_type(part) in CHANGING_ROPE:
+            raise Unsupported(
+                f"model type '{config.model_type}' is not supported in a drafter with {_rope_type(part)} RoPE, which "
+                "changes with the largest position of the batch"
+            )
+
+
+def _rope_parts(config: Any) -> list[dict[str, Any]]:
+    """The RoPE parameters of a config: of all layers, or of each type of layers."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = rope.values() if rope and all(isinstance(v, dict) for v in rope.values()) else [rope]
+    return [part for part in parts if isinstance(part, dict)]
+
+
+def _rope_type(part: dict[str, Any]) -> Any:
+    return part.get("rope_type", part.get("type"))
+
+
+def refuse_by_name(config: Any) -> None:
+    """Refuse kinds of models whose attention the engine does not compute.
+
+    Raises:
+        Unsupported: sliding windows, linear attention, encoder-decoders.
     """
     kind = config.model_type
 
     def refuse(why: str) -> None:
         raise Unsupported(f"model type '{kind}' is not supported: {why}")
 
-    rope = getattr(config, "rope_parameters", None) or {}
-    parts = rope.values() if rope and all(isinstance(v, dict) for v in rope.values()) else [rope]
-    for part in parts:
-        if isinstance(part, dict) and part.get("rope_type", part.get("type")) in CHANGING_ROPE:
-            refuse(f"its {part.get('rope_type', part.get('type'))} RoPE changes with the largest position of the batch")
-    if kind in ALIBI or getattr(config, "alibi", False):
-        refuse("ALiBi biases depend on rows of the batch, not on positions")
     if kind == "xglm":
         refuse("its code in transformers supports neither attention=spans nor attention=dense")
     if kind in NOT_FULL_ATTENTION:
@@ -87,7 +132,7 @@ def refuse_by_name(config: Any) -> None:
         refuse(f"it has a sliding window of {config.sliding_window} tokens; null in its config means full attention")
 
 
-def self_check(model: nn.Module, attention: Attention, fixed: bool = False) -> float:
+def self_check(model: Any, attention: Attention, fixed: bool = False) -> float:
     """Decode a scattered forest of two draft trees and compare it with plain forwards over every path.
 
     Also check of every rotary embedding that a token's rotation does not change when a far position joins the batch.
@@ -100,26 +145,71 @@ def self_check(model: nn.Module, attention: Attention, fixed: bool = False) -> f
     """
     kind = getattr(model.config, "model_type", type(model).__name__)
     try:
-        lm = CausalLM(model, attention, fixed=fixed)
-        error = max(forest_error(lm, partial(_plain_forward, model)), _rotation_error(model))
+        error = _error(model, attention, fixed)
     except Unsupported:
         raise
-    except (
-        ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
-    ) as failure:  # fmt: skip
-        advice = "; try target.attention=dense" if attention == "spans" else ""
-        advice = "; try target.graphs=false" if fixed else advice
+    except FAILURES as failure:
+        _refuse_failing_model(model, kind)
         raise Unsupported(
             f"model type '{kind}' cannot decode forests with attention='{attention}' "
-            f"({type(failure).__name__}: {failure}){advice}"
+            f"({type(failure).__name__}: {failure}){_advice(model, attention, fixed)}"
         ) from failure
-    allowed = TOLERANCE[model.dtype]  # type: ignore[index]
+    allowed = TOLERANCE[model.dtype]
     if not error <= allowed:
         raise Unsupported(
             f"model type '{kind}' decodes forests wrongly with attention='{attention}': its logits differ from a plain "
             f"forward's by {error:.2g} standard deviations, allowed are {allowed:g} in {model.dtype}"
+            f"{_advice(model, attention, fixed)}"
         )
     return error
+
+
+FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""Errors that the code of a model that is not supported raises."""
+
+
+def _error(model: Any, attention: Attention, fixed: bool) -> float:
+    """Return what ``self_check`` measures."""
+    lm = CausalLM(model, attention, fixed=fixed)
+    return max(forest_error(lm, partial(_plain_forward, model)), _rotation_error(model))
+
+
+def _refuse_failing_model(model: Any, kind: str) -> None:
+    """Refuse a model that transformers itself cannot compute.
+
+    Raises:
+        Unsupported: its plain forward fails.
+    """
+    try:
+        _plain_forward(model, [0], 1)
+    except FAILURES as failure:
+        where, cure = "", ""
+        if model.dtype == torch.float64:  # transformers' experts, say, have no float64
+            try:
+                _plain_forward(deepcopy(model).float(), [0], 1)
+                where, cure = " in float64", "; set target.dtype=float32, which works"
+            except FAILURES:
+                pass
+        raise Unsupported(
+            f"model type '{kind}' is not supported{where}: a plain forward by transformers' own code fails "
+            f"({type(failure).__name__}: {failure}){cure}"
+        ) from failure
+
+
+def _advice(model: Any, attention: Attention, fixed: bool) -> str:
+    """Return which option makes a model work that fails the self-check; empty if none does."""
+    alone = (getattr(model, "tp_size", None) or 1) == 1
+    others: list[tuple[str, Attention, bool]] = [("target.graphs=false", attention, False)] if fixed else []
+    others += [("target.attention=dense", "dense", False)] if attention == "spans" and not fixed and alone else []
+    for option, other, shapes in others:
+        try:
+            if _error(model, other, shapes) <= TOLERANCE[model.dtype]:
+                return f"; set {option}, which works"
+        except (*FAILURES, Unsupported):
+            continue
+    return ""
 
 
 def checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache, fixed: bool = False) -> float:
@@ -190,10 +280,14 @@ def _rotation_error(model: Any) -> float:
     for module in model.modules():
         if hasattr(module, "inv_freq") and "position_ids" in signature(module.forward).parameters:
             like = torch.zeros(1, 1, 1, dtype=model.dtype, device=model.device)
-            alone, joined = module(like, position_ids=near), module(like, position_ids=both)
-            for a, b in zip(alone, joined, strict=True):
-                errors.append(float((a - b[:, :4]).abs().max()))
+            alone, joined = (_rotations(module(like, position_ids=one)) for one in (near, both))
+            errors += [float((a - b[:, :4]).abs().max()) for a, b in zip(alone, joined, strict=True)]
     return _largest(errors)
+
+
+def _rotations(output: Any) -> Sequence[Tensor]:
+    """What a rotary embedding returns: cosines and sines, or both as one complex tensor (Llama 4, DeepSeek-V2)."""
+    return [output] if isinstance(output, Tensor) else output
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +22,9 @@ from spec_lab.models.loading import load_model
 from spec_lab.models.merged import merge
 from spec_lab.models.packed import pack, unpack
 from spec_lab.models.services import ModelServices, TargetServices
-from spec_lab.models.support import Unsupported, checked, model_context
+from spec_lab.models.support import Unsupported, checked, model_context, one_rotation
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +151,8 @@ class Target:
             dtype: "bfloat16", "float16", "float32" or "float64".
             attention: "spans", or "dense" for models that do not use transformers' ``AttentionInterface``. Dense is
                 slower, and a request whose logits are NaN then ends its whole batch.
-            context: maximum number of tokens of a sequence; the default is the model's own limit, the largest value.
+            context: maximum number of tokens of a sequence; the default is the model's own limit, the largest value
+                (``support.model_context``).
             chunk: maximum number of prompt tokens that are computed in one forward.
             device_map: splits a model that is too large for one device by layers: "auto" or "balanced" (accelerate
                 spreads them over the GPUs, or uses the CPU where there is none), or the device of each module by name.
@@ -195,7 +199,19 @@ class Target:
         if context is not None and (
             isinstance(context, bool) or not isinstance(context, int) or not 0 < context <= limit
         ):
-            raise ValueError(f"target.context must lie between 1 and the model's own {limit}, not {context!r}")
+            why = ""
+            if one_rotation(model.config) == limit:
+                why = (
+                    ", beyond which its LongRoPE rotates all tokens otherwise: long_factor in place of short_factor in "
+                    "its config.json makes it one rotation at every length"
+                )
+            raise ValueError(f"target.context must lie between 1 and the model's own {limit}, not {context!r}{why}")
+        if context is None and one_rotation(model.config) == limit:
+            LOG.warning(
+                "%s: target.context is %d, original_max_position_embeddings: beyond it LongRoPE rotates all tokens "
+                "otherwise",
+                path, limit,
+            )  # fmt: skip
         sha256 = weights_hash(path)
         cache = ProcessCache() if cache is None else cache
         if graphs:

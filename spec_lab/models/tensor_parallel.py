@@ -28,6 +28,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from spec_lab.core.cache_argument import cache_argument
+from spec_lab.engine.adaptors import adapt
 from spec_lab.engine.attention import AttentionKind, Pack, Segment
 from spec_lab.engine.kv_cache import Cells
 from spec_lab.models.ranks import rank
@@ -165,7 +166,8 @@ class Link:
             with self._step():
                 if what["do"] == "load":
                     gc.collect()  # split models are part of reference cycles
-                    self._things[what["number"]] = shards(**what["how"])
+                    self._things[what["number"]] = model = shards(**what["how"])
+                    adapt(model)
                 else:
                     self._call(what, tensors)
         except Exception:  # rank 0 fails with the same error and handles it
@@ -200,7 +202,7 @@ class Link:
                 )
                 for place, (span, start, stop, slots, first, end, causal) in enumerate(each["segments"])
             ]  # fmt: skip
-        return Pack(cells, kinds, packed, device)
+        return Pack(cells, kinds, packed, device, positions=tensors["position_ids"])
 
     # Both ------------------------------------------------------------------------------------------------------------
 

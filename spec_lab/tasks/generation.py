@@ -13,7 +13,7 @@ from spec_lab.analysis.tracking import Files
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.load import combine
 from spec_lab.constrain.protocol import Constraint
-from spec_lab.constrain.vocabulary import Vocabulary
+from spec_lab.constrain.vocabulary import Vocabulary, text_bytes
 from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
@@ -142,15 +142,16 @@ def generate(
     )  # fmt: skip
     if not isinstance(target, Target):
         target = Target.load(str(Path(__file__).parents[1] / "zoo" / "target") if target is None else target)
-    vocabulary = vocabulary or Vocabulary.of(target)
+    text = {"healing": token_healing, "banned": banned_strings, "at_least": min_new_tokens}
+    if vocabulary is None and any(text.values()):
+        vocabulary = Vocabulary.of(target)
     bare, options = constraint, {} if constraint is None else {"fast_forward": True}
     if isinstance(constraint, AppliedConstraint):
         bare, options = constraint.constraint, {k: v for k, v in vars(constraint).items() if k != "constraint"}
-    text = {"healing": token_healing, "banned": banned_strings, "at_least": min_new_tokens}
     applied = combine(cast("Constraint | None", bare), vocabulary, options, **cast(Any, text))
     lab = Lab(
         target, proposer or Null(), verifier or TokenVerifier(), sampling or Sampling(), named, Files(),
-        applied=applied, pieces=vocabulary.bytes,
+        applied=applied, pieces=text_bytes(target) if vocabulary is None else vocabulary.bytes,
     )  # fmt: skip
     group = engine_with_events(lab, settings)
     return _events(group)

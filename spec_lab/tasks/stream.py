@@ -16,7 +16,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text as Line
 
-from spec_lab.constrain.vocabulary import Vocabulary
+from spec_lab.constrain.vocabulary import text_bytes
 from spec_lab.core.terminal import CONTROLS
 from spec_lab.engine.engine import Engine
 from spec_lab.engine.request import BROKEN
@@ -75,7 +75,7 @@ def stream(
     console, errors = console or Console(), errors or Console(stderr=True)
     if not isinstance(prompt, str) or not prompt:
         raise ValueError(f"task.prompt must be a text that is not empty, not {prompt!r}")
-    pieces = Vocabulary.of(lab.target).bytes if lab.pieces is None else lab.pieces
+    pieces = text_bytes(lab.target) if lab.pieces is None else lab.pieces
     group = engine_with_events(replace(lab, prompts=[Prompt("prompt", prompt)], pieces=pieces), settings)
     acts = lab.applied is not None and lab.applied.constraint.has_actions
     page = _Page(console, prompt, whole=acts and not console.is_terminal)

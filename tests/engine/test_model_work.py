@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from spec_lab.core.roofline import AttentionWork, ForwardWork
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.model_work import work_of
-from tests.tiny import COMMON, DENSE_ONLY, FAMILIES, VOCABULARY, WINDOWED, tiny_model
+from tests.tiny import COMMON, FAMILIES, VOCABULARY, WINDOWED, tiny_model
 
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, DIM, DOUBLE = 32, 48, 2, 4, 2, 8, 8  # of the tiny Llama, in float64
 
@@ -37,11 +37,11 @@ def test_layers_with_a_window_are_counted_apart():
     assert (full.kv_bytes, full.flops) == (near.kv_bytes, near.flops), "one layer each"
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *DENSE_ONLY, *WINDOWED])
+@pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
 def test_flops_are_those_that_torch_counts(family):
     """Of a plain forward over 7 rows, of which 3 get logits; windows are masks there, which save nothing."""
     model = tiny_model(family)
-    work = CausalLM(model, "dense" if family in DENSE_ONLY else "spans").work
+    work = CausalLM(model).work
     model.set_attn_implementation("eager")
     with torch.inference_mode(), FlopCounterMode(display=False) as counted:
         model(torch.arange(7)[None], use_cache=False, logits_to_keep=3)

@@ -18,7 +18,8 @@ def test_a_merged_model_has_the_logits_and_the_parameters_of_the_model(family):
     torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=1e-10)
     assert sum(one.numel() for one in model.parameters()) == count
     few = {"gpt2": NONE, "gpt_bigcode": NONE, "gpt_neox": NONE, "phi3": NONE}  # their layers are one matrix already
-    some = dict.fromkeys(["phi", "opt", "starcoder2", "biogpt"], MLP)  # no gate
+    few["falcon"] = NONE
+    some = dict.fromkeys(["phi", "opt", "starcoder2", "biogpt", "gptj"], MLP)  # no gate
     assert changed == (few | some).get(family, BOTH)
 
 

@@ -7,12 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from spec_lab.engine.graphs import Graphs
+from spec_lab.engine.prepare import Packer
 from spec_lab.models.checkpoint import weights_hash
-from spec_lab.models.support import Unsupported, refuse_by_name, self_check
+from spec_lab.models.support import Unsupported, model_context, refuse_by_name, self_check
 from spec_lab.models.target import Target
-from tests.tiny import CONTEXT, VOCABULARY, tiny_model
+from tests.tiny import COMMON, CONTEXT, VOCABULARY, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -134,26 +136,10 @@ def test_a_damaged_checkpoint_is_refused_with_the_file(folder, tmp_path, name, d
 @pytest.mark.parametrize(
     ("family", "settings", "says"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic RoPE"),
-        (
-            "phi3",
-            {
-                "rope_parameters": {
-                    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48,
-                    "original_max_position_embeddings": 4096,
-                },
-                "sliding_window": None,
-            },
-            "longrope RoPE",
-        ),
-        ("bloom", {}, "ALiBi"),
-        ("mpt", {}, "ALiBi"),
-        ("falcon", {"alibi": True}, "ALiBi"),
         ("mistral", {"sliding_window": 64}, "sliding"),
         ("gemma2", {}, "sliding_attention"),
         ("mamba", {}, "does not attend"),
         ("gpt_neo", {}, "does not attend"),
-        ("xglm", {}, "attention"),
         ("t5", {}, "encoder-decoder"),
     ],
 )  # fmt: skip
@@ -167,10 +153,49 @@ def test_a_refusal_comes_through_load(folder, tmp_path):
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config["layer_types"] = ["full_attention", "linear_attention"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(Unsupported, match="dynamic RoPE"):
+    with pytest.raises(Unsupported, match="linear_attention"):
         Target.load(str(tmp_path), dtype="float32")
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 64, "factor": 4.0,
+}  # fmt: skip
+
+
+def with_rope(folder, copy, rope):
+    """A copy of a checkpoint with other RoPE, and its path."""
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    return str(copy)
+
+
+def test_longrope_limits_the_context_to_the_length_with_one_rotation(folder, tmp_path, caplog):
+    path = with_rope(folder, tmp_path / "copy", LONGROPE)
+    with caplog.at_level("WARNING", "spec_lab.models.target"):
+        assert Target.load(path, dtype="float32").context == 64
+    assert "target.context is 64, original_max_position_embeddings" in caplog.text
+    assert Target.load(path, dtype="float32", context=50).context == 50
+    with pytest.raises(ValueError, match=r"target\.context .* 64, not 65, beyond which .*long_factor in place"):
+        Target.load(path, dtype="float32", context=65)
+
+
+def test_longrope_with_the_same_factors_at_every_length_and_dynamic_rope_have_the_whole_context(folder, tmp_path):
+    same = LONGROPE | {"short_factor": LONGROPE["long_factor"]}
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    for name, rope in (("same", same), ("dynamic", dynamic)):
+        found = Target.load(with_rope(folder, tmp_path / name, rope), dtype="float32")
+        assert found.context == CONTEXT and found.self_check < 1e-5
+
+
+def test_an_original_length_that_is_no_count_is_an_error():
+    config = AutoConfig.for_model("llama", **COMMON, rope_parameters=LONGROPE)
+    config.rope_parameters["original_max_position_embeddings"] = 6.5
+    with pytest.raises(ValueError, match=r"original_max_position_embeddings .*6\.5"):
+        model_context(config)
 
 
 def test_the_self_check_measures_a_wrong_model():
@@ -212,16 +237,34 @@ def test_attention_other_than_softmax_is_refused(asked):
 def test_a_model_with_custom_attention_is_refused_at_load_too(folder, tmp_path):
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    tiny_model("falcon", dtype=torch.float32).save_pretrained(tmp_path)
+    tiny_model("gpt_neox_japanese", dtype=torch.float32).save_pretrained(tmp_path)
     with pytest.raises(Unsupported, match="target.attention=dense"):
         Target.load(str(tmp_path), dtype="float32")
     assert Target.load(str(tmp_path), dtype="float32", attention="dense").self_check < 1e-3
 
 
 def test_the_error_for_a_model_with_custom_attention_names_the_dense_mask():
-    with pytest.raises(Unsupported, match="target.attention=dense"):
-        self_check(tiny_model("falcon"), "spans")
-    assert self_check(tiny_model("falcon"), "dense") < 1e-6
+    with pytest.raises(Unsupported, match="set target.attention=dense, which works$"):
+        self_check(tiny_model("gpt_neox_japanese"), "spans")
+    assert self_check(tiny_model("gpt_neox_japanese"), "dense") < 1e-6
+
+
+def test_a_dtype_in_which_the_model_s_own_code_fails_is_named_with_one_that_works():
+    sizes = COMMON | dict(num_key_value_heads=2, num_local_experts=4)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes))
+    with pytest.raises(Unsupported, match=r"'mixtral' is not supported in float64: .*set target\.dtype=float32"):
+        self_check(model.double().eval(), "spans")
+    assert self_check(model.float(), "spans") < 1e-3
+
+
+def test_complex_rotations_are_checked():
+    model = tiny_model("llama4_text")
+    rotary = model.model.rotary_emb
+    right = rotary.forward
+    assert right(torch.zeros(1), position_ids=torch.arange(2)[None]).is_complex()
+    rotary.forward = lambda x, position_ids: right(x, position_ids) * (1 + (position_ids.max() > 100))
+    with pytest.raises(Unsupported, match="forests"):
+        self_check(model, "spans")
 
 
 def fill_with_nan(model):
@@ -242,14 +285,25 @@ def test_logits_that_cannot_be_compared_are_refused(spoil):
 
 
 @pytest.mark.parametrize("failure", [ValueError, ImportError, TypeError])
-def test_the_advice_to_use_the_dense_mask_comes_once(failure):
+def test_no_option_is_advised_that_does_not_help(failure):
     model = tiny_model()
 
     def fails(*_, **__):
         raise failure("no way")
 
     model.model.layers[0].forward = fails
-    with pytest.raises(Unsupported, match=r"no way.*target\.attention=dense"):
-        self_check(model, "spans")
-    with pytest.raises(Unsupported, match=r"no way\)$"):
-        self_check(model, "dense")
+    for attention in ("spans", "dense"):
+        with pytest.raises(Unsupported, match=r"a plain forward by transformers' own code fails .*no way\)$"):
+            self_check(model, attention)
+
+
+@pytest.mark.parametrize("works", ["", "; set target.graphs=false, which works"])
+def test_shapes_as_they_come_are_advised_where_they_help(works, monkeypatch):
+    def fails(*_, **__):
+        raise NotImplementedError("no way")
+
+    monkeypatch.setattr(Graphs, "prepare", fails)
+    if not works:
+        monkeypatch.setattr(Packer, "forest", fails)
+    with pytest.raises(Unsupported, match=rf"no way\){works}$"):
+        self_check(tiny_model(), "spans", fixed=True)

@@ -29,6 +29,7 @@ from spec_lab.models.tensor_parallel import Link
 from spec_lab.propose.heads import Heads
 from spec_lab.results.manifest import claim, manifest
 from tests.checkpoints import checkpoint, prompts
+from tests.models.families_positions import tiny_family
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -38,10 +39,11 @@ EVERYWHERE = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """Tiny targets of three families in float64, a draft, and prompts."""
+    """Tiny targets of four families in float64, a draft, and prompts."""
     folder = tmp_path_factory.mktemp("parallel")
     for family in ("llama", "qwen3", "gpt2"):
         checkpoint(folder / family, torch.float64, family=family)
+    tiny_family("deepseek_v2-dense", q_lora_rank=None).save_pretrained(checkpoint(folder / "latent"))
     checkpoint(folder / "draft", torch.float64, seed=1, num_hidden_layers=1)
     shutil.copytree(folder / "llama", folder / "unseen")
     prompts(folder / "prompts.jsonl")
@@ -114,13 +116,20 @@ def test_two_ranks_share_a_model_and_return_its_logits(answers, here, family):
 
 
 @pytest.mark.nightly
+def test_two_ranks_share_the_heads_of_latent_attention_and_each_has_all_latents(answers):
+    found = answers["latent"]
+    assert found["error"] < 1e-5 and found["self_check"] < 1e-6  # its rotations are in float32
+    assert found["kv_heads"] == [1, 1] and found["share_of_a_matrix"] == 0.5
+
+
+@pytest.mark.nightly
 def test_a_call_that_fails_on_every_rank_is_an_error_like_any_other(answers):
     assert "invalid data type" in answers["together"]
 
 
 @pytest.mark.nightly
 def test_a_rank_frees_the_models_and_cells_that_the_first_one_has_dropped(answers):
-    assert answers["held"] == [{"layers": 0, "things": 0}] * 4
+    assert answers["held"] == [{"layers": 0, "things": 0}] * 5
 
 
 @pytest.mark.nightly

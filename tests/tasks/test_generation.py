@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import spec_lab
 from spec_lab.analysis.tracking import Files
@@ -17,7 +19,7 @@ from spec_lab.cli.main import quote_prompt
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.constrain.load import regex
-from spec_lab.constrain.vocabulary import Vocabulary
+from spec_lab.constrain.vocabulary import Vocabulary, text_bytes
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.sequence import ORIGINS
 from spec_lab.models.target import Target
@@ -408,3 +410,48 @@ def test_the_bundled_model(bundled):
     assert output_of(events)[0] == output_of(alone)[0] != ""
     assert ids(output_of(events)[1]) == ids(output_of(alone)[1])
     assert any(token.origin == "accepted" for token in output_of(events)[1])
+
+
+def words_tokenizer(decoder):
+    """A fast tokenizer of words without an end-of-text token."""
+    words = {word: number for number, word in enumerate(["<unk>", *(f"w{n}." for n in range(40)), "é", "<pad>"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(".", "merged_with_previous")
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>")
+
+
+@pytest.mark.parametrize("decoder", [decoders.Fuse(), decoders.Sequence([decoders.Fuse()])], ids=["alone", "in a row"])
+def test_text_requires_no_constraint_engine(decoder):
+    """llguidance supports no tokenizer whose decoder only joins tokens, nor one without an end-of-text token."""
+    target = replace(tiny_target(), tokenizer=words_tokenizer(decoder))
+    text, tokens = output_of(decode_events("w3.w1.", target, vocabulary=None)[0, ()])
+    pieces = [b"<unk>", *(f"w{n}.".encode() for n in range(40)), "é".encode()]
+    assert len(tokens) == 24 and text.encode() == b"".join((pieces + [b""] * 61)[one.id] for one in tokens)
+    assert target.tokenizer.decode([one.id for one in tokens if one.id < 42]) == text
+    stop = next(one.id for one in tokens if 0 < one.id < 41)
+    stopped, _ = output_of(decode_events("w3.w1.", target, vocabulary=None, stop_strings=[f"w{stop - 1}."])[0, ()])
+    assert stopped == text[: text.index(f"w{stop - 1}.")]
+
+
+def test_a_constraint_that_the_tokenizer_does_not_allow_is_refused_in_plain_words():
+    target = replace(tiny_target(), tokenizer=words_tokenizer(decoders.Fuse()), stops=frozenset({42}))
+    with pytest.raises(ValueError, match="cannot be constrained: its tokenizer has the decoder Fuse, .*leave out"):
+        spec_lab.generate("w3.", target, banned_strings=["w4"])
+    with pytest.raises(ValueError, match="has no eos_token_id"):
+        spec_lab.generate("w3.", replace(target, stops=frozenset()), banned_strings=["w4"])
+
+
+@pytest.mark.parametrize("decoder", [None, decoders.WordPiece()], ids=["none", "WordPiece"])
+def test_tokens_without_bytes_of_their_own_are_refused_in_plain_words(decoder):
+    target = replace(tiny_target(), tokenizer=words_tokenizer(decoder))
+    kind = "none" if decoder is None else "WordPiece"
+    with pytest.raises(ValueError, match=f"has the decoder {kind}; supported are"):
+        spec_lab.generate("w3.", target)
+    with pytest.raises(ValueError, match="no fast tokenizer, which text requires"):
+        spec_lab.generate("w3.", replace(target, tokenizer=Bytes()))
+
+
+def test_the_bytes_for_text_are_those_for_constraints(bundled):
+    assert text_bytes(bundled) == Vocabulary.of(bundled).bytes

@@ -1,0 +1,182 @@
+"""Every family with positions or attention of its own emits the tokens of transformers' ``generate``."""
+
+import copy
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from spec_lab.core.draft import Draft, chain, forest
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.engine import Engine, Limits
+from spec_lab.models.packed import pack, unpack
+from spec_lab.models.support import TOLERANCE, Unsupported, model_context, refuse_by_name, self_check
+from spec_lab.models.target import Target
+from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.early_exit import EarlyExit
+from spec_lab.propose.skip import Skip
+from spec_lab.propose.skip_search import parse_sublayers
+from spec_lab.propose.tree_plan import TreePlan
+from spec_lab.propose.trees import parse
+from spec_lab.verify import Token
+from tests.engine.foretold import TREE, Foretold
+from tests.engine.replays import replayed
+from tests.models.families_positions import FAMILIES, tiny_family
+from tests.propose.lab import decode, emitted, requests
+
+PROMPTS = ((3, 14, 15, 9, 26, 5, 35, 8, 9), (2, 7, 18), (31, 41, 5, 9, 2, 6), (8,))
+NEW = 16
+TREES = TreePlan(parse("2x2x1"), "point")
+
+CASES = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if one.short else [pytest.mark.nightly]) for name, one in FAMILIES.items()]
+)
+
+
+def generated(model):
+    """Each prompt's greedy continuation by transformers' own attention and KV cache."""
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
+    texts = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        texts.append(model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW)[0].tolist())
+    return [text[len(prompt) :] for text, prompt in zip(texts, PROMPTS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def truths():
+    """The texts of the families that were asked for."""
+    return {}
+
+
+@pytest.fixture
+def truth(name, truths):
+    if name not in truths:
+        truths[name] = generated(tiny_family(name))
+        assert len({tuple(text) for text in truths[name]}) == len(PROMPTS)
+    return truths[name]
+
+
+def target_of(name, attention="spans", fixed=False, model=None):
+    model = model or tiny_family(name)
+    context = model_context(model.config)
+    assert context == FAMILIES[name].context
+    return Target(CausalLM(model, attention, chunk=6, fixed=fixed), None, "tiny", context, "", 0.0)
+
+
+def wanted():
+    return requests(new=NEW, prompts=PROMPTS)
+
+
+def told(truth, shape):
+    return Foretold(truth, shape=shape, nodes=shape.nodes)
+
+
+@CASES
+def test_the_self_check_and_packed_layers(name):
+    model, family = tiny_family(name), FAMILIES[name]
+    refuse_by_name(model.config)
+    for fixed in (False, True):
+        assert self_check(model, "spans", fixed) < TOLERANCE[family.dtype]
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_family(name, dtype)
+        pack(model)
+        if name == "longcat_flash":  # its router reads the weight of a linear layer
+            with pytest.raises(Unsupported):
+                self_check(model, "spans")
+            unpack(model)
+        assert self_check(model, "spans") < TOLERANCE[dtype]
+
+
+@CASES
+def test_the_dense_mask_is_a_second_oracle_or_refused_by_name(name):
+    if FAMILIES[name].dense:
+        assert self_check(tiny_family(name), "dense") < TOLERANCE[FAMILIES[name].dtype]
+    else:
+        with pytest.raises(Unsupported, match=r"ALiBi .*target\.attention=spans"):
+            self_check(tiny_family(name), "dense")
+
+
+@CASES
+@pytest.mark.parametrize("shape", [chain(3), TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("how", ["alone", "batch", "fixed"])
+def test_chains_and_trees_emit_the_tokens_of_generate(name, truth, shape, how):
+    target = target_of(name, fixed=how == "fixed")
+    if how == "alone":
+        found, steps = [], []
+        for one in wanted():
+            group, own = decode(target, told(truth, shape), [one])
+            found += emitted(group)
+            steps += own
+        most = NEW * len(PROMPTS)
+    else:
+        group, steps = decode(target, told(truth, shape), wanted())
+        found, most = emitted(group), NEW
+    assert found == truth
+    assert len(steps) < most, "drafts are accepted"
+    assert bool(target.lm.graphs.captured) == (how == "fixed")
+    assert not target.lm.cells.references.any()
+
+
+@CASES
+def test_continuous_batching_emits_the_tokens_of_generate(name, truth):
+    """Requests join while others decode, prompts are computed in parts, and the KV cache is too small for all."""
+    target = target_of(name)
+    limits = Limits(3, 4, 85)
+    engine, steps = Engine(target, told(truth, TREE), Token(), CounterDraws(0), limits=limits), []
+    for one in wanted():
+        engine.add(one)
+        steps += [engine.step(), engine.step()]
+    steps += engine
+    assert emitted(engine) == truth
+    assert max(len(step.sequences) for step in steps if step) > 1
+
+
+@CASES
+@pytest.mark.parametrize("drafts", ["draft_model", "early_exit", "skip"])
+def test_a_model_that_drafts_for_itself_emits_the_tokens_of_generate(name, truth, drafts):
+    """A draft model extends its trees level by level; the others run some of the target's layers."""
+    target = target_of(name)
+    if drafts != "draft_model" and (why := target.causal_lm.why_no_layer_ranges):
+        assert name == "longcat_flash" and "not one list" in why
+        return
+    if drafts == "skip" and not target.causal_lm.sublayers:
+        assert FAMILIES[name].model_type in ("bloom", "mpt"), "theirs add the residual themselves"
+        return
+    proposer = {
+        "draft_model": lambda: DraftModel(CausalLM(tiny_family(name)), target.context, TREES),
+        "early_exit": lambda: EarlyExit(target.causal_lm, 1, TREES),
+        "skip": lambda: Skip(target.causal_lm, TREES, parse_sublayers("attn 1"), "request"),
+    }[drafts]()
+    group, steps = decode(target, proposer, wanted())
+    assert emitted(group) == truth
+    if drafts == "draft_model":
+        assert len(steps) < NEW, "drafts are accepted"
+
+
+@CASES
+def test_a_forward_reads_nothing_back_and_can_be_captured(name, truth):
+    """On the device without numbers (``test_meta``), and as replayed operations on static buffers."""
+    shape = forest((TREE, chain(0)))
+    if FAMILIES[name].dtype == torch.float64:  # experts are chosen on the host there
+        with torch.device("meta"):
+            lm = CausalLM(tiny_family(name, torch.float32))
+        draft = Draft(shape, torch.empty(shape.nodes, dtype=torch.long, device="meta"))
+        output = lm.run(lm.prepare([lm.open(), lm.open()], [[1, 2], [3]], draft))
+        assert output.logits.device.type == "meta"
+        target = target_of(name, fixed=True)
+        target.lm.graphs.capture = replayed
+        assert emitted(decode(target, told(truth, TREE), wanted())[0]) == truth
+
+
+@CASES
+def test_a_copy_of_an_adapted_model_computes_with_its_own_weights(name):
+    model = tiny_family(name)
+    self_check(model, "spans")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert self_check(twin, "spans") < TOLERANCE[FAMILIES[name].dtype]
