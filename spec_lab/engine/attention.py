@@ -9,7 +9,7 @@ slow reference for tests.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -37,6 +37,20 @@ class AttentionKind(NamedTuple):
 
     sliding_window: int | None = None
     chunk: int | None = None
+
+    def first(self, position: int) -> int:
+        """The first position that a query at this position attends to."""
+        near = 0 if self.sliding_window is None else max(0, position - self.sliding_window + 1)
+        return near if self.chunk is None else max(near, position - position % self.chunk)
+
+    def reaches(self, query: Any, key: Any) -> Any:
+        """Whether queries attend to earlier keys, by their positions: arrays or tensors whose shapes broadcast."""
+        near = key == key
+        if self.sliding_window is not None:
+            near = near & (query - key < self.sliding_window)
+        if self.chunk is not None:
+            near = near & (query // self.chunk == key // self.chunk)
+        return near
 
     @property
     def layer_type(self) -> str:
@@ -78,12 +92,20 @@ def attention_mask(kind: AttentionKind, query: np.ndarray, key: np.ndarray, full
         full: ``[Q, K]`` the mask with full attention: 0 where the key's token is the query's own or comes before it on
             its path, -inf elsewhere.
     """
-    near = np.ones(full.shape, dtype=bool)
-    if kind.sliding_window is not None:
-        near &= query[:, None] - key < kind.sliding_window
-    if kind.chunk is not None:
-        near &= query[:, None] // kind.chunk == key // kind.chunk
-    return np.where(near, full, np.float32(-np.inf))
+    return np.where(kind.reaches(query[:, None], key[None]), full, np.float32(-np.inf))
+
+
+def counting_layers(model: Any) -> dict[int, torch.device]:
+    """Return the layers that count their rows' positions from the number of cached tokens, each with its device.
+
+    Those of Llama 4 without rotary embedding do, whose queries are scaled by position ("attention temperature tuning",
+    2501.19399). All other layers are given positions.
+    """
+    return {
+        int(module.layer_idx): next(module.parameters()).device
+        for module in model.modules()
+        if getattr(module, "attn_temperature_tuning", False) and not module.use_rope
+    }
 
 
 class Segment(NamedTuple):
@@ -114,6 +136,8 @@ class Pack:
         segments: for each kind of layer that the model has, every sequence's rows and cells.
         device: of the segments' masks and indices.
         dense: whether one mask covers all rows and all cells.
+        positions: ``[1, N]`` of the rows.
+        counting: of the model (``counting_layers``).
     """
 
     cells: Cells
@@ -121,6 +145,8 @@ class Pack:
     segments: Mapping[AttentionKind, list[Segment]]
     device: torch.device
     dense: bool = False
+    positions: Tensor | None = None
+    counting: Mapping[int, torch.device] = field(default_factory=dict)
     _elsewhere: dict[torch.device, Pack] = field(default_factory=dict, init=False)
 
     is_compileable = False
@@ -136,7 +162,7 @@ class Pack:
             return self
         if device not in self._elsewhere:
             moved = {kind: [one.on(device) for one in segments] for kind, segments in self.segments.items()}
-            self._elsewhere[device] = Pack(self.cells, self.kinds, moved, device, self.dense)
+            self._elsewhere[device] = replace(self, segments=moved, device=device)
         return self._elsewhere[device]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
@@ -154,9 +180,71 @@ class Pack:
         layer = Layer(*self.cells.views[layer_idx], kind, here.segments[kind])
         return layer, layer
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Zero: positions are always explicit."""
-        return 0
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
+        """Zero: positions are always explicit. For ``counting`` layers see ``uncounted``."""
+        if layer_idx not in self.counting or self.positions is None:
+            return 0
+        return uncounted(self.positions.to(self.counting[layer_idx]))
+
+
+def uncounted(positions: Tensor) -> Tensor:  # [1, N] -> [N]
+    """What a layer that adds 0 to N - 1 to it gets its rows' positions from."""
+    return positions[0] - torch.arange(positions.shape[1], device=positions.device)
+
+
+class Softmax(NamedTuple):
+    """How a layer turns scores into shares of the values. Names are those of transformers' attention functions.
+
+    Args:
+        scaling: of the products of queries and keys; None for dim ** -0.5.
+        softcap: c; scores s are capped to c * tanh(s / c) (Gemma 2, 2408.00118). None for no cap.
+        sinks: ``[heads]`` a score of each head that takes its share of the softmax and has no value (GPT-OSS). None for
+            none.
+    """
+
+    scaling: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's ``scaled_dot_product_attention`` computes it."""
+        return self.softcap is None and self.sinks is None
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention in plain operations, without repeating keys for query heads that share them.
+
+        The softmax is computed in float32 at least.
+
+        Args:
+            query: ``[b, heads, n, dim]``.
+            keys: ``[b, kv heads, C, dim]``.
+            values: ``[b, kv heads, C, value dim]``.
+            mask: additive, ``[n, C]``, or ``[b, 1, 1, n, C]``; None: everything is visible.
+
+        Returns:
+            ``[b, heads, n, value dim]``.
+        """
+        batch, heads, rows, dim = query.shape
+        groups, wide = heads // keys.shape[1], torch.promote_types(query.dtype, torch.float32)
+        scores = query.reshape(batch, -1, groups * rows, dim) @ keys.transpose(2, 3)
+        scores = scores.unflatten(2, (groups, rows)).to(wide)  # [b, kv heads, groups, n, C]
+        scores = scores * (dim**-0.5 if self.scaling is None else self.scaling)
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        if mask is not None:
+            scores = scores + mask
+        total = scores.logsumexp(-1, keepdim=True)
+        if self.sinks is not None:
+            total = torch.logaddexp(total, self.sinks.to(wide).view(1, -1, groups, 1, 1))
+        shares = (scores - total).exp().to(values.dtype)
+        return (shares.flatten(2, 3) @ values).reshape(batch, heads, rows, -1)
+
+
+def causal_mask(query: Tensor) -> Tensor:  # [.., n, dim] -> [n, n]
+    """The additive mask of rows of which each attends to those before it."""
+    rows = query.shape[-2]
+    return torch.full((rows, rows), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
 
 
 class Layer(NamedTuple):
@@ -167,7 +255,7 @@ class Layer(NamedTuple):
     kind: AttentionKind
     segments: list[Segment]
 
-    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
+    def attend(self, query: Tensor, softmax: Softmax) -> Tensor:
         """Each sequence's rows over its own cells: ``[1, heads, N, dim] -> [1, N, heads, dim]``.
 
         Keys and values are never repeated for query heads that share them: a single row's query heads become rows,
@@ -179,6 +267,9 @@ class Layer(NamedTuple):
             keys = self.keys[span].narrow(2, first, end - first)
             values = self.values[span].narrow(2, first, end - first)
             q, rows = query if len(self.segments) == 1 else query.narrow(2, start, stop - start), stop - start
+            if not softmax.plain:
+                outputs.append(softmax.attend(q, keys, values, causal_mask(q) if causal else mask).transpose(1, 2))
+                continue
             heads, groups = q.shape[1], q.shape[1] // keys.shape[1]
             if groups > 1 and rows == 1:
                 q = q.reshape(1, heads // groups, groups, -1)
@@ -187,7 +278,7 @@ class Layer(NamedTuple):
                 keys, values = (one.transpose(0, 1).expand(-1, groups, -1, -1) for one in (keys, values))
             elif rows == 1 and twice:
                 q = torch.cat((q, q), 2)
-            out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal, scale=scaling)
+            out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal, scale=softmax.scaling)
             if groups > 1:
                 out = out.reshape(1, heads, rows, -1)
             elif rows == 1 and twice:
@@ -204,7 +295,7 @@ class ReadsCells(Protocol):
         """Of the layer."""
         ...
 
-    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
+    def attend(self, query: Tensor, softmax: Softmax) -> Tensor:
         """``[b, heads, n, dim] -> [b, n, heads, dim]``."""
         ...
 
@@ -218,27 +309,60 @@ def cell_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: Any = None,
+    s_aux: Tensor | None = None,
     position_bias: Any = None,
     head_mask: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention over cells. Returns ``[b, n, heads, dim]``.
 
+    Args:
+        module: the layer's attention.
+        query: of the rows.
+        key: what stands in for the layer's keys and values; in a forward without cells these themselves.
+        value: as ``key``.
+        attention_mask: not used.
+        scaling: see ``Softmax``; so ``softcap`` and ``s_aux``, the sinks.
+        sliding_window: of the layer.
+        position_bias: not supported; nor is ``head_mask``.
+
     Raises:
-        NotImplementedError: the layer requires a softmax over other scores than scaled dot products, or a sliding
-            window that differs from the model's config.
+        NotImplementedError: the layer requires a position bias or a head mask, or a sliding window that differs from
+            the model's config.
     """
-    if softcap is not None or s_aux is not None or position_bias is not None or head_mask is not None:
-        raise NotImplementedError("its attention uses one of softcap, s_aux, position_bias, head_mask")
-    expected = None if isinstance(key, Tensor) else key.kind.sliding_window
-    if sliding_window != expected:
-        raise NotImplementedError(f"its attention uses sliding_window={sliding_window} where {expected} is expected")
-    if isinstance(key, Tensor):  # a forward without cells: plain causal attention
-        groups = query.shape[1] // key.shape[1]
-        plain = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
-        return plain.transpose(1, 2), None
-    return key.attend(query, scaling), None
+    if position_bias is not None or head_mask is not None:
+        raise NotImplementedError("its attention uses one of position_bias, head_mask")
+    softmax = Softmax(scaling, softcap, s_aux)
+    if isinstance(key, Tensor):
+        return _without_cells(query, key, value, softmax, AttentionKind(sliding_window, _chunk(module))), None
+    if sliding_window != key.kind.sliding_window:
+        raise NotImplementedError(
+            f"its attention uses sliding_window={sliding_window} where {key.kind.sliding_window} is expected"
+        )
+    return key.attend(query, softmax), None
+
+
+def _without_cells(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, kind: AttentionKind) -> Tensor:
+    """Attention of a forward over texts ``[b, heads, n, dim]``, without a cache and without padding before them."""
+    rows, groups = query.shape[2], query.shape[1] // key.shape[1]
+    mask = None
+    if kind.first(rows - 1) or not softmax.plain:
+        positions = torch.arange(rows, device=query.device)
+        mask = causal_mask(query).masked_fill(~kind.reaches(positions[:, None], positions[None]), -torch.inf)
+    if softmax.plain:
+        plain = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=softmax.scaling, enable_gqa=groups > 1
+        )
+        return plain.transpose(1, 2)
+    return softmax.attend(query, key, value, mask).transpose(1, 2)
+
+
+def _chunk(module: Any) -> int | None:
+    """The chunk of a layer, which transformers does not pass to its attention."""
+    config = getattr(module, "config", None)
+    if getattr(config, "attention_chunk_size", None) is None:
+        return None
+    return layer_kinds(config).get(module.layer_idx, FULL).chunk
 
 
 AttentionInterface.register(SPANS, cell_attention)

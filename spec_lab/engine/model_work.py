@@ -50,13 +50,6 @@ def work_of(model: Any, kinds: Mapping[int, AttentionKind]) -> ForwardWork | Non
     width = getattr(config, "head_dim", None) or hidden // heads
     key, value = (getattr(config, name, None) or width for name in ("qk_head_dim", "v_head_dim"))  # DeepSeek's differ
     cached = (getattr(config, "num_key_value_heads", None) or heads) * (key + value) * head.element_size()
-    windows = Counter(_window(kinds.get(layer, FULL)) for layer in range(config.num_hidden_layers))
-    attention = [
-        AttentionWork(count * cached, count * 2 * heads * (key + value), one) for one, count in windows.items()
-    ]
+    same = Counter(kinds.get(layer, FULL) for layer in range(config.num_hidden_layers))
+    attention = [AttentionWork(count * cached, count * 2 * heads * (key + value), *one) for one, count in same.items()]
     return ForwardWork(round(weights), round(flops), 2 * head.numel(), tuple(attention))
-
-
-def _window(kind: AttentionKind) -> int | None:
-    """Return the most positions that a row of such a layer attends to. In a chunk there may be fewer."""
-    return kind.sliding_window or kind.chunk

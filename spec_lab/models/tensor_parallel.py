@@ -138,7 +138,8 @@ class Link:
         cells = pack.cells
         if cells not in self._numbers:
             self._name(cells, next(self._counter))
-        return {"cells": self._numbers[cells], "size": [cells.spans, cells.capacity], "kinds": kinds}, tensors
+        size, counting = [cells.spans, cells.capacity], [*pack.counting]
+        return {"cells": self._numbers[cells], "size": size, "kinds": kinds, "counting": counting}, tensors
 
     def _name(self, thing: Any, number: int) -> None:
         self._numbers[thing] = number
@@ -200,7 +201,8 @@ class Link:
                 )
                 for place, (span, start, stop, slots, first, end, causal) in enumerate(each["segments"])
             ]  # fmt: skip
-        return Pack(cells, kinds, packed, device)
+        counting = dict.fromkeys(facts["counting"], device)
+        return Pack(cells, kinds, packed, device, positions=tensors.get("position_ids"), counting=counting)
 
     # Both ------------------------------------------------------------------------------------------------------------
 
