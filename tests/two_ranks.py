@@ -38,13 +38,13 @@ def forests(target: Target) -> tuple[list[torch.Tensor], int]:
 
 
 @torch.inference_mode()
-def compared(name: str) -> dict:
+def compared(name: str, dtype: str = "float64") -> dict:
     """The difference between a model split over both ranks and the whole one."""
-    how = dict(path=str(HERE / name), dtype="float64")
+    how = dict(path=str(HERE / name), dtype=dtype)
     split, whole = Target.load(**how, tensor_parallel=True), loading.load_model(**how, device="cpu")[0]
     one = Target(CausalLM(whole), None, "whole", 512, "", 0.0)
     (ours, heads), (theirs, all_heads) = forests(split), forests(one)
-    state, token = torch.randn(2, 32, dtype=torch.float64), torch.tensor([1, 2])
+    state, token = torch.randn(2, 32, dtype=whole.dtype), torch.tensor([1, 2])
     drafts = [Heads.random(each, 3, trunk=True)(state, token) for each in (split, one)]
     shard = split.lm.model.model.layers[0].self_attn.q_proj.weight.to_local().numel()
     return {
@@ -93,6 +93,8 @@ if __name__ == "__main__":
         follow()
     else:
         answers = {name: compared(name) for name in ("llama", "qwen3")}
+        answers |= {"gemma2": compared("gemma2")}
+        answers |= {name: compared(name, "float32") for name in ("gpt_oss", "llama4_text")}
         answers["together"] = failing_together("llama")
         (HERE / "answers.json").write_text(json.dumps(answers))
         half = Target.load(str(HERE / "unseen"), dtype="float64", tensor_parallel=True)

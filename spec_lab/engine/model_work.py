@@ -23,14 +23,20 @@ def work_of(model: Any, kinds: Mapping[int, AttentionKind]) -> ForwardWork | Non
         kinds: of layers without full attention, by layer.
 
     Returns:
-        None of a model whose layers are split over ranks, and where the config does not state the attention heads or
-        the experts of a row.
+        None of a model whose layers are split over ranks or differ in the shape of their attention heads, and where the
+        config does not state the attention heads or the experts of a row.
     """
     config, head = model.config, model.get_output_embeddings().weight
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     per_row = getattr(config, "num_experts_per_tok", None)
     if not heads or not hidden or (getattr(model, "tp_size", None) or 1) > 1:
+        return None
+    shapes = {
+        (module.num_key_value_groups, module.head_dim)
+        for module in model.modules() if hasattr(module, "num_key_value_groups") and hasattr(module, "head_dim")
+    }  # fmt: skip
+    if len(shapes) > 1:  # MiMo-V2-Flash, Gemma 4
         return None
     weights, flops, seen = 0.0, 0.0, set()
     for module in model.modules():

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from spec_lab.core.draft import Draft, forest, tree
+from spec_lab.core.draft import Draft, Shape, forest, tree
 from spec_lab.engine.proposer import Lifecycle
 from tests.tiny import VOCABULARY
 
@@ -20,6 +20,7 @@ class Foretold(Lifecycle):
 
     future: list[list[int]]  # of each request
     spoil: float = 0.3
+    shape: Shape = TREE
     name: str = "foretold"
     drawn: str = "point"
     nodes: int = TREE.nodes
@@ -30,12 +31,14 @@ class Foretold(Lifecycle):
         tokens = []
         for sequence in batch.sequences:
             noise = np.random.default_rng([sequence.request.id, sequence.step])
-            coming = self.future[sequence.request.id][len(sequence.emitted) :] + [0, 0, 0]
-            right = {1: coming[0], 3: coming[1], 6: coming[2]}
-            for row in range(1, TREE.rows):
+            coming, row, right = self.future[sequence.request.id][len(sequence.emitted) :], 0, {}
+            while len(self.shape.children[row]):
+                row = int(self.shape.children[row][0])
+                right[row], coming = (*coming, 0)[0], coming[1:]
+            for row in range(1, self.shape.rows):
                 wrong = int(noise.integers(VOCABULARY))
                 tokens.append(right[row] if row in right and noise.random() > self.spoil else wrong)
-        return Draft(forest((TREE,) * len(batch.sequences)), torch.tensor(tokens))
+        return Draft(forest((self.shape,) * len(batch.sequences)), torch.tensor(tokens))
 
     def init(self, request):
         self.opened.append(request.id)

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
-from spec_lab.engine.attention import FULL, AttentionKind, Pack, attention_mask, cell_attention, layer_kinds
+from spec_lab.engine.attention import (
+    FULL,
+    AttentionKind,
+    Pack,
+    attention_mask,
+    cell_attention,
+    counting_layers,
+    layer_kinds,
+)
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.kv_cache import Cells
 from spec_lab.engine.prepare import Packer
@@ -221,6 +229,17 @@ def test_soft_caps_and_sinks_are_those_of_plain_loops(asked, kv_heads):
 def test_the_first_position_that_a_query_attends_to(kind):
     for query in range(12):
         assert kind.first(query) == min(key for key in range(query + 1) if reaches(kind, query, key))
+
+
+def test_layers_that_count_their_rows_get_the_positions_of_the_rows_on_their_device():
+    positions = torch.tensor([[5, 6, 6, 9]])
+    pack = Pack(Cells(), {}, {}, CPU, positions=positions, counting={2: CPU, 3: torch.device("meta")})
+    assert (pack.get_seq_length(2) + torch.arange(4)).tolist() == positions[0].tolist()
+    assert pack.get_seq_length(3).is_meta and pack.get_seq_length(3).shape == (4,)
+    assert pack.get_seq_length() == pack.get_seq_length(1) == 0
+    model = tiny_model("llama4_text")
+    assert counting_layers(model) == {3: CPU} and counting_layers(tiny_model()) == {}
+    assert counting_layers(tiny_model("llama4_text", attn_temperature_tuning=False)) == {}
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])

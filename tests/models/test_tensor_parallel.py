@@ -29,9 +29,12 @@ from spec_lab.models.tensor_parallel import Link
 from spec_lab.propose.heads import Heads
 from spec_lab.results.manifest import claim, manifest
 from tests.checkpoints import checkpoint, prompts
+from tests.models.families import tiny_family
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
+WINDOWS = {"gemma2": 1e-5, "gpt_oss": 1e-4, "llama4_text": 1e-4}
+"""Families with layers of other kinds than full attention, and how far logits of two ranks may be from those of one."""
 LIMIT = 120  # seconds: a limit for hanging commands
 EVERYWHERE = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
 
@@ -42,6 +45,11 @@ def here(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parallel")
     for family in ("llama", "qwen3", "gpt2"):
         checkpoint(folder / family, torch.float64, family=family)
+    for family in WINDOWS:
+        shutil.copytree(
+            folder / "llama", folder / family, ignore=shutil.ignore_patterns("*.safetensors", "config.json")
+        )
+        tiny_family(family).save_pretrained(folder / family)
     checkpoint(folder / "draft", torch.float64, seed=1, num_hidden_layers=1)
     shutil.copytree(folder / "llama", folder / "unseen")
     prompts(folder / "prompts.jsonl")
@@ -111,6 +119,14 @@ def test_two_ranks_share_a_model_and_return_its_logits(answers, here, family):
     assert found["error"] < 1e-10 and found["self_check"] < 1e-10
     assert found["kv_heads"] == [1, 2] and found["share_of_a_matrix"] == 0.5
     assert found["sha256"] == weights_hash(str(here / family)) and found["vocabulary"] == 61
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", WINDOWS)
+def test_two_ranks_share_layers_with_windows_chunks_soft_caps_and_sinks(answers, family):
+    found = answers[family]
+    assert found["error"] < WINDOWS[family] and found["self_check"] < WINDOWS[family]
+    assert found["kv_heads"] == [1, 2]
 
 
 @pytest.mark.nightly
