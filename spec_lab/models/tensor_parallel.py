@@ -235,7 +235,8 @@ class Link:
 
     def _tell(self, what: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         words = torch.frombuffer(bytearray(json.dumps(what).encode()), dtype=torch.uint8)
-        every = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        own = torch.contiguous_format  # masks of two kinds of layers may share memory, which safetensors refuses
+        every = {name: tensor.cpu().clone(memory_format=own) for name, tensor in tensors.items()}
         told = torch.frombuffer(bytearray(save({**every, "": words})), dtype=torch.uint8)
         dist.broadcast(torch.tensor([len(told)]), 0, group=self.words)
         dist.broadcast(told, 0, group=self.words)
