@@ -69,7 +69,7 @@ def refuse_by_name(config: Any) -> None:
 
     Raises:
         Unsupported: dynamic or longrope RoPE, ALiBi, linear attention, recurrent layers, attention in both directions,
-            encoder-decoders.
+            encoder-decoders, multimodal models.
     """
     kind = config.model_type
 
@@ -89,6 +89,9 @@ def refuse_by_name(config: Any) -> None:
         refuse("it does not attend to all earlier tokens in every layer")
     if getattr(config, "is_encoder_decoder", False):
         refuse("it is an encoder-decoder")
+    if getattr(config, "text_config", None) is not None:
+        text = getattr(config.text_config, "model_type", "")
+        refuse(f"it has more than a text model; only text models, here '{text}', are supported")
     if getattr(config, "use_bidirectional_attention", None):
         refuse("its layers attend to later tokens too (use_bidirectional_attention)")
     if other := set(getattr(config, "layer_types", None) or []) - LAYER_TYPES:

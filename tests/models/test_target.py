@@ -157,6 +157,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_file(folder, tmp_path, name, d
         ("gpt_neo", {}, "does not attend"),
         ("xglm", {}, "attention"),
         ("t5", {}, "encoder-decoder"),
+        ("gemma3", {}, "text models, here 'gemma3_text'"),
     ],
 )  # fmt: skip
 def test_known_bad_kinds_are_refused_by_name_before_any_weight_is_read(family, settings, says):
