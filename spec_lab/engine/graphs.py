@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from spec_lab.core.draft import Draft
-from spec_lab.engine.attention import FULL, AttentionKind, Softmax, uncounted
+from spec_lab.engine.attention import FULL, AttentionKind, uncounted
 from spec_lab.engine.kv_cache import GRAIN, Cells
 from spec_lab.engine.prepare import Planned
+from spec_lab.engine.softmax import Softmax
 
 MOST_ROWS = 256
 """Most rows of a span in a forward of fixed shape; a step with more rows runs eagerly."""

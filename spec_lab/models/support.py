@@ -96,6 +96,10 @@ def refuse_by_name(config: Any) -> None:
         refuse("its layers attend to later tokens too (use_bidirectional_attention)")
     if other := set(getattr(config, "layer_types", None) or []) - LAYER_TYPES:
         refuse(f"it has layers of type {', '.join(sorted(other))}; supported are {', '.join(sorted(LAYER_TYPES))}")
+    for one in set(layer_kinds(config).values()):
+        size = one.chunk if one.sliding_window is None else one.sliding_window
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            refuse(f"its layers of type {one.layer_type} must reach 1 position or more, not {size!r}")
 
 
 FAILURES = (

@@ -18,7 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from spec_lab.engine.attention import FULL, SPANS, AttentionKind, Softmax
+from spec_lab.engine.attention import FULL, SPANS, AttentionKind
+from spec_lab.engine.softmax import Softmax
 from spec_lab.models.eagle import Eagle, Eagle3
 from spec_lab.train.objectives import Loss, Measured, Truth, measure
 from spec_lab.train.texts import Texts

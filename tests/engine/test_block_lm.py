@@ -7,8 +7,8 @@ import torch
 
 from spec_lab.core.clock import Clock
 from spec_lab.engine import block_lm
-from spec_lab.engine.attention import Softmax
 from spec_lab.engine.block_lm import BlockLM
+from spec_lab.engine.softmax import Softmax
 
 H, SIZE = 6, 3
 

@@ -7,8 +7,8 @@ import torch
 
 from spec_lab.core.clock import Clock
 from spec_lab.engine import feature_lm
-from spec_lab.engine.attention import Softmax
 from spec_lab.engine.feature_lm import FeatureLM
+from spec_lab.engine.softmax import Softmax
 
 H = 6
 

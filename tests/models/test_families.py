@@ -86,6 +86,18 @@ def test_windows_chunks_and_caps_change_the_texts(name, truth):
 
 
 @CASES
+def test_forwards_without_a_cache_have_the_logits_of_transformers_attention(name):
+    """Checks and training call the model so, with the engine's attention function."""
+    model, texts = tiny_family(name), torch.arange(1, 25).view(2, 12)
+    with torch.inference_mode():
+        model.set_attn_implementation(own_attention(model))
+        expected = model(input_ids=texts, use_cache=False).logits
+        found = CausalLM(model).model(input_ids=texts, use_cache=False).logits
+    assert float((found - expected).abs().max() / expected.std()) < TOLERANCE[FAMILIES[name].dtype]
+
+
+@pytest.mark.one_in(2)
+@CASES
 @pytest.mark.parametrize("shape", [chain(3), TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("how", ["alone", "batch", "dense", "fixed"])
 def test_chains_and_trees_emit_the_tokens_of_generate(name, truth, shape, how):

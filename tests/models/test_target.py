@@ -157,6 +157,9 @@ def test_a_damaged_checkpoint_is_refused_with_the_file(folder, tmp_path, name, d
         ("gpt_neo", {}, "does not attend"),
         ("xglm", {}, "attention"),
         ("t5", {}, "encoder-decoder"),
+        ("mistral", {"sliding_window": -1}, "sliding_attention must reach .* not -1"),
+        ("gemma2", {"sliding_window": 0}, "sliding_attention must reach .* not 0"),
+        ("llama4_text", {"attention_chunk_size": 0}, "chunked_attention must reach .* not 0"),
         ("gemma3", {}, "text models, here 'gemma3_text'"),
     ],
 )  # fmt: skip

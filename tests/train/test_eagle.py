@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spec_lab.engine.attention import Softmax
+from spec_lab.engine.softmax import Softmax
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
 from spec_lab.models.eagle_files import published_name
 from spec_lab.train.eagle import Eagle3Objective, Eagle3Recipe, begin_as_target
