@@ -20,17 +20,24 @@ from spec_lab.core.machine import crowded
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """What attention reads and computes, summed over layers with the same window.
+    """What attention reads and computes, summed over layers with the same window or chunk.
 
     Args:
         kv_bytes: keys and values of one position.
         flops: of one row over one position: the products with its key and its value.
-        window: most positions that a row attends to; None for all of its sequence.
+        window: W; a row at position i attends to positions i - W + 1 to i. None for no window.
+        chunk: C; a row at position i attends to positions from the last multiple of C on. None for no chunks.
     """
 
     kv_bytes: int
     flops: int
     window: int | None = None
+    chunk: int | None = None
+
+    def first(self, position: np.ndarray) -> np.ndarray:
+        """The first position that rows at these positions attend to."""
+        near = np.zeros_like(position) if self.window is None else np.maximum(position - self.window + 1, 0)
+        return near if self.chunk is None else np.maximum(near, position - position % self.chunk)
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class ForwardWork:
         weight_bytes: weights that every forward reads: linear layers, norms and the LM head (tied or not, once).
         row_flops: of a row in the layers, attention left out: two for each weight that it is multiplied with.
         logits_flops: of a row with logits in the LM head.
-        attention: by window.
+        attention: by window and chunk.
     """
 
     weight_bytes: int
@@ -102,8 +109,9 @@ class Roofline:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the least seconds of reading and of computing of each step, ``[S]`` each; their maximum is the bound.
 
-        Each sequence's keys and values are read once. Products are counted as a dense kernel computes them: every row
-        with every position of its sequence, the rows of this step included.
+        Of each sequence the keys and values that any of its rows attends to are read once. Products are counted as a
+        dense kernel computes them: every row with every position of its sequence, the rows of this step included; in
+        layers with windows or chunks with no more than these hold.
 
         Args:
             step: ``[N]`` number of the step, from 0 to S - 1, that computed for this sequence.
@@ -115,9 +123,9 @@ class Roofline:
         rows, positions, work = pending + nodes, context + nodes, self.work
         read, flops = np.zeros(len(step)), work.row_flops * rows + work.logits_flops * (1.0 + nodes)
         for one in work.attention:
-            attended = positions if one.window is None else np.minimum(positions, one.window)
+            attended = positions - one.first(context - pending)
             read += one.kv_bytes * attended
-            flops += float(one.flops) * rows * attended
+            flops += float(one.flops) * rows * np.minimum(attended, min(one.window or np.inf, one.chunk or np.inf))
         count = int(step.max(initial=-1)) + 1
         total_read = work.weight_bytes + np.bincount(step, read, count)
         return total_read / self.limits.bandwidth, np.bincount(step, flops, count) / self.limits.peak
@@ -132,7 +140,9 @@ class Roofline:
         if not facts:
             return None
         work, limits = facts["work"], facts["limits"]
-        attention = tuple(AttentionWork(one["kv_bytes"], one["flops"], one["window"]) for one in work["attention"])
+        attention = tuple(
+            AttentionWork(one["kv_bytes"], one["flops"], one["window"], one.get("chunk")) for one in work["attention"]
+        )
         own = ForwardWork(work["weight_bytes"], work["row_flops"], work["logits_flops"], attention)
         return Roofline(own, MachineLimits(**{name: limits[name] for name in SHAPE["limits"]}))
 
@@ -142,7 +152,7 @@ SHAPE = {
         "weight_bytes": int,
         "row_flops": int,
         "logits_flops": int,
-        "attention": [{"kv_bytes": int, "flops": int, "window": (int, None)}],
+        "attention": [{"kv_bytes": int, "flops": int, "window": (int, None), "?chunk": (int, None)}],
     },
     "limits": {
         "bandwidth": float,

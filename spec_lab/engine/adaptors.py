@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from spec_lab.core.cache_argument import cache_argument
 from spec_lab.engine.attention import AttentionKind, HoldsCells, ReadsCells, cell_attention
+from spec_lab.engine.softmax import Softmax
 
 
 def adapt(model: Any) -> bool:
@@ -206,11 +207,11 @@ class LatentReader(NamedTuple):
         """Of the layer."""
         return self.cells.kind
 
-    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
+    def attend(self, query: Tensor, softmax: Softmax) -> Tensor:
         """``[1, heads, N, K's rows + dim] -> [1, N, heads, V's rows]``."""
         up_key, up_value = self.up[:, : self.split], self.up[:, self.split :]
         absorbed = torch.cat((query[..., : self.split] @ up_key, query[..., self.split :]), -1)
-        attended = self.cells.attend(absorbed, scaling)[..., : self.up.shape[-1]]  # [1, N, heads, rank]
+        attended = self.cells.attend(absorbed, softmax)[..., : self.up.shape[-1]]  # [1, N, heads, rank]
         return (attended.transpose(1, 2) @ up_value.transpose(1, 2)).transpose(1, 2)
 
 

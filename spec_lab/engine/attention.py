@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from spec_lab.engine.kv_cache import Cells
+from spec_lab.engine.softmax import Softmax, causal_mask
 
 SPANS = "spec_lab_spans"
 """The name under which attention over spans of cells is registered with transformers."""
@@ -38,10 +39,26 @@ class AttentionKind(NamedTuple):
     sliding_window: int | None = None
     chunk: int | None = None
 
+    def first(self, position: int) -> int:
+        """The first position that a query at this position attends to."""
+        near = 0 if self.sliding_window is None else max(0, position - self.sliding_window + 1)
+        return near if self.chunk is None else max(near, position - position % self.chunk)
+
+    def reaches(self, query: Any, key: Any) -> Any:
+        """Whether queries attend to earlier keys, by their positions: arrays or tensors whose shapes broadcast."""
+        near = key == key
+        if self.sliding_window is not None:
+            near = near & (query - key < self.sliding_window)
+        if self.chunk is not None:
+            near = near & (query // self.chunk == key // self.chunk)
+        return near
+
     @property
     def layer_type(self) -> str:
         """Its name in ``layer_types`` of transformers' configs."""
-        return "sliding_attention" if self.sliding_window else "chunked_attention" if self.chunk else "full_attention"
+        if self.sliding_window is not None:
+            return "sliding_attention"
+        return "full_attention" if self.chunk is None else "chunked_attention"
 
 
 FULL = AttentionKind()
@@ -78,12 +95,20 @@ def attention_mask(kind: AttentionKind, query: np.ndarray, key: np.ndarray, full
         full: ``[Q, K]`` the mask with full attention: 0 where the key's token is the query's own or comes before it on
             its path, -inf elsewhere.
     """
-    near = np.ones(full.shape, dtype=bool)
-    if kind.sliding_window is not None:
-        near &= query[:, None] - key < kind.sliding_window
-    if kind.chunk is not None:
-        near &= query[:, None] // kind.chunk == key // kind.chunk
-    return np.where(near, full, np.float32(-np.inf))
+    return np.where(kind.reaches(query[:, None], key[None]), full, np.float32(-np.inf))
+
+
+def counting_layers(model: Any) -> dict[int, torch.device]:
+    """Return the layers that count their rows' positions from the number of cached tokens, each with its device.
+
+    Those of Llama 4 without rotary embedding do, whose queries are scaled by position ("attention temperature tuning",
+    2501.19399). All other layers are given positions.
+    """
+    return {
+        int(module.layer_idx): next(module.parameters()).device
+        for module in model.modules()
+        if getattr(module, "attn_temperature_tuning", False) and not module.use_rope
+    }
 
 
 class Segment(NamedTuple):
@@ -115,6 +140,7 @@ class Pack:
         device: of the segments' masks and indices.
         dense: whether one mask covers all rows and all cells.
         positions: ``[1, N]`` of the rows.
+        counting: of the model (``counting_layers``).
     """
 
     cells: Cells
@@ -123,6 +149,7 @@ class Pack:
     device: torch.device
     dense: bool = False
     positions: Tensor | None = None
+    counting: Mapping[int, torch.device] = field(default_factory=dict)
     _elsewhere: dict[torch.device, Pack] = field(default_factory=dict, init=False)
 
     is_compileable = False
@@ -156,9 +183,11 @@ class Pack:
         layer = Layer(*self.cells.views[layer_idx], kind, here.segments[kind])
         return layer, layer
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Zero: positions are always explicit."""
-        return 0
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
+        """Zero: positions are always explicit. For ``counting`` layers see ``uncounted``."""
+        if layer_idx not in self.counting or self.positions is None:
+            return 0
+        return uncounted(self.positions.to(self.counting[layer_idx]))
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Zero: as ``get_mask_sizes``."""
@@ -169,6 +198,11 @@ class Pack:
         return query_length, 0
 
 
+def uncounted(positions: Tensor) -> Tensor:  # [1, N] -> [N]
+    """What a layer that adds 0 to N - 1 to it gets its rows' positions from."""
+    return positions[0] - torch.arange(positions.shape[1], device=positions.device)
+
+
 class Layer(NamedTuple):
     """One layer's cells, by span, its kind, and what each sequence attends to in it."""
 
@@ -177,7 +211,7 @@ class Layer(NamedTuple):
     kind: AttentionKind
     segments: list[Segment]
 
-    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
+    def attend(self, query: Tensor, softmax: Softmax) -> Tensor:
         """Each sequence's rows over its own cells: ``[1, heads, N, dim] -> [1, N, heads, dim]``.
 
         Keys and values are never repeated for query heads that share them: a single row's query heads become rows,
@@ -189,6 +223,9 @@ class Layer(NamedTuple):
             keys = self.keys[span].narrow(2, first, end - first)
             values = self.values[span].narrow(2, first, end - first)
             q, rows = query if len(self.segments) == 1 else query.narrow(2, start, stop - start), stop - start
+            if not softmax.plain:
+                outputs.append(softmax.attend(q, keys, values, causal_mask(q) if causal else mask).transpose(1, 2))
+                continue
             heads, groups = q.shape[1], q.shape[1] // keys.shape[1]
             if groups > 1 and rows == 1:
                 q = q.reshape(1, heads // groups, groups, -1)
@@ -197,7 +234,7 @@ class Layer(NamedTuple):
                 keys, values = (one.transpose(0, 1).expand(-1, groups, -1, -1) for one in (keys, values))
             elif rows == 1 and twice:
                 q = torch.cat((q, q), 2)
-            out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal, scale=scaling)
+            out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal, scale=softmax.scaling)
             if groups > 1:
                 out = out.reshape(1, heads, rows, -1)
             elif rows == 1 and twice:
@@ -233,7 +270,7 @@ class ReadsCells(Protocol):
         """Of the layer."""
         ...
 
-    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
+    def attend(self, query: Tensor, softmax: Softmax) -> Tensor:
         """``[b, heads, n, dim] -> [b, n, heads, dim]``."""
         ...
 
@@ -247,27 +284,60 @@ def cell_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: Any = None,
+    s_aux: Tensor | None = None,
     position_bias: Any = None,
     head_mask: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention over cells. Returns ``[b, n, heads, dim]``.
 
+    Args:
+        module: the layer's attention.
+        query: of the rows.
+        key: what stands in for the layer's keys and values; in a forward without cells these themselves.
+        value: as ``key``.
+        attention_mask: not used.
+        scaling: see ``Softmax``; so ``softcap`` and ``s_aux``, the sinks.
+        sliding_window: of the layer.
+        position_bias: not supported; nor is ``head_mask``.
+
     Raises:
-        NotImplementedError: the layer requires a softmax over other scores than scaled dot products, or a sliding
-            window that differs from the model's config.
+        NotImplementedError: the layer requires a position bias or a head mask, or a sliding window that differs from
+            the model's config.
     """
-    if softcap is not None or s_aux is not None or position_bias is not None or head_mask is not None:
-        raise NotImplementedError("its attention uses one of softcap, s_aux, position_bias, head_mask")
-    expected = None if isinstance(key, Tensor) else key.kind.sliding_window
-    if sliding_window != expected:
-        raise NotImplementedError(f"its attention uses sliding_window={sliding_window} where {expected} is expected")
-    if isinstance(key, Tensor):  # a forward without cells: plain causal attention
-        groups = query.shape[1] // key.shape[1]
-        plain = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
-        return plain.transpose(1, 2), None
-    return key.attend(query, scaling), None
+    if position_bias is not None or head_mask is not None:
+        raise NotImplementedError("its attention uses one of position_bias, head_mask")
+    softmax = Softmax(scaling, softcap, s_aux)
+    if isinstance(key, Tensor):
+        return _without_cells(query, key, value, softmax, AttentionKind(sliding_window, _chunk(module))), None
+    if sliding_window != key.kind.sliding_window:
+        raise NotImplementedError(
+            f"its attention uses sliding_window={sliding_window} where {key.kind.sliding_window} is expected"
+        )
+    return key.attend(query, softmax), None
+
+
+def _without_cells(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, kind: AttentionKind) -> Tensor:
+    """Attention of a forward over texts ``[b, heads, n, dim]``, without a cache and without padding before them."""
+    rows, groups = query.shape[2], query.shape[1] // key.shape[1]
+    mask = None
+    if kind.first(rows - 1) or not softmax.plain:
+        positions = torch.arange(rows, device=query.device)
+        mask = causal_mask(query).masked_fill(~kind.reaches(positions[:, None], positions[None]), -torch.inf)
+    if softmax.plain:
+        plain = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=softmax.scaling, enable_gqa=groups > 1
+        )
+        return plain.transpose(1, 2)
+    return softmax.attend(query, key, value, mask).transpose(1, 2)
+
+
+def _chunk(module: Any) -> int | None:
+    """The chunk of a layer, which transformers does not pass to its attention."""
+    config = getattr(module, "config", None)
+    if getattr(config, "attention_chunk_size", None) is None:
+        return None
+    return layer_kinds(config).get(module.layer_idx, FULL).chunk
 
 
 AttentionInterface.register(SPANS, cell_attention)

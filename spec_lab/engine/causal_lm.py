@@ -1,4 +1,4 @@
-"""Any full-attention causal LM of transformers, run over forests of tokens.
+"""A causal LM of transformers, run over forests of tokens: any model whose layers are attention over earlier tokens.
 
 Linear layers run packed over the new tokens of all sequences; attention runs sequence by sequence (``attention``).
 """
@@ -18,9 +18,10 @@ from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.clock import Clock, Phase
 from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.inference import inference
+from spec_lab.core.own_attention import own_attention
 from spec_lab.core.roofline import ForwardWork
 from spec_lab.engine.adaptors import adapt, has_alibi
-from spec_lab.engine.attention import SPANS, Attention, layer_kinds
+from spec_lab.engine.attention import SPANS, Attention, counting_layers, layer_kinds
 from spec_lab.engine.causal_draft_pass import CausalDraftPass, Continued, continue_from
 from spec_lab.engine.draft_pass import Route, Sublayer
 from spec_lab.engine.graphs import Capture, CudaGraphs, FixedForward, FixedPack, Graphs, uncaptured
@@ -51,7 +52,7 @@ class CausalLM:
     ) -> None:
         self.model = model
         self.attention = attention
-        wanted = SPANS if attention == "spans" else "sdpa"
+        wanted = SPANS if attention == "spans" else own_attention(model)
         if attention == "dense" or getattr(model, "_can_set_attn_implementation", lambda: True)():
             model.set_attn_implementation(wanted)
         if attention == "dense" and has_alibi(model):
@@ -65,14 +66,14 @@ class CausalLM:
         devices = getattr(model, "hf_device_map", None) or {}
         split = len({str(device) for device in devices.values()}) > 1
         layers = int(model.config.num_hidden_layers)
-        self._packer = Packer(
-            self.cells, layer_kinds(model.config), layers, self.device, self.dtype, attention == "dense", split
-        )
-        if fixed and (split or attention == "dense"):
+        kinds, counting = layer_kinds(model.config), counting_layers(model)
+        dense = attention == "dense"
+        self._packer = Packer(self.cells, kinds, layers, self.device, self.dtype, dense, split, counting)
+        if fixed and (split or dense):
             raise ValueError("forwards of fixed shapes require attention over spans, and all layers on one device")
         self.fixed = fixed
         capture: Capture = CudaGraphs() if self.device.type == "cuda" else uncaptured
-        self.graphs = Graphs(self.cells, self._packer.kinds, self.device, self.dtype, self._compute_fixed, capture)
+        self.graphs = Graphs(self.cells, kinds, counting, self.device, self.dtype, self._compute_fixed, capture)
         self.clock = Clock(self.device)
         self.forwards = 0  # of the model, so far
         self._asked: tuple[int, ...] = ()

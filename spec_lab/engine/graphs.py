@@ -11,7 +11,7 @@ cell, and its own key and value are written there, so that it computes finite nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from spec_lab.core.draft import Draft
-from spec_lab.engine.attention import FULL, AttentionKind
+from spec_lab.engine.attention import FULL, AttentionKind, uncounted
 from spec_lab.engine.kv_cache import GRAIN, Cells
 from spec_lab.engine.prepare import Planned
+from spec_lab.engine.softmax import Softmax
 
 MOST_ROWS = 256
 """Most rows of a span in a forward of fixed shape; a step with more rows runs eagerly."""
@@ -162,9 +163,15 @@ class FixedPack:
     dense = False
 
     def __init__(
-        self, cells: Cells, kinds: Mapping[int, AttentionKind], bucket: Bucket, given: Buffers, dtype: torch.dtype
+        self,
+        cells: Cells,
+        kinds: Mapping[int, AttentionKind],
+        counting: Collection[int],
+        bucket: Bucket,
+        given: Buffers,
+        dtype: torch.dtype,
     ) -> None:
-        self.cells, self.kinds, self.bucket, self.given = cells, kinds, bucket, given
+        self.cells, self.kinds, self.counting, self.bucket, self.given = cells, kinds, counting, bucket, given
         self.masks = {kind: self._mask(kind, dtype) for kind in {FULL, *kinds.values()}}
 
     def _mask(self, kind: AttentionKind, dtype: torch.dtype) -> Tensor:  # [S, n, C] additive
@@ -173,12 +180,7 @@ class FixedPack:
         visible = given.own[given.owner].scatter(1, slots, given.sees)  # [N, C]
         if kind != FULL:
             assert given.keys is not None
-            query, key = given.positions.view(-1, 1), given.keys[given.owner]
-            near = torch.ones_like(visible)
-            if kind.sliding_window is not None:
-                near &= query - key < kind.sliding_window
-            if kind.chunk is not None:
-                near &= query // kind.chunk == key // kind.chunk
+            near = kind.reaches(given.positions.view(-1, 1), given.keys[given.owner])
             visible = visible & (near | (given.owner == bucket.sequences - 1)[:, None])
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
         return mask.view(bucket.spans, bucket.rows, bucket.cells)
@@ -200,9 +202,9 @@ class FixedPack:
         """``[1, N]`` of the rows."""
         return self.given.positions
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Zero: positions are always explicit."""
-        return 0
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
+        """See ``attention.Pack``."""
+        return uncounted(self.given.positions) if layer_idx in self.counting else 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Zero: as ``attention.Pack``."""
@@ -221,15 +223,18 @@ class FixedLayer(NamedTuple):
     kind: AttentionKind
     mask: Tensor  # [S, n, C]
 
-    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
+    def attend(self, query: Tensor, softmax: Softmax) -> Tensor:
         """``[1, heads, N, dim] -> [1, N, heads, dim]``. Query heads that share keys become rows: no key is repeated."""
         (spans, rows, _), (heads, dim) = self.mask.shape, (query.shape[1], query.shape[3])
         groups = heads // self.keys.shape[1]
         q = query[0].unflatten(1, (spans, rows)).transpose(0, 1)
-        q = q.reshape(spans, heads // groups, groups * rows, dim)
-        mask = self.mask[:, None].expand(-1, groups, -1, -1).reshape(spans, 1, groups * rows, -1)
-        out = scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask, scale=scaling)
-        return out.reshape(spans, heads, rows, dim).transpose(1, 2).reshape(1, spans * rows, heads, dim)
+        if softmax.plain:
+            q = q.reshape(spans, heads // groups, groups * rows, dim)
+            mask = self.mask[:, None].expand(-1, groups, -1, -1).reshape(spans, 1, groups * rows, -1)
+            out = scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask, scale=softmax.scaling)
+        else:
+            out = softmax.attend(q, self.keys, self.values, self.mask[:, None, None])
+        return out.reshape(spans, heads, rows, -1).transpose(1, 2).reshape(1, spans * rows, heads, -1)
 
 
 @dataclass(eq=False)
@@ -239,6 +244,7 @@ class Graphs:
     Args:
         cells: where its keys and values are.
         kinds: of layers without full attention, by layer.
+        counting: layers of the model (``attention.counting_layers``).
         device: of the model.
         dtype: of its weights.
         compute: the model.
@@ -248,6 +254,7 @@ class Graphs:
 
     cells: Cells
     kinds: Mapping[int, AttentionKind]
+    counting: Collection[int]
     device: torch.device
     dtype: torch.dtype
     compute: Compute
@@ -354,7 +361,7 @@ class Graphs:
         if key not in self.captured:
 
             def forward() -> tuple[Tensor, Tensor | None]:
-                pack = FixedPack(self.cells, self.kinds, given.bucket, buffers, self.dtype)
+                pack = FixedPack(self.cells, self.kinds, self.counting, given.bucket, buffers, self.dtype)
                 return self.compute(buffers.ids, buffers.positions, pack, buffers.wanted)
 
             while len(self.captured) >= MOST_GRAPHS:

@@ -23,14 +23,20 @@ def work_of(model: Any, kinds: Mapping[int, AttentionKind]) -> ForwardWork | Non
         kinds: of layers without full attention, by layer.
 
     Returns:
-        None of a model whose layers are split over ranks, and where the config does not state the attention heads or
-        the experts of a row.
+        None of a model whose layers are split over ranks or differ in the shape of their attention heads, and where the
+        config does not state the attention heads or the experts of a row.
     """
     config, head = model.config, model.get_output_embeddings().weight
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     per_row = getattr(config, "num_experts_per_tok", None)
     if not heads or not hidden or (getattr(model, "tp_size", None) or 1) > 1:
+        return None
+    shapes = {
+        (module.num_key_value_groups, module.head_dim)
+        for module in model.modules() if hasattr(module, "num_key_value_groups") and hasattr(module, "head_dim")
+    }  # fmt: skip
+    if len(shapes) > 1:  # MiMo-V2-Flash, Gemma 4
         return None
     weights, flops, seen = 0.0, 0.0, set()
     for module in model.modules():
@@ -48,15 +54,14 @@ def work_of(model: Any, kinds: Mapping[int, AttentionKind]) -> ForwardWork | Non
             if one is not head and one.dim() == (3 if several else 2):
                 flops += share * 2 * one.numel()
     width = getattr(config, "head_dim", None) or hidden // heads
-    cached_heads, key, value = _cached_heads(config), width, width
+    cached_heads = _cached_heads(config)
+    key, value = (getattr(config, name, None) or width for name in ("qk_head_dim", "v_head_dim"))  # some differ
     if rank := getattr(config, "kv_lora_rank", None):  # latents, which all heads share (``adaptors``)
         cached_heads, key = 1, rank + config.qk_rope_head_dim
         value = key
     cached = cached_heads * (key + value) * head.element_size()
-    windows = Counter(_window(kinds.get(layer, FULL)) for layer in range(config.num_hidden_layers))
-    attention = [
-        AttentionWork(count * cached, count * 2 * heads * (key + value), one) for one, count in windows.items()
-    ]
+    same = Counter(kinds.get(layer, FULL) for layer in range(config.num_hidden_layers))
+    attention = [AttentionWork(count * cached, count * 2 * heads * (key + value), *one) for one, count in same.items()]
     return ForwardWork(round(weights), round(flops), 2 * head.numel(), tuple(attention))
 
 
@@ -66,8 +71,3 @@ def _cached_heads(config: Any) -> int:
         shared = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else None
         return int(config.num_attention_heads if config.alibi or shared is None else shared)
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-
-
-def _window(kind: AttentionKind) -> int | None:
-    """Return the most positions that a row of such a layer attends to. In a chunk there may be fewer."""
-    return kind.sliding_window or kind.chunk

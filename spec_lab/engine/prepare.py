@@ -7,7 +7,7 @@ the sequence's draft tree.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -134,6 +134,7 @@ class Packer:
         dtype: of its weights.
         dense: whether attention reads one mask over all rows and cells.
         split: whether its layers are on several devices.
+        counting: of the model (``attention.counting_layers``).
     """
 
     cells: Cells
@@ -143,6 +144,7 @@ class Packer:
     dtype: torch.dtype
     dense: bool
     split: bool
+    counting: Mapping[int, torch.device] = field(default_factory=dict)
 
     def prepare(
         self,
@@ -153,7 +155,7 @@ class Packer:
         chunk: int,
     ) -> Prepared:
         """``CausalLM.prepare``: ``forest``, with pending tokens beyond ``chunk`` in earlier forwards."""
-        plain = sequences and not (draft.shape.nodes or prefill or self.kinds or self.dense)
+        plain = sequences and not (draft.shape.nodes or prefill or self.dense)
         if plain and all(len(one) == 1 for one in pending):
             cells = [self.cells.take_next(one) for one in sequences]
             if -1 not in cells:
@@ -278,15 +280,15 @@ class Packer:
         only trees need.
         """
         numbers = torch.tensor([[one[0] for one in pending], cells], device=self.device)  # positions are cells here
-        segments = [
-            Segment(one.span, row, row + 1, slice(cell, cell + 1), 0, cell + 1, None, False)
-            for row, (one, cell) in enumerate(zip(sequences, cells, strict=True))
-        ]
+        segments = self._no_segments()
+        for kind, found in segments.items():
+            for row, (one, cell) in enumerate(zip(sequences, cells, strict=True)):
+                first = kind.first(cell)
+                found.append(Segment(one.span, row, row + 1, slice(cell, cell + 1), first, cell + 1, None, False))
         for one, cell in zip(sequences, cells, strict=True):
             self.cells.keep_next(one, cell)
             one.held = NONE_HELD
-        pack = Pack(self.cells, self.kinds, {FULL: segments}, self.device, positions=numbers[1:])
-        rows = range(len(cells))
+        rows, pack = range(len(cells)), self._pack(segments, numbers[1:])
         pending_rows, no_nodes = [slice(row, row + 1) for row in rows], [slice(row + 1, row + 1) for row in rows]
         keep = 1 if len(cells) == 1 else 0
         attended = sum(cells) + len(cells)
@@ -384,12 +386,15 @@ class Packer:
         pending: Sequence[slice] = (),
         nodes: Sequence[slice] = (),
     ) -> Prepared:
-        pack = Pack(self.cells, self.kinds, segments, self.device, self.dense, positions)
+        pack = self._pack(segments, positions)
         mask: DenseMasks | None = None
         if self.dense:
             masks = {kind.layer_type: self._dense_mask(one, positions.shape[1]) for kind, one in segments.items()}
             mask = masks if len(masks) > 1 else next(iter(masks.values()))
         return Prepared(ids, positions, pack, keep, mask, attended, pending, nodes)
+
+    def _pack(self, segments: dict[AttentionKind, list[Segment]], positions: Tensor) -> Pack:
+        return Pack(self.cells, self.kinds, segments, self.device, self.dense, positions, self.counting)
 
     def _dense_mask(self, segments: list[Segment], rows: int) -> Tensor:  # [1, 1, N, S * C]
         """One additive mask over all rows and the whole store: quadratic; a reference for tests."""
@@ -446,13 +451,17 @@ def _nearby(
     Returns:
         The first cell that is attended to, and ``full`` and ``causal`` from there on.
     """
-    key, plain = new.key_positions(end), full
-    if plain is None:
-        plain = np.zeros((len(new.query), end), dtype=np.float32)
+    oldest = kind.first(int(new.query.min()))  # no row attends to an earlier position
+    committed = new.sequence.slots[oldest:]
+    start = min(int(new.slots.min()), int(committed.min(initial=end)))
+    if full is not None:
+        plain = full[:, start:]
+    else:
+        plain = np.zeros((len(new.query), end - start), dtype=np.float32)
         if causal:
             plain[:, new.slots] = new.mask
-    mask = attention_mask(kind, new.query, key, plain)
-    if np.array_equal(mask, plain):
+    mask = attention_mask(kind, new.query, new.key_positions(end)[start:], plain)
+    if not start and np.array_equal(mask, plain):
         return 0, full, causal
-    first = int((mask == 0).any(0).argmax())
-    return first, mask[:, first:] if mask[:, first:].any() else None, False
+    hidden = int((mask == 0).any(0).argmax())
+    return start + hidden, mask[:, hidden:] if mask[:, hidden:].any() else None, False

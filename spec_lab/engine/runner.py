@@ -84,7 +84,7 @@ class Output:
 
     Args:
         logits: ``[R, V]``, roots first, then nodes.
-        attended: attended positions in total.
+        attended: positions attended to in a layer with full attention, in total.
         hidden: ``[N, layers * H]`` the captured hidden states of all rows; None where nothing is captured.
         pending_rows: for each sequence, those that only prefill last, the rows of its pending tokens in ``hidden``.
         node_rows: for each tree the rows of its nodes.

@@ -49,7 +49,7 @@ class StepInfo:
         expected_emitted: ``[B]`` expected emitted tokens, likewise; forced ones that are appended later left out.
         given: what the expectation is conditional on: the "draft", or its "noise" as well.
         empty: ``[B]`` whether rounding left nothing of the residual distribution.
-        attended: cells attended to, summed over the sequences.
+        attended: cells attended to in a layer with full attention, summed over the sequences.
         chunks: sequences that only computed a part of their prompt, and how many tokens.
         errors: error messages, by sequence.
         clock: of the target's runner; reads the marks.

@@ -82,20 +82,25 @@ class DraftLayers(nn.Module):
                 f"({one_line(error)})"
             ) from error
         children = {name for layer in model.layers for name, _ in layer.named_children()}
+        if windows:
+            raise Unsupported(
+                f"layers of model_type '{kind}' are not supported in a drafter: they have sliding windows or chunks, "
+                "and drafters need full attention"
+            )
         if whole:
             reads = {name for layer in model.layers for name in signature(layer.forward).parameters}
             fits = children >= {*WHOLE} and reads >= GIVEN | {cache_argument(model.layers[0])}
             fits = fits and _uses_interface(model.layers[0].self_attn)
-            if not fits or windows:
+            if not fits:
                 raise Unsupported(
                     f"layers of model_type '{kind}' are not supported in a drafter: they need full attention with a KV "
                     f"cache through transformers' AttentionInterface, and to have {' and '.join(WHOLE)}; linear "
-                    "attention, recurrent layers and sliding windows are not supported"
+                    "attention and recurrent layers are not supported"
                 )
-        elif children != {*PARTS} or windows:
+        elif children != {*PARTS} or any(hasattr(layer.self_attn, "sinks") for layer in model.layers):
             raise Unsupported(
-                f"layers of model_type '{kind}' are not supported in a drafter: they need full attention, and to "
-                f"consist of {', '.join(PARTS)}"
+                f"layers of model_type '{kind}' are not supported in a drafter: they need full attention without "
+                f"sinks, and to consist of {', '.join(PARTS)}"
             )
         self.config, self.rotary, self.layers, self._family = config, rotary, model.layers, type(causal_lm)
         for parent in list(model.layers.modules()):

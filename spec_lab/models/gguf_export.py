@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from spec_lab.core.files import replacing
 from spec_lab.core.options import brief, one_of
+from spec_lab.engine.attention import layer_kinds
 from spec_lab.models import checkpoint
 from spec_lab.models.gguf_file import SOURCE, gguf_package
 from spec_lab.models.gguf_tokenizer import write_tokenizer
@@ -145,6 +146,8 @@ def _refuse_by_name(file: Path, config: Any) -> None:
     kind = config.model_type
     if kind not in ARCHITECTURES:
         refuse("model_type", kind, f"spec-lab convert writes {', '.join(ARCHITECTURES)}; use llama.cpp's converter")
+    if layer_kinds(config):
+        refuse("sliding_window", config.sliding_window, "llama.cpp would compute full attention in every layer")
     heads, width = config.num_attention_heads, _head_dim(config)
     if config.hidden_act != "silu":
         refuse("hidden_act", config.hidden_act, f"llama.cpp's architecture {ARCHITECTURES[kind]} has silu")

@@ -1,14 +1,16 @@
 """Which models this engine decodes correctly: refusals by name, and the self-check of every model that is loaded.
 
 The self-check decodes a scattered forest of two draft trees and compares its logits with those of plain forwards over
-every path. A model whose logits differ is refused with the measured error. Kinds of models that are known to fail are
-refused by name before any weight is read.
+every path. A model whose logits differ is refused with the measured error. Windows and chunks are shortened meanwhile
+(``shortened``), so that a few tokens reach beyond them. Kinds of models that are known to fail are refused by name
+before any weight is read.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from inspect import signature
@@ -18,18 +20,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft, Shape, empty
+from spec_lab.core.own_attention import own_attention
 from spec_lab.core.process_cache import ProcessCache
-from spec_lab.engine.attention import SPANS, Attention
+from spec_lab.engine.attention import SPANS, Attention, layer_kinds
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.runner import Runner
 
 LOG = logging.getLogger(__name__)
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""Largest error of a logit that the self-check allows, in standard deviations of the plain forward's logits."""
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
+"""Largest error of a logit that the self-check allows, in standard deviations of the plain forward's logits.
+
+In float64 too some models compute norms, rotations or softmax in float32.
+"""
 
 CHANGING_ROPE = {"dynamic", "longrope"}
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+"""The types of layers, as transformers' configs name them, that this engine computes."""
 NOT_FULL_ATTENTION = {"mamba", "mamba2", "rwkv", "falcon_mamba", "recurrent_gemma", "jamba", "gpt_neo", "zamba"}
 
 
@@ -112,7 +120,8 @@ def refuse_by_name(config: Any) -> None:
     """Refuse kinds of models whose attention the engine does not compute.
 
     Raises:
-        Unsupported: sliding windows, linear attention, encoder-decoders.
+        Unsupported: linear attention, recurrent layers, attention in both directions, encoder-decoders, multimodal
+            models.
     """
     kind = config.model_type
 
@@ -125,27 +134,41 @@ def refuse_by_name(config: Any) -> None:
         refuse("it does not attend to all earlier tokens in every layer")
     if getattr(config, "is_encoder_decoder", False):
         refuse("it is an encoder-decoder")
-    layers = set(getattr(config, "layer_types", None) or [])
-    if layers - {"full_attention"}:
-        refuse(f"it has layers of type {', '.join(sorted(layers - {'full_attention'}))}; trees require full attention")
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True) and not layers:
-        refuse(f"it has a sliding window of {config.sliding_window} tokens; null in its config means full attention")
+    if getattr(config, "text_config", None) is not None:
+        text = getattr(config.text_config, "model_type", "")
+        refuse(f"it has more than a text model; only text models, here '{text}', are supported")
+    if getattr(config, "use_bidirectional_attention", None):
+        refuse("its layers attend to later tokens too (use_bidirectional_attention)")
+    if other := set(getattr(config, "layer_types", None) or []) - LAYER_TYPES:
+        refuse(f"it has layers of type {', '.join(sorted(other))}; supported are {', '.join(sorted(LAYER_TYPES))}")
+    for one in set(layer_kinds(config).values()):
+        size = one.chunk if one.sliding_window is None else one.sliding_window
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            refuse(f"its layers of type {one.layer_type} must reach 1 position or more, not {size!r}")
+
+
+FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""What a model's code raises where it does not fit the engine."""
 
 
 def self_check(model: Any, attention: Attention, fixed: bool = False) -> float:
     """Decode a scattered forest of two draft trees and compare it with plain forwards over every path.
 
-    Also check of every rotary embedding that a token's rotation does not change when a far position joins the batch.
+    Also check of every rotary embedding that a token's rotation does not change when a far position joins the batch,
+    and of layers with windows that they ask for the windows that their config names.
 
     Returns:
         The largest error of a logit, in standard deviations of the plain logits.
 
     Raises:
-        Unsupported: the error exceeds the tolerance of the model's dtype, or the model raises an error.
+        Unsupported: the error exceeds the tolerance of the model's dtype, or the model raises an error. The message
+            advises another setting only where that one passes the check.
     """
     kind = getattr(model.config, "model_type", type(model).__name__)
     try:
-        error = _error(model, attention, fixed)
+        error = _measured(model, attention, fixed)
     except Unsupported:
         raise
     except FAILURES as failure:
@@ -154,26 +177,30 @@ def self_check(model: Any, attention: Attention, fixed: bool = False) -> float:
             f"model type '{kind}' cannot decode forests with attention='{attention}' "
             f"({type(failure).__name__}: {failure}){_advice(model, attention, fixed)}"
         ) from failure
-    allowed = TOLERANCE[model.dtype]
-    if not error <= allowed:
+    if not _allowed(model, error):
         raise Unsupported(
             f"model type '{kind}' decodes forests wrongly with attention='{attention}': its logits differ from a plain "
-            f"forward's by {error:.2g} standard deviations, allowed are {allowed:g} in {model.dtype}"
+            f"forward's by {error:.2g} standard deviations, allowed are {TOLERANCE[model.dtype]:g} in {model.dtype}"
             f"{_advice(model, attention, fixed)}"
         )
     return error
 
 
-FAILURES = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
-)  # fmt: skip
-"""Errors that the code of a model that is not supported raises."""
+def _measured(model: Any, attention: Attention, fixed: bool) -> float:
+    """``self_check`` without its bound; errors of the model's code are not caught."""
+    parallel = (getattr(model, "tp_size", None) or 1) > 1
+    if layer_kinds(model.config) and not parallel:
+        lm = CausalLM(model, attention)
+        one = lm.open()
+        lm.forward([one], [[0]], empty(1, lm.device))  # windows that differ from the config's raise
+        one.close()
+    with shortened(model, None if parallel else SHORT):
+        lm = CausalLM(model, attention, fixed=fixed)
+        return max(forest_error(lm, partial(_plain_forward, model)), _rotation_error(model))
 
 
-def _error(model: Any, attention: Attention, fixed: bool) -> float:
-    """Return what ``self_check`` measures."""
-    lm = CausalLM(model, attention, fixed=fixed)
-    return max(forest_error(lm, partial(_plain_forward, model)), _rotation_error(model))
+def _allowed(model: Any, error: float) -> bool:
+    return error <= TOLERANCE[model.dtype]
 
 
 def _refuse_failing_model(model: Any, kind: str) -> None:
@@ -199,17 +226,46 @@ def _refuse_failing_model(model: Any, kind: str) -> None:
 
 
 def _advice(model: Any, attention: Attention, fixed: bool) -> str:
-    """Return which option makes a model work that fails the self-check; empty if none does."""
-    alone = (getattr(model, "tp_size", None) or 1) == 1
-    others: list[tuple[str, Attention, bool]] = [("target.graphs=false", attention, False)] if fixed else []
-    others += [("target.attention=dense", "dense", False)] if attention == "spans" and not fixed and alone else []
-    for option, other, shapes in others:
+    """Return which other setting passes the check; empty if none does."""
+    parallel = (getattr(model, "tp_size", None) or 1) > 1
+    others: list[tuple[str, Attention]] = [("target.graphs=false", attention)] if fixed else []
+    if attention == "spans" and not parallel:
+        others.append(("target.attention=dense" + " and target.graphs=false" * fixed, "dense"))
+    for name, other in others:
         try:
-            if _error(model, other, shapes) <= TOLERANCE[model.dtype]:
-                return f"; set {option}, which works"
-        except (*FAILURES, Unsupported):
+            if _allowed(model, _measured(model, other, False)):
+                return f"; set {name}, which works"
+        except (Unsupported, *FAILURES):
             continue
     return ""
+
+
+SHORT = 4
+"""Positions of a window or chunk in the self-check."""
+SIZES = ("sliding_window", "attention_chunk_size", "floor_scale")
+"""What attention of transformers calls sizes in positions. Llama 4 scales queries by position // ``floor_scale``."""
+
+
+@contextmanager
+def shortened(model: Any, most: int | None) -> Iterator[None]:
+    """Within the block no window or chunk of a model exceeds ``most`` positions; None leaves all as they are.
+
+    The engine and transformers read the same sizes, so that the text of the self-check, which is shorter than most
+    windows, tests both sides' masks, conventions and layer types. Masks are functions of positions only.
+    """
+    owners = [*model.modules(), *(vars(module).get("config") for module in model.modules()), model.config]
+    before = {
+        (id(owner), name): (owner, size)
+        for owner in owners for name in SIZES
+        if isinstance(size := getattr(owner, name, None), int) and not isinstance(size, bool) and size > (most or size)
+    }  # fmt: skip
+    try:
+        for (_, name), (owner, _) in before.items():
+            setattr(owner, name, most)
+        yield
+    finally:
+        for (_, name), (owner, size) in before.items():
+            setattr(owner, name, size)
 
 
 def checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache, fixed: bool = False) -> float:
@@ -295,7 +351,7 @@ def _plain_forward(model: Any, tokens: list[int], rows: int) -> Tensor:  # [rows
     """Return the logits of the last rows of a plain forward, with transformers' own attention."""
     ours = model.config._attn_implementation
     if ours == SPANS:
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation(own_attention(model))
     logits: Tensor = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0, -rows:]
     if ours == SPANS:
         model.set_attn_implementation(SPANS)

@@ -139,7 +139,8 @@ class Link:
         cells = pack.cells
         if cells not in self._numbers:
             self._name(cells, next(self._counter))
-        return {"cells": self._numbers[cells], "size": [cells.spans, cells.capacity], "kinds": kinds}, tensors
+        size, counting = [cells.spans, cells.capacity], [*pack.counting]
+        return {"cells": self._numbers[cells], "size": size, "kinds": kinds, "counting": counting}, tensors
 
     def _name(self, thing: Any, number: int) -> None:
         self._numbers[thing] = number
@@ -202,7 +203,8 @@ class Link:
                 )
                 for place, (span, start, stop, slots, first, end, causal) in enumerate(each["segments"])
             ]  # fmt: skip
-        return Pack(cells, kinds, packed, device, positions=tensors["position_ids"])
+        counting = dict.fromkeys(facts["counting"], device)
+        return Pack(cells, kinds, packed, device, positions=tensors.get("position_ids"), counting=counting)
 
     # Both ------------------------------------------------------------------------------------------------------------
 
@@ -235,7 +237,8 @@ class Link:
 
     def _tell(self, what: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         words = torch.frombuffer(bytearray(json.dumps(what).encode()), dtype=torch.uint8)
-        every = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        own = torch.contiguous_format  # masks of two kinds of layers may share memory, which safetensors refuses
+        every = {name: tensor.cpu().clone(memory_format=own) for name, tensor in tensors.items()}
         told = torch.frombuffer(bytearray(save({**every, "": words})), dtype=torch.uint8)
         dist.broadcast(torch.tensor([len(told)]), 0, group=self.words)
         dist.broadcast(told, 0, group=self.words)

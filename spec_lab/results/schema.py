@@ -14,7 +14,7 @@ ROUNDS = {
     "prefill": (_FLAG, "whether this forward computed the prompts; decode time and tau start after it"),
     "live": (_WHOLE, "sequences of this forward"),
     "nodes": (_WHOLE, "draft nodes of all trees"),
-    "cells": (_WHOLE, "attended KV positions of all sequences"),
+    "cells": (_WHOLE, "attended KV positions of all sequences, in a layer with full attention"),
     "computed_only": (_WHOLE, "rows computed with the drafts that no verifier may accept, such as lookahead's window"),
     "prefill_chunks": (_WHOLE, "sequences that only computed a part of their prompt"),
     "copies_before": (_WHOLE, "copies from the device to the host before the target's forward, counted on the CPU too"),

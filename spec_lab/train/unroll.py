@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.engine.attention import FULL, SPANS, AttentionKind
+from spec_lab.engine.softmax import Softmax
 from spec_lab.models.eagle import Eagle, Eagle3
 from spec_lab.train.objectives import Loss, Measured, Truth, measure
 from spec_lab.train.texts import Texts
@@ -57,11 +58,16 @@ class UnrollAttention:
     values: list[Tensor]
     kind: AttentionKind = FULL
 
-    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
+    def attend(self, query: Tensor, softmax: Softmax) -> Tensor:
         """``[B, heads, C, d] -> [B, C, heads, d]``, computed in float32 at least.
 
         In bfloat16 the gradients of queries and keys are differences of rounded numbers: mostly noise.
+
+        Raises:
+            NotImplementedError: the layer has a soft cap or sinks.
         """
+        if not softmax.plain:
+            raise NotImplementedError("layers with soft-capped attention or attention sinks cannot be trained")
         columns, groups = query.shape[2], query.shape[1] // self.keys[0].shape[1]
         given, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
         keys, values = (
@@ -71,7 +77,7 @@ class UnrollAttention:
             ]
             for some in (self.keys, self.values)
         )
-        query = query.to(wide) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        query = query.to(wide) * (query.shape[-1] ** -0.5 if softmax.scaling is None else softmax.scaling)
         future = torch.ones(columns, columns, dtype=torch.bool, device=query.device).triu(1)
         scores = [(query @ keys[0].transpose(2, 3)).masked_fill(future, -torch.inf)]
         scores += [(query * key).sum(-1, keepdim=True) for key in keys[1:]]

@@ -28,11 +28,22 @@ def test_a_step_reads_the_weights_once_and_the_cache_of_every_sequence():
     assert compute.tolist() == [first / 50, (100 + 10 + 2 * 6) / 50]
 
 
-def test_layers_with_a_window_attend_to_no_more_positions_than_it_holds():
+def test_layers_with_a_window_read_the_windows_of_all_rows_and_each_row_computes_with_its_own():
+    """The root is position 19, its window begins at 15; two nodes follow."""
     work = replace(WORK, attention=(AttentionWork(4, 2), AttentionWork(8, 6, window=5)))
     (read,), (compute,) = Roofline(work, LIMITS).seconds([0], [20], [1], [2])
-    assert read == (1000 + 4 * 22 + 8 * 5) / 100
+    assert read == (1000 + 4 * 22 + 8 * 7) / 100
     assert compute == (100 * 3 + 10 * 3 + 3 * (2 * 22 + 6 * 5)) / 50
+    (read,), _ = Roofline(work, LIMITS).seconds([0], [20], [20], [0])
+    assert read == (1000 + (4 + 8) * 20) / 100, "a prompt is read whole"
+
+
+def test_layers_with_chunks_read_from_the_beginning_of_the_first_row_s_chunk():
+    """Position 19 is in the chunk from 16 on; position 16 begins it."""
+    work = replace(WORK, attention=(AttentionWork(8, 6, chunk=8),))
+    read, compute = Roofline(work, LIMITS).seconds([0, 1], [20, 17], [1, 1], [2, 0])
+    assert read.tolist() == [(1000 + 8 * 6) / 100, (1000 + 8) / 100]
+    assert compute.tolist() == [(100 * 3 + 10 * 3 + 3 * 6 * 6) / 50, (100 + 10 + 6) / 50]
 
 
 def test_no_step_has_no_bound():
@@ -41,13 +52,18 @@ def test_no_step_has_no_bound():
 
 
 def test_what_a_run_records_is_read_back_and_has_the_shape_that_manifests_are_checked_for():
-    own = Roofline(replace(WORK, attention=(*WORK.attention, AttentionWork(8, 6, window=5))), LIMITS)
+    near = AttentionWork(8, 6, window=5), AttentionWork(8, 6, chunk=9)
+    own = Roofline(replace(WORK, attention=(*WORK.attention, *near)), LIMITS)
     facts = json.loads(json.dumps(own.facts()))
     expect(facts, roofline.SHAPE, "roofline")
     assert Roofline.of(facts) == own
     newer = {part: {**values, "later": 1} for part, values in facts.items()}
     assert Roofline.of(newer) == own, "a later version may record more"
     assert Roofline.of(None) is None
+    for one in facts["work"]["attention"]:
+        del one["chunk"]
+    expect(facts, roofline.SHAPE, "roofline")
+    assert Roofline.of(facts) is not None, "an older version recorded no chunks"
 
 
 def test_limits_are_crowded_where_others_use_the_cores_that_were_measured():

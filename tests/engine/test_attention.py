@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
-from spec_lab.engine.attention import FULL, AttentionKind, Pack, attention_mask, cell_attention, layer_kinds
+from spec_lab.engine.attention import (
+    FULL,
+    AttentionKind,
+    Pack,
+    attention_mask,
+    cell_attention,
+    counting_layers,
+    layer_kinds,
+)
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.kv_cache import Cells
 from spec_lab.engine.prepare import Packer
@@ -151,18 +159,87 @@ def test_kinds_are_read_from_the_config_of_the_model():
         layer_kinds(SimpleNamespace(layer_types=["linear_attention"], num_hidden_layers=1))
 
 
-@pytest.mark.parametrize(
-    "asked", [{"sliding_window": 4}, {"softcap": 30.0}, {"s_aux": torch.ones(1)}, {"position_bias": 0}], ids=str
-)
-@pytest.mark.parametrize("cells", [False, True])
-def test_attention_that_the_config_does_not_name_is_refused(asked, cells):
+@pytest.mark.parametrize("asked", [{"sliding_window": 4}, {"position_bias": 0}, {"head_mask": 0}], ids=str)
+def test_attention_that_the_config_does_not_name_is_refused(asked):
     query = key = value = torch.ones(1, 1, 1, 2)
-    if cells:
-        layers = Layers()
-        prepared = layers.prepare([1], chain(0))
-        key, value = Pack(layers.cells, {}, prepared.pack.segments, CPU).update(key, value, 0)
+    layers = Layers()
+    prepared = layers.prepare([1], chain(0))
+    cells = Pack(layers.cells, {}, prepared.pack.segments, CPU).update(key, value, 0)
     with pytest.raises(NotImplementedError, match=next(iter(asked))):
-        cell_attention(torch.nn.Identity(), query, key, value, None, **asked)
+        cell_attention(torch.nn.Identity(), query, *cells, None, **asked)
+    if "sliding_window" not in asked:
+        with pytest.raises(NotImplementedError, match=next(iter(asked))):
+            cell_attention(torch.nn.Identity(), query, key, value, None, **asked)
+
+
+SOFTMAXES = {
+    "softcap": dict(softcap=1.5),
+    "sinks": dict(s_aux=torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64)),
+    "both": dict(softcap=0.7, scaling=0.9, s_aux=torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64)),
+}
+
+
+def by_loops(query, keys, values, sees, scaling=None, softcap=None, s_aux=None):
+    """Attention ``[heads, n, dim]`` by loops over heads and rows; ``sees[i]`` are the keys of row i."""
+    out = torch.zeros_like(query)
+    for head, row in np.ndindex(query.shape[:2]):
+        own = keys[head // (len(query) // len(keys)), sees[row]], values[head // (len(query) // len(keys)), sees[row]]
+        scores = own[0] @ query[head, row] * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        sink = 0.0 if s_aux is None else s_aux[head].exp()
+        out[head, row] = (scores.exp() / (scores.exp().sum() + sink)) @ own[1]
+    return out
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("asked", SOFTMAXES.values(), ids=SOFTMAXES)
+def test_soft_caps_and_sinks_are_those_of_plain_loops(asked, kv_heads):
+    """A prompt, then a tree over cells of two sequences, and a forward without cells; in layers of every kind."""
+    layers, generator = Layers(), torch.Generator().manual_seed(0)
+    layers.sequences.append(layers.cells.open())
+    for counts, shape in (([7, 3], forest((chain(0), chain(0)))), ([1, 2], forest((TREE, chain(2))))):
+        prepared = layers.prepare(counts, shape)
+        rows = prepared.ids.shape[1]
+        query, key, value = (
+            torch.randn(1, heads, rows, 4, dtype=torch.float64, generator=generator)
+            for heads in (4, kv_heads, kv_heads)
+        )
+        for number, kind in enumerate(KINDS):
+            layer, _ = prepared.pack.update(key, value, number)
+            more = asked | dict(sliding_window=kind.sliding_window)
+            found = cell_attention(torch.nn.Identity(), query, layer, layer, None, **more)[0][0].transpose(0, 1)
+            for one in prepared.pack.segments[kind]:
+                sees = [sorted(cells) for cells in attended(one)]
+                own = layers.cells.keys[number][one.span], layers.cells.values[number][one.span]
+                expected = by_loops(query[0, :, one.start : one.stop], *own, sees, **asked)
+                torch.testing.assert_close(found[:, one.start : one.stop], expected)
+    for kind in KINDS:
+        config = SimpleNamespace(
+            attention_chunk_size=kind.chunk, num_hidden_layers=1, layer_types=[kind.layer_type],
+            sliding_window=kind.sliding_window,
+        )  # fmt: skip
+        module, more = SimpleNamespace(config=config, layer_idx=0), asked | dict(sliding_window=kind.sliding_window)
+        found = cell_attention(module, query, key, value, None, **more)[0][0].transpose(0, 1)
+        sees = [[column for column in range(row + 1) if reaches(kind, row, column)] for row in range(rows)]
+        torch.testing.assert_close(found, by_loops(query[0], key[0], value[0], sees, **asked))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_first_position_that_a_query_attends_to(kind):
+    for query in range(12):
+        assert kind.first(query) == min(key for key in range(query + 1) if reaches(kind, query, key))
+
+
+def test_layers_that_count_their_rows_get_the_positions_of_the_rows_on_their_device():
+    positions = torch.tensor([[5, 6, 6, 9]])
+    pack = Pack(Cells(), {}, {}, CPU, positions=positions, counting={2: CPU, 3: torch.device("meta")})
+    assert (pack.get_seq_length(2) + torch.arange(4)).tolist() == positions[0].tolist()
+    assert pack.get_seq_length(3).is_meta and pack.get_seq_length(3).shape == (4,)
+    assert pack.get_seq_length() == pack.get_seq_length(1) == 0
+    model = tiny_model("llama4_text")
+    assert counting_layers(model) == {3: CPU} and counting_layers(tiny_model()) == {}
+    assert counting_layers(tiny_model("llama4_text", attn_temperature_tuning=False)) == {}
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])

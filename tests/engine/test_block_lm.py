@@ -8,6 +8,7 @@ import torch
 from spec_lab.core.clock import Clock
 from spec_lab.engine import block_lm
 from spec_lab.engine.block_lm import BlockLM
+from spec_lab.engine.softmax import Softmax
 
 H, SIZE = 6, 3
 
@@ -19,7 +20,7 @@ def one_layer(seen):
         seen.append(positions[0].index_select(0, own).tolist())
         keys = x[:, None]  # [1, heads, N, H]
         read, _ = pack.update(keys, keys, 0)
-        return read.attend(keys, None)[0, :, 0].index_select(0, own)
+        return read.attend(keys, Softmax())[0, :, 0].index_select(0, own)
 
     return layers
 

@@ -23,7 +23,7 @@ FIXED = pytest.mark.parametrize("fixed", [False, True], ids=["eager", "captured"
 
 
 @FIXED
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral-windows"])
 def test_forests_on_a_gpu_have_the_logits_of_the_cpu(family, fixed):
     model = tiny_model(family).cuda()
     if fixed:

@@ -8,6 +8,7 @@ import torch
 from spec_lab.core.clock import Clock
 from spec_lab.engine import feature_lm
 from spec_lab.engine.feature_lm import FeatureLM
+from spec_lab.engine.softmax import Softmax
 
 H = 6
 
@@ -31,7 +32,7 @@ def test_outputs_do_not_depend_on_the_parts_in_which_inputs_are_computed(monkeyp
         starts.append(positions[0].tolist())
         keys = x[:, None]  # [1, heads, N, H]
         read, _ = pack.update(keys, keys, 0)
-        return read.attend(keys, None)[:, :, 0]
+        return read.attend(keys, Softmax())[:, :, 0]
 
     lm = FeatureLM(layers, 1, torch.device("cpu"), torch.float64)
     sequences, known = [lm.open(), lm.open()], [torch.empty(0, H, dtype=torch.float64)] * 2

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from spec_lab.core.roofline import AttentionWork, ForwardWork
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.model_work import work_of
+from tests.models.families import tiny_family
 from tests.tiny import COMMON, FAMILIES, VOCABULARY, WINDOWED, tiny_model
 
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, DIM, DOUBLE = 32, 48, 2, 4, 2, 8, 8  # of the tiny Llama, in float64
@@ -31,10 +32,13 @@ def test_weights_of_half_the_width_are_half_the_bytes_and_the_same_flops():
     assert half.attention[0].kv_bytes * 2 == double.attention[0].kv_bytes
 
 
-def test_layers_with_a_window_are_counted_apart():
+def test_layers_with_a_window_or_chunks_are_counted_apart():
     full, near = CausalLM(tiny_model("qwen2-windows")).work.attention
-    assert (full.window, near.window) == (None, 5)
+    assert (full.window, near.window) == (None, 5) and full.chunk is near.chunk is None
     assert (full.kv_bytes, full.flops) == (near.kv_bytes, near.flops), "one layer each"
+    chunked, full = CausalLM(tiny_model("llama4_text")).work.attention
+    assert (full.window, full.chunk, chunked.window, chunked.chunk) == (None, None, None, 4)
+    assert chunked.kv_bytes == 3 * full.kv_bytes
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
@@ -85,6 +89,7 @@ def test_what_the_config_does_not_state_is_unknown():
     model = tiny_model()
     model.config.num_attention_heads = 0
     assert work_of(model, {}) is None
+    assert CausalLM(tiny_family("mimo_v2_flash")).work is None, "layers with windows have other key-value heads"
 
 
 def test_of_a_model_on_several_devices_or_ranks_the_work_of_one_is_unknown():

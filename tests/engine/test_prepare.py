@@ -87,8 +87,9 @@ def chain_draft(depth):
     return Draft(chain(depth), torch.arange(depth))
 
 
-def test_sequences_without_holes_take_the_short_way(monkeypatch):
-    one = world()
+@pytest.mark.parametrize("kinds", [{}, {0: AttentionKind(sliding_window=2)}], ids=["full", "window"])
+def test_sequences_without_holes_take_the_short_way(monkeypatch, kinds):
+    one = world(kinds)
     happen(one, "open", 3)
     happen(one, "open", 4)
     monkeypatch.setattr(Packer, "forest", None)
@@ -98,7 +99,7 @@ def test_sequences_without_holes_take_the_short_way(monkeypatch):
 
 
 @pytest.mark.parametrize("kinds", [{0: AttentionKind(sliding_window=2)}, {}], ids=["window", "dense"])
-def test_windows_and_dense_masks_are_prepared_as_forests(kinds):
+def test_windows_and_dense_masks_are_prepared_as_in_forests(kinds):
     found = []
     for whole in (False, True):
         one = world(kinds, dense=not kinds)

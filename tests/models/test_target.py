@@ -9,12 +9,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from spec_lab.engine.graphs import Graphs
-from spec_lab.engine.prepare import Packer
+from spec_lab.engine.attention import layer_kinds
+from spec_lab.engine.graphs import FixedPack
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.support import Unsupported, model_context, refuse_by_name, self_check
 from spec_lab.models.target import Target
-from tests.tiny import COMMON, CONTEXT, VOCABULARY, tiny_model
+from tests.tiny import COMMON, CONTEXT, VOCABULARY, WINDOWED, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -136,11 +136,15 @@ def test_a_damaged_checkpoint_is_refused_with_the_file(folder, tmp_path, name, d
 @pytest.mark.parametrize(
     ("family", "settings", "says"),
     [
-        ("mistral", {"sliding_window": 64}, "sliding"),
-        ("gemma2", {}, "sliding_attention"),
+        ("qwen3_next", {}, "linear_attention.* full_attention, sliding_attention"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "later tokens"),
         ("mamba", {}, "does not attend"),
         ("gpt_neo", {}, "does not attend"),
         ("t5", {}, "encoder-decoder"),
+        ("mistral", {"sliding_window": -1}, "sliding_attention must reach .* not -1"),
+        ("gemma2", {"sliding_window": 0}, "sliding_attention must reach .* not 0"),
+        ("llama4_text", {"attention_chunk_size": 0}, "chunked_attention must reach .* not 0"),
+        ("gemma3", {}, "text models, here 'gemma3_text'"),
     ],
 )  # fmt: skip
 def test_known_bad_kinds_are_refused_by_name_before_any_weight_is_read(family, settings, says):
@@ -224,8 +228,8 @@ def test_the_self_check_detects_a_rotation_that_depends_on_the_pack():
         self_check(model, "spans")
 
 
-@pytest.mark.parametrize("asked", ["softcap", "sliding_window", "s_aux"])
-def test_attention_other_than_softmax_is_refused(asked):
+@pytest.mark.parametrize("asked", ["sliding_window", "head_mask"])
+def test_attention_that_the_engine_does_not_compute_is_refused(asked):
     model = tiny_model()
     attention = model.model.layers[0].self_attn
     right = attention.forward
@@ -285,25 +289,75 @@ def test_logits_that_cannot_be_compared_are_refused(spoil):
 
 
 @pytest.mark.parametrize("failure", [ValueError, ImportError, TypeError])
-def test_no_option_is_advised_that_does_not_help(failure):
+@pytest.mark.parametrize("attention", ["spans", "dense"])
+def test_no_setting_is_advised_where_none_works(failure, attention):
     model = tiny_model()
 
     def fails(*_, **__):
         raise failure("no way")
 
     model.model.layers[0].forward = fails
-    for attention in ("spans", "dense"):
+    for fixed in {False, attention == "spans"}:
         with pytest.raises(Unsupported, match=r"a plain forward by transformers' own code fails .*no way\)$"):
-            self_check(model, attention)
+            self_check(model, attention, fixed)
 
 
-@pytest.mark.parametrize("works", ["", "; set target.graphs=false, which works"])
-def test_shapes_as_they_come_are_advised_where_they_help(works, monkeypatch):
-    def fails(*_, **__):
-        raise NotImplementedError("no way")
+def test_the_setting_that_works_is_advised():
+    """Layers that read their mask work with a dense one only; others only without fixed shapes."""
+    model = tiny_model()
+    own = model.model.layers[0].forward
 
-    monkeypatch.setattr(Graphs, "prepare", fails)
-    if not works:
-        monkeypatch.setattr(Packer, "forest", fails)
-    with pytest.raises(Unsupported, match=rf"no way\){works}$"):
-        self_check(tiny_model(), "spans", fixed=True)
+    def reads_mask(*args, **more):
+        assert more["attention_mask"] is not None or model.config._attn_implementation == "sdpa"
+        return own(*args, **more)
+
+    model.model.layers[0].forward = reads_mask
+    for fixed, more in ((False, ", which works$"), (True, " and target.graphs=false, which works$")):
+        with pytest.raises(Unsupported, match=rf"; set target\.attention=dense{more}"):
+            self_check(model, "spans", fixed)
+
+    def reads_cache(x, *args, **more):
+        return own(x + any(isinstance(one, FixedPack) for one in more.values()), *args, **more)
+
+    model.model.layers[0].forward = reads_cache
+    with pytest.raises(Unsupported, match=r"decodes forests wrongly.*; set target\.graphs=false, which works$"):
+        self_check(model, "spans", True)
+
+
+# Windows and chunks --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("size", [3, 100])
+def test_the_self_check_reaches_beyond_windows_of_any_size(monkeypatch, family, size):
+    """What the engine reads from the config is wrong here: with long windows no text of the check would show it."""
+    name = "attention_chunk_size" if family == "llama4_text" else "sliding_window"
+    model = tiny_model(family, **{name: size})
+    assert self_check(model, "spans") < 1e-5 and getattr(model.config, name) == size
+    if name == "sliding_window":
+        assert {one.sliding_window for one in model.modules() if hasattr(one, name)} <= {size, None}
+        assert {kind.sliding_window for kind in layer_kinds(model.config).values()} == {size}
+    for attention in ("spans", "dense"):
+        with monkeypatch.context() as patch:
+            patch.setattr("spec_lab.engine.causal_lm.layer_kinds", lambda config: {})
+            with pytest.raises(Unsupported, match=r"sliding_window=|by \d"):
+                self_check(model, attention)
+
+
+def test_a_layer_whose_window_is_not_that_of_the_config_is_refused():
+    """Shortened windows would hide it."""
+    model = tiny_model("mistral-windows", sliding_window=100)
+    attention = model.model.layers[0].self_attn
+    right = attention.forward
+    attention.forward = lambda *args, **more: right(*args, **more | {"sliding_window": 50})
+    with pytest.raises(Unsupported, match="sliding_window"):
+        self_check(model, "spans")
+
+
+def test_the_self_check_detects_queries_scaled_by_their_row(monkeypatch):
+    """Llama 4 scales queries at positions beyond ``floor_scale``, here far beyond the text of the check."""
+    model = tiny_model("llama4_text", floor_scale=64)
+    assert self_check(model, "spans") < 1e-5
+    monkeypatch.setattr("spec_lab.engine.causal_lm.counting_layers", lambda model: {})
+    with pytest.raises(Unsupported, match="by 0"):
+        self_check(model, "spans")

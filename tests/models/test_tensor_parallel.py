@@ -29,10 +29,13 @@ from spec_lab.models.tensor_parallel import Link
 from spec_lab.propose.heads import Heads
 from spec_lab.results.manifest import claim, manifest
 from tests.checkpoints import checkpoint, prompts
-from tests.models.families_positions import tiny_family
+from tests.models import families_positions
+from tests.models.families import tiny_family
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
+WINDOWS = {"gemma2": 1e-5, "mimo_v2_flash": 1e-4, "llama4_text": 1e-4}
+"""Families with layers of other kinds than full attention, and how far logits of two ranks may be from those of one."""
 LIMIT = 120  # seconds: a limit for hanging commands
 EVERYWHERE = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
 
@@ -43,7 +46,12 @@ def here(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parallel")
     for family in ("llama", "qwen3", "gpt2"):
         checkpoint(folder / family, torch.float64, family=family)
-    tiny_family("deepseek_v2-dense", q_lora_rank=None).save_pretrained(checkpoint(folder / "latent"))
+    for family in WINDOWS:
+        shutil.copytree(
+            folder / "llama", folder / family, ignore=shutil.ignore_patterns("*.safetensors", "config.json")
+        )
+        tiny_family(family).save_pretrained(folder / family)
+    families_positions.tiny_family("deepseek_v2-dense", q_lora_rank=None).save_pretrained(checkpoint(folder / "latent"))
     checkpoint(folder / "draft", torch.float64, seed=1, num_hidden_layers=1)
     shutil.copytree(folder / "llama", folder / "unseen")
     prompts(folder / "prompts.jsonl")
@@ -120,6 +128,13 @@ def test_two_ranks_share_the_heads_of_latent_attention_and_each_has_all_latents(
     found = answers["latent"]
     assert found["error"] < 1e-5 and found["self_check"] < 1e-6  # its rotations are in float32
     assert found["kv_heads"] == [1, 1] and found["share_of_a_matrix"] == 0.5
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+def test_two_ranks_share_layers_with_windows_chunks_soft_caps_and_sinks(answers, family):
+    found = answers[family]
+    assert found["error"] < WINDOWS[family] and found["self_check"] < WINDOWS[family]
+    assert found["kv_heads"] == [1, 2] and found["share_of_a_matrix"] == 0.5
 
 
 @pytest.mark.nightly

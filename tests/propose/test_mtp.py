@@ -298,7 +298,7 @@ REFUSED = {
     "no module": (without(f"{L}eh_proj.weight"), "holds no MTP module"),
     "size": (stating(intermediate_size=2**30), "describes MTP modules with 1030"),
     "recurrent": (stating(model_type="mamba2"), "'mamba2' are not supported in a drafter: they have no full attention"),
-    "windows": (stating(model_type="mistral", sliding_window=4), "'mistral' is not supported: it has a sliding window"),
+    "windows": (stating(model_type="mistral", sliding_window=4), "'mistral' are not supported .*windows"),
     "attention of its own": (stating(model_type="gptj", n_head=4, rotary_dim=4), "'gptj'"),
     "unknown": (stating(model_type="nothing"), "'nothing'"),
     "no kind": (lambda config, tensors: config.pop("model_type"), "model_type"),

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from spec_lab.engine.softmax import Softmax
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
 from spec_lab.models.eagle_files import published_name
 from spec_lab.train.eagle import Eagle3Objective, Eagle3Recipe, begin_as_target
@@ -224,7 +225,7 @@ def test_attention_has_exact_gradients_in_bfloat16():
     found = []
     for dtype in (torch.bfloat16, torch.float64):
         query, key, value = (one.detach().to(dtype).requires_grad_() for one in given)
-        mixed = UnrollAttention([key], [value]).attend(query, None)
+        mixed = UnrollAttention([key], [value]).attend(query, Softmax())
         assert mixed.dtype == dtype and mixed.shape == (1, 24, 2, 8)
         weights = random(*mixed.shape, seed=5).bfloat16().to(dtype)
         found.append(torch.autograd.grad((mixed * weights).sum(), (query, key, value)))
