@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spec_lab.analysis.metrics import acceptance, phases, published, speed, texts
+from spec_lab.analysis.metrics.accuracy import accuracy
 from spec_lab.analysis.metrics.intervals import Interval, interval, ratio
 from spec_lab.analysis.metrics.roofline import roofline_figures
 from spec_lab.core.roofline import Roofline
@@ -123,5 +124,6 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
         "baseline_roofline_share": base["roofline_share"]["mean"],
         "repeated_8gram_share": texts.repeated_8gram_share(requests["tokens"]),
         "identical_outputs": texts.identical_outputs(tables.requests, arm, baseline) if compared else nan,
+        "accuracy": accuracy(tables.requests, arm, baseline),
         "finish": {str(finish): int(count) for finish, count in requests["finish"].value_counts().items()},
     }
