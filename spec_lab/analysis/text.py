@@ -58,6 +58,8 @@ COLUMNS = {
     "baseline_roofline_share": FigureFormat("baseline roofline share", ".1%"),
     "repeated_8gram_share": FigureFormat("repeated 8-grams", ".1%"),
     "identical_outputs": FigureFormat("identical outputs", ".1%"),
+    "correct": FigureFormat("correct", ".1%"),
+    "correct_change": FigureFormat("change of correct", "+.1%"),
     "requests": FigureFormat("prompts", ".0f"),
 }
 """The figures of ``metrics.summarise`` that tables show, the same in the terminal and on pages."""

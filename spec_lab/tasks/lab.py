@@ -6,6 +6,7 @@ An arm is one way to decode. The baseline is the null proposer in the same loop.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -35,6 +36,8 @@ from spec_lab.text.chat_template import template_facts
 from spec_lab.text.detokenizer import Rules, plain
 from spec_lab.text.prompts import Prompt, encode, encode_turn
 from spec_lab.verify import Match, Verifier, check_pair
+
+LOG = logging.getLogger(__name__)
 
 MOST_NODES = 2**14
 """Most nodes drafted in a step, for all sequences together: the tree attention mask has the square of their number."""
@@ -180,6 +183,8 @@ class Lab:
                 source; token healing for a target whose tokens' bytes are not known.
         """
         turns = [self.turn(settings, number) for number in range(len(self.prompts))]
+        if self.prompts[0].template is not None and (self.chat_facts() or {})["template"] == "none":
+            LOG.warning("The tokenizer of %s has no chat template: messages are plain text", self.target.name)
         bare = next((one.request.name for one in turns if not one.request.constraint), None)
         constraint = None if self.applied is None else self.applied.constraint
         for part in constraint.parts if isinstance(constraint, Composite) else (constraint,):

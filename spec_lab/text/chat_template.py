@@ -110,22 +110,20 @@ def _check_read(source: str, options: Mapping[str, Any], tools: bool, where: str
     Raises:
         ValueError: names them.
     """
-    kind = "the chat template" if source else "plain text, since there is no chat template,"
+    why = "the chat template does not read it" if source else "the prompt is plain text, without a chat template"
 
     def reads(name: str) -> bool:
         return re.search(rf"\b{name}\b", source) is not None
 
     if tools and not reads("tools"):
-        raise ValueError(f"{where} has tools, which {kind} does not describe: remove them, or set prompts.template")
+        raise ValueError(f"{where} has tools, which have no effect: {why.replace(' it', ' them')}; remove them")
     thinking = [name for name in THINKING if name in options]
     if thinking and not any(map(reads, thinking)):
-        raise ValueError(
-            f"{where}: prompts.thinking={str(options[thinking[0]]).lower()} has no effect, since {kind} has no such "
-            "switch: set prompts.thinking=null"
-        )
+        value = str(options[thinking[0]]).lower()
+        raise ValueError(f"{where}: prompts.thinking={value} has no effect: {why}; set prompts.thinking=null")
     for name in options:
         if name not in thinking and not reads(name):
-            raise ValueError(f"{where}: prompts.options.{name} has no effect, since {kind} does not read it: remove it")
+            raise ValueError(f"{where}: prompts.options.{name} has no effect: {why}; remove it")
 
 
 def _plain(messages: Sequence[Message]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from spec_lab.analysis.metrics.intervals import cluster_interval
+from spec_lab.analysis.metrics.intervals import Interval, cluster_interval
 from spec_lab.analysis.metrics.speed import broken_groups
 
 
@@ -26,29 +26,40 @@ def accuracy(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> di
         bootstrap over groups; ``change``, the share minus the baseline's over the questions that both answered, paired
         and with its interval; NaN of the baseline itself and without one.
     """
-    if "correct" not in requests:
-        return {}
-    known = requests[requests["correct"].notna() & requests["kept"]]
-    known = known[~known["group"].isin(broken_groups(requests))]
+    known = _checked(requests)
     own, base = known[known["arm"] == arm], known[known["arm"] == baseline]
     found = {}
     for checker in sorted(set(own["checker"])):
         mine, theirs = own[own["checker"] == checker], base[base["checker"] == checker]
-        correct = mine["correct"].to_numpy(dtype=float)
-        both = (
-            mine[["group"]]
-            .assign(own=correct, key=mine["request"])
-            .groupby("key")
-            .agg({"group": "first", "own": "mean"})
-        )
-        expected = theirs["correct"].astype(float).groupby(theirs["request"]).mean()
-        both = both.join(expected.rename("baseline"), how="inner")
-        if arm == baseline:
-            both = both.iloc[:0]
-        change = (both["own"] - both["baseline"]).to_numpy(dtype=float)
-        found[checker] = {
-            "answers": len(mine),
-            "correct": cluster_interval(correct, np.ones(len(mine)), mine["group"])._asdict(),
-            "change": cluster_interval(change, np.ones(len(both)), both["group"])._asdict(),
-        }
+        change = _change(mine, theirs) if arm != baseline else Interval(*[float("nan")] * 3)
+        found[checker] = {"answers": len(mine), "correct": _share(mine)._asdict(), "change": change._asdict()}
     return found
+
+
+def correct(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> tuple[Interval, Interval]:
+    """Return ``correct`` and ``change`` of ``accuracy``, of all checkers together; NaN without checked answers."""
+    known = _checked(requests)
+    own, base = known[known["arm"] == arm], known[known["arm"] == baseline]
+    return _share(own), _change(own, base if arm != baseline else base.iloc[:0])
+
+
+def _checked(requests: pd.DataFrame) -> pd.DataFrame:
+    """Return the checked answers of kept sequences, in groups that did not break."""
+    if "correct" not in requests:
+        return requests.iloc[:0].assign(correct=False, checker="")
+    known = requests[requests["correct"].notna() & requests["kept"]]
+    return known[~known["group"].isin(broken_groups(requests))]
+
+
+def _share(own: pd.DataFrame) -> Interval:
+    return cluster_interval(own["correct"].to_numpy(dtype=float), np.ones(len(own)), own["group"])
+
+
+def _change(own: pd.DataFrame, base: pd.DataFrame) -> Interval:
+    """Return the mean over questions that both arms answered of the share of own answers that are correct minus the
+    baseline's.
+    """
+    shares = [one["correct"].astype(float).groupby(one["request"]).mean() for one in (own, base)]
+    change = (shares[0] - shares[1]).dropna()
+    groups = own.groupby("request")["group"].first().reindex(change.index)
+    return cluster_interval(change.to_numpy(dtype=float), np.ones(len(change)), groups.to_numpy())
