@@ -45,6 +45,15 @@ def rows(out) -> dict[tuple[str, str, int], dict]:
     return {(row["arm"], row["conversation"], row["turn"]): row for row in table.to_dict("records")}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def without_figures():
+    """Figures and certificates take longer than everything else here, and have tests of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spec_lab.tasks.benchmark._draw", lambda *_: [])
+        patch.setattr("spec_lab.tasks.benchmark.in_short", lambda *_: {"certified": None})
+        yield
+
+
 @pytest.fixture(scope="module", params=[pytest.param(0.0, marks=pytest.mark.nightly), 1.0], ids=["greedy", "sampled"])
 def done(request, tmp_path_factory):
     """(directory, what was printed) of a run in which each arm continues its own answers."""
