@@ -239,9 +239,12 @@ def _options(options: Mapping[str, Any] | None, thinking: bool | None) -> dict[s
 
 
 def _small(option: str, path: Any) -> str:
-    if not isinstance(path, str) or not Path(path).is_file():
-        raise ValueError(f"{option} must name a file, and there is no file {brief(path)}")
-    return read_text(Path(path), MAX_SMALL)
+    try:
+        if isinstance(path, str) and Path(path).is_file():
+            return read_text(Path(path), MAX_SMALL)
+    except OSError as error:
+        raise ValueError(f"{option}={brief(path)} cannot be read ({error.strerror})") from error
+    raise ValueError(f"{option} must name a file, and there is no file {brief(path)}")
 
 
 def _json(option: str, path: Any) -> Any:

@@ -169,6 +169,7 @@ def test_malformed_lines_are_refused_with_file_and_line(tmp_path, line, message)
     [
         ({"template": None}, "prompts.template must be"),
         ({"template": "nowhere.jinja"}, "prompts.template must name a file"),
+        ({"template": "x" * 5000}, "prompts.template=.* cannot be read"),
         ({"system": " "}, "prompts.system must be a text"),
         ({"system": 3}, "prompts.system must be a text"),
         ({"tools": "nowhere.json"}, "prompts.tools must name a file"),
