@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 
 from experiments import runs
-from scripts.zoo import repetitive
+from scripts.zoo import repetitive, workloads
+from spec_lab.cli.build import zoo
+from spec_lab.text.conversations import chat
+from spec_lab.text.prompts import jsonl
 from tests.test_studies import ROOT, command, figure_of, tiny_zoo  # noqa: F401  (a fixture of the whole module)
 
 ROWS = {
     "training_free": ("--texts code --store store", 2 * 11),  # temperatures, arms
     "hybrids": ("--texts code", 2 * 12),
+    "workloads": ("--texts code --arms ngram medusa union", 2 * 3),  # temperatures, arms
     "policies": ("--texts code --sizes 1 2", 2 * 3 * 16),  # temperatures, workloads, arms
 }
 """Options that keep its command small, and the number of rows of its results."""
@@ -77,6 +81,20 @@ def test_the_parts_that_hybrids_are_compared_with_are_arms_and_their_parts():
 
 def test_the_bundled_repetitive_prompts_are_those_that_their_script_writes():
     assert repetitive.FILE.read_text() == repetitive.text()
+
+
+@pytest.mark.parametrize("name", workloads.WORKLOADS)
+def test_the_bundled_workloads_are_those_that_their_script_writes(name):
+    file = workloads.FOLDER / f"{name}.jsonl"
+    assert file.read_text() == workloads.text(name)
+    prompts = chat(str(file), template="none") if name == "dialogue" else jsonl(zoo(f"workloads/{name}.jsonl"))
+    assert len(prompts) == workloads.COUNT and {one.workload for one in prompts} == {name}
+    if name == "dialogue":
+        assert {one.turns for one in prompts} == {3}
+    if name == "retrieval":
+        shared = [one.text.partition("Passage [")[0] for one in prompts]
+        assert all(len(set(shared[n : n + 3])) == 1 for n in range(0, len(shared), 3)) and len(set(shared)) == 10
+        assert all(one.text.partition(" is: ")[2] in prefix for one, prefix in zip(prompts, shared, strict=True))
 
 
 def test_an_edit_copies_code_with_one_name_changed():

@@ -66,7 +66,8 @@ with a prompt. `tests/test_zoo.py` checks it with the sources of the standard li
 the prompts that could be cut, those are shipped after which the target's own greedy text repeats itself least
 (8-grams of {screened} tokens): small models repeat themselves, and repetitive text is easy to draft. The choice does
 not depend on any draft. `workloads/repetitive.jsonl` is made of these prompts
-(`python -m scripts.zoo.repetitive`): code that is edited, and records that change from turn to turn.
+(`python -m scripts.zoo.repetitive`): code that is edited, and records that change from turn to turn. So are
+`retrieval`, `editing`, `agentic` and `dialogue` (`python -m scripts.zoo.workloads`), with generated records.
 
 **Commands** (each resumes; some hours on two cores in all{again}):
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from spec_lab.analysis.metrics import PHASES
 from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.roofline_text import roofline_notes
-from spec_lab.analysis.text import COLUMNS, WIDE, interval, losslessness, margin_notes, number, table
+from spec_lab.analysis.text import COLUMNS, WIDE, accuracy_notes, interval, losslessness, margin_notes, number, table
 from spec_lab.core.terminal import visible
 from spec_lab.results.manifest import with_parts
 
@@ -156,6 +156,7 @@ def _notes(summary: Mapping[str, Any], verbose: bool) -> list[str]:
         f"{prefill}; with the prefill, the speed-up is {interval(with_prefill)}.",
         *roofline_notes(arms, summary.get("roofline")),
         *_losslessness(arms),
+        *accuracy_notes(arms),
         *(_identical(arms, summary.get("output_margins", {})) if summary["temperature"] == 0 else []),
     ]  # fmt: skip
     if not measured and len(arms) == 1:

@@ -58,6 +58,8 @@ COLUMNS = {
     "baseline_roofline_share": FigureFormat("baseline roofline share", ".1%"),
     "repeated_8gram_share": FigureFormat("repeated 8-grams", ".1%"),
     "identical_outputs": FigureFormat("identical outputs", ".1%"),
+    "correct": FigureFormat("correct", ".1%"),
+    "correct_change": FigureFormat("change of correct", "+.1%"),
     "requests": FigureFormat("prompts", ".0f"),
 }
 """The figures of ``metrics.summarise`` that tables show, the same in the terminal and on pages."""
@@ -77,6 +79,30 @@ def interval(value: Mapping[str, float | None], form: str = ".2f") -> str:
 def table(title: str) -> Table:
     """Return an empty table for the terminal."""
     return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False, padding=0)
+
+
+def accuracy_notes(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the share of correct answers of each arm, and its change from the baseline's, a sentence for each checker;
+    nothing where no answer was checked.
+
+    Args:
+        arms: the figures of each arm; older ones may lack ``accuracy``.
+    """
+    found = {name: arm.get("accuracy") or {} for name, arm in arms.items()}
+    lines = []
+    for checker in dict.fromkeys(one for each in found.values() for one in each):
+        parts = []
+        for name, each in found.items():
+            if checker in each:
+                change = interval(each[checker]["change"], "+.1%")
+                parts.append(f"{name} {interval(each[checker]['correct'], '.1%')}" + f" ({change})" * bool(change))
+        checked = max(each[checker]["answers"] for each in found.values() if checker in each)
+        what = "whose code parses" if checker == "python_syntax" else "that are correct"
+        lines.append(
+            f"Share of {checked} answers {what}, by the checker {checker} [95 %]: {', '.join(parts)}; in parentheses "
+            "the change from the baseline's, paired."
+        )
+    return lines
 
 
 def margin_notes(margins: Mapping[str, Any]) -> list[str]:

@@ -378,6 +378,22 @@ def _class_attributes(path: str) -> Mapping[str, Any]:
     return vars(found) if isinstance(found, type) else {}
 
 
+def of_checkpoint(sampling: Any, target: Target) -> Any:
+    """Return the sampling parameters, those of the target's checkpoint where ``sampling`` names them.
+
+    Raises:
+        Refused: the checkpoint has none, or some that are not supported.
+    """
+    from spec_lab.models.generation import CheckpointSampling
+
+    if not isinstance(sampling, CheckpointSampling):
+        return sampling
+    try:
+        return sampling.resolved(target.folder)
+    except (OSError, ValueError) as error:
+        raise Refused(f"spec_lab: {reason(error)}") from error
+
+
 def with_written_name(target: Target, path: Any, shown: Mapping[str, Any] | str) -> Target:
     """Return the target under the name that files may hold: not with values of environment variables in its path."""
     name = shown.get("path", path) if isinstance(shown, Mapping) else shown
@@ -404,6 +420,7 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
     target = with_written_name(
         build(config, "target", cache=REUSED), OmegaConf.select(config, "target.path"), shown["target"]
     )
+    sampling = of_checkpoint(sampling, target)
     LOG.info("Loading proposer")
     proposer = under_policy(begun, "policy", build(begun, "proposer", target=target), target=target)
     arms = build_each(begun, "arms", target=target)

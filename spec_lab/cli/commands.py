@@ -1,5 +1,5 @@
-"""Commands: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``track`` read runs; ``convert`` weights;
-``index`` text.
+"""Commands: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``samples``, ``track`` read runs; ``convert``
+weights; ``index`` text.
 
 ``spec-lab train NAME`` is short for an experiment (``experiment``).
 """
@@ -144,6 +144,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     compare.add_argument("--level", type=float, default=0.95, help="confidence of all intervals together (0.95)")
     compare.add_argument("--csv", type=Path, metavar="FILE", help="also write the comparison to a CSV file")
     add("report").add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps")
+    add("samples").add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs")
     track = add("track")
     track.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps")
     dashboard = add("dashboard")
@@ -247,6 +248,18 @@ def _report(given: argparse.Namespace, console: Console) -> int:
     return _each(given.folders, one)
 
 
+def _samples(given: argparse.Namespace, console: Console) -> int:
+    """Write a run's answers to HumanEval or LiveCodeBench for their own evaluators; nothing is executed."""
+    from spec_lab.analysis.samples import write_samples
+
+    def one(folder: Path) -> int:
+        for file in write_samples(folder):
+            _say(console, str(file))
+        return 0
+
+    return _each(given.folders, one)
+
+
 def _track(given: argparse.Namespace, console: Console) -> int:
     """Upload runs to Weights & Biases from their files, in any state."""
     from spec_lab.analysis.tracking import track_all
@@ -306,6 +319,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
     "collect": _collect,
     "compare": _compare,
     "report": _report,
+    "samples": _samples,
     "track": _track,
     "dashboard": _dashboard,
     "convert": _convert,

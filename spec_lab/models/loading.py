@@ -139,6 +139,14 @@ def _folder(path: str) -> tuple[Path, str | None]:
     return folder, revision
 
 
+def folder_of(path: str) -> Path | None:
+    """Return the folder of a checkpoint that was loaded; in the cache for a hub name. None if it is not there."""
+    if Path(path).exists():
+        return Path(path)
+    found = try_to_load_from_cache(path, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def _fetched(path: str, name: str, revision: str) -> bool:
     """Download a file of a model of the hub into the cache; return whether the model has such a file.
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from spec_lab.engine.attention import Attention
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.runner import Runner
 from spec_lab.models.checkpoint import weights_hash
-from spec_lab.models.loading import load_model
+from spec_lab.models.loading import folder_of, load_model
 from spec_lab.models.merged import merge
 from spec_lab.models.packed import pack, unpack
 from spec_lab.models.services import ModelServices, TargetServices
@@ -42,6 +43,7 @@ class Target:
         stops: end-of-text tokens that are known otherwise than from a model of transformers or the tokenizer.
         parts: embedding, final norm and LM head for proposers that call them; None: those of ``causal_lm``.
         source_sha256: ``sha256`` of the checkpoint that the weights were converted from; empty if they were not.
+        folder: of the files of a checkpoint of transformers; None for another target.
     """
 
     lm: Runner
@@ -54,6 +56,7 @@ class Target:
     stops: frozenset[int] = frozenset()
     parts: TargetServices | None = None
     source_sha256: str = ""
+    folder: Path | None = None
 
     @cached_property
     def vocabulary(self) -> int:
@@ -221,7 +224,7 @@ class Target:
         else:
             error = _pack_checked(model, attention, sha256, cache, graphs)
         lm = CausalLM(model, attention, chunk, graphs)
-        return Target(lm, tokenizer, path, context or limit, sha256, error, cache)
+        return Target(lm, tokenizer, path, context or limit, sha256, error, cache, folder=folder_of(path))
 
 
 def _pack_checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache, fixed: bool = False) -> float:

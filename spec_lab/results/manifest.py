@@ -60,6 +60,9 @@ SHAPE = {
     "?files_sha256": {str: str},
     "?began": str,
     "?roofline": (None, roofline.SHAPE),
+    "?sampling": {str: (float, None)},
+    "?chat": (None, {}),
+    "?prompt_tokens_sha256": (str, None),
 }
 """The shape of the part of ``manifest.json`` that is read."""
 
@@ -246,6 +249,9 @@ def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
         "ranks": facts.get("ranks", 1),
         "code": facts.get("code", {}),
         "files_sha256": facts.get("files_sha256", {}),
+        "sampling": facts.get("sampling"),
+        "chat": facts.get("chat"),
+        "prompt_tokens_sha256": facts.get("prompt_tokens_sha256"),
         "machine": {name: facts["machine"][name] for name in ("processor", "gpus")},
         "proposers": {arm: {name: one.get(name) for name in ("name", "drawn", "tree")} for arm, one in proposers},
     }

@@ -104,6 +104,12 @@ REQUESTS = {
 """One row for each sequence of a request, in each arm: exactly one unless a constraint forked it."""
 
 OPTIONAL = {
+    "rounds": {
+        "turn": (
+            _WHOLE,
+            "as in requests; the number of the round goes on from turn to turn, and start begins at 0 in each",
+        )
+    },
     "steps": {
         "draft_tokens": (pa.list_(pa.int32()), "the drafted tokens, in the order of the tree's nodes"),
         "draft_p": (pa.list_(pa.float32()), "target probability of each drafted token, given the path above it"),
@@ -112,9 +118,21 @@ OPTIONAL = {
             "draft probability of each drafted token before any sibling was drawn; null where it was not sampled",
         ),
         "policy": (_TEXT, "what a policy decided for this step, as JSON"),
-    }
+    },
+    "requests": {
+        "conversation": (_TEXT, "the id of the conversation that the request is a turn of"),
+        "turn": (_WHOLE, "which of the model's answers in its conversation, from 1; recorded ones do not count"),
+        "checker": (_TEXT, "the checker of this answer (text.checkers.CHECKERS); empty where it is not checked"),
+        "correct": (_FLAG, "whether the checker finds the answer correct; null where it is not checked"),
+    },
 }
 """Columns that some runs write in addition; a row may be null there. Readers accept tables with and without them."""
+
+TURN_COLUMNS = ("conversation", "turn")
+"""The optional columns of runs of conversations; ``rounds`` and ``requests`` have ``turn``."""
+
+CHECK_COLUMNS = ("checker", "correct")
+"""The optional columns of ``requests`` of runs whose prompts have a checker."""
 
 DRAFT_COLUMNS = ("draft_tokens", "draft_p", "draft_q")
 """The optional columns of ``steps`` that the run option ``record_drafts`` adds."""

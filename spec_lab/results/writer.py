@@ -23,6 +23,7 @@ from spec_lab.engine.step import StepInfo
 from spec_lab.results import parts
 from spec_lab.results.parts import Rows, TableParts
 from spec_lab.results.schema import OPTIONAL, SCHEMAS
+from spec_lab.text.checkers import check
 from spec_lab.text.prompts import Prompt
 
 
@@ -35,15 +36,21 @@ class Tables:
     requests: pd.DataFrame
 
 
-def rows_of(infos: Seq[StepInfo], group: int, arm: str) -> tuple[Rows, Rows]:
-    """Return the rows of the tables ``rounds`` and ``steps``. On a GPU, call it only after ``clock.synchronise``."""
+def rows_of(infos: Seq[StepInfo], group: int, arm: str, turn: int = 1, first: int = 0) -> tuple[Rows, Rows]:
+    """Return the rows of the tables ``rounds`` and ``steps``. On a GPU, call it only after ``clock.synchronise``.
+
+    Args:
+        infos: the steps of one turn, in order.
+        group, arm, turn: see ``schema``.
+        first: number of the first step among those of all turns of the group.
+    """
     rounds, steps = [], []
     last = {}  # each sequence's latest row
     place = numbered([sequence for one in infos for sequence in one.sequences])
-    for number, one in enumerate(infos):
+    for number, one in enumerate(infos, first):
         start = one.clock.seconds(infos[0].began, one.began)
         key = {"group": group, "arm": arm, "round": number}
-        rounds.append({"id": f"{group}/{arm}/{number}", **key, "start": start, **one.row()})
+        rounds.append({"id": f"{group}/{arm}/{number}", **key, "turn": turn, "start": start, **one.row()})
         for sequence, row in zip(one.sequences, one.rows(), strict=True):
             own, parent = place[sequence]
             name = f"{sequence.request.id}/{arm}/{own}/{number}"
@@ -184,16 +191,26 @@ def unwatched(sequence: SequenceState) -> str:
 
 
 def request_row(
-    outcome: Outcome, prompt: Prompt, shown: str, ends: Seq[int], seed: int, group: int, arm: str, order: int
+    outcome: Outcome,
+    prompt: Prompt,
+    shown: str,
+    ends: Seq[int],
+    seed: int,
+    group: int,
+    arm: str,
+    order: int,
+    conversation: str = "",
+    turn: int = 1,
 ) -> dict[str, Any]:
     """Return the row of one outcome.
 
     Args:
         outcome: the outcome.
-        prompt: the request's prompt.
+        prompt: the request's prompt, as it was decoded.
         shown: the output as text.
         ends: for each token, number of characters of the text that no later token changes.
         seed, group, arm, order: see ``schema.REQUESTS``.
+        conversation, turn: see ``schema.OPTIONAL``.
     """
     number = outcome.request.id
     return {
@@ -223,6 +240,10 @@ def request_row(
         "kept": outcome.kept,
         "violated": outcome.violated,
         "error": outcome.error,
+        "conversation": conversation or prompt.name,
+        "turn": turn,
+        "checker": prompt.checker,
+        "correct": check(prompt.checker, shown, prompt.answer) if prompt.checker else None,
     }
 
 

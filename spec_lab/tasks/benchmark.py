@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from hashlib import sha256
 from multiprocessing import current_process
 from pathlib import Path
 from statistics import median
@@ -22,14 +22,15 @@ from tqdm import tqdm
 
 from spec_lab.analysis import metrics, show, tracking
 from spec_lab.analysis.names import names_in_manifest, renamed, with_names
+from spec_lab.core.options import one_of
 from spec_lab.core.roofline import Roofline
 from spec_lab.engine.proposer import forget, most_at_once
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
-from spec_lab.results import writer
-from spec_lab.results.schema import DRAFT_COLUMNS
+from spec_lab.results.schema import CHECK_COLUMNS, DRAFT_COLUMNS, TURN_COLUMNS
 from spec_lab.results.writer import Recorder
 from spec_lab.tasks.certify.certificate import in_short
+from spec_lab.tasks.groups import BASELINE, decode_group
 from spec_lab.tasks.lab import Arm, Lab, Loop, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.verify import Match
@@ -40,7 +41,9 @@ MOST_MARGINS = 32
 """Most outputs of an arm whose margin is computed, a prefill each."""
 
 
-def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Console | None = None) -> int:
+def run(
+    lab: Lab, settings: Settings, config: Mapping[str, Any], console: Console | None = None, *, history: str = "own"
+) -> int:
     """Decode every group with every arm; leave tables, manifest, summary and figures in ``settings.output_dir``.
 
     A directory that already holds a part of the same run is resumed: its finished groups stay. The same run means
@@ -52,6 +55,8 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
         settings: the scalars.
         config: the configuration, for the manifest.
         console: where the final table goes; default standard output.
+        history: which answers the later turns of conversations continue: "own", each arm its own, or "baseline", so
+            that all arms decode the same prompts.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C.
@@ -62,27 +67,34 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     """
     many = settings.overrides is not None
     console = console or Console(quiet=many, markup=False)
-    arms, requests = lab.arms(settings), lab.requests(settings)
+    one_of("task.history", history, ("own", BASELINE))
+    arms, turns = lab.arms(settings), lab.first_turns(settings)
+    if history == BASELINE and BASELINE not in arms:
+        raise ValueError("task.history=baseline requires the baseline's answers: set baseline=true")
+    lab.check_later_turns(settings)
+    requests = [one.request for one in turns]
     policies = any("policy" in one for one in lab.facts().values())
+    chat, checks = lab.chat_facts(), any(one.checker for one in lab.prompts)
     optional = [*DRAFT_COLUMNS * settings.record_drafts, *["policy"] * policies]
+    optional += [*TURN_COLUMNS * (chat is not None), *CHECK_COLUMNS * checks]
     recorder, size = Recorder(settings.output_dir, optional), settings.batch_size
-    groups = {start // size: requests[start : start + size] for start in range(0, len(requests), size)}
+    groups = {start // size: turns[start : start + size] for start in range(0, len(turns), size)}
 
     def work(facts: Mapping[str, Any]) -> Done:
         for line in (*show.chosen_trees(lab.facts(), facts["proposers"]), *_waiting(arms, min(size, len(requests)))):
             console.print(line, soft_wrap=True, highlight=False)
         finished, names = recorder.finished(), names_in_manifest(facts)
         todo = {number: group for number, group in groups.items() if number not in finished}
-        total = sum(map(len, todo.values())) * len(arms)
+        total = sum(lab.prompts[one.conversation].turns for group in todo.values() for one in group) * len(arms)
         with tqdm(total=total, desc=settings.name, unit="prompt", disable=one_of_several()) as bar:
             if todo and settings.warmup:
                 bar.set_postfix_str("warming up")
                 _warm_up(arms, requests[:size], settings.warmup)
                 bar.set_postfix_str("")
             for number, group in todo.items():
-                rows = _decode_group(lab, settings, arms, names, number, group, bar)
-                recorder.write(number, *rows)
-                seen = tracking.group_figures(pd.DataFrame(rows[2]))
+                rows = decode_group(lab, settings, arms, names, number, group, bar, history)
+                recorder.write(number, rows.rounds, rows.steps, rows.requests)
+                seen = tracking.group_figures(pd.DataFrame(rows.requests))
                 lab.tracker.group(number, seen)
                 speeds = {series.rpartition("/")[0]: f"{speed:.3g} tokens/s" for series, speed in seen.items()}
                 bar.set_postfix(renamed(speeds, names))
@@ -99,6 +111,8 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
         return done, f"the rows of {done} finished groups of {len(groups)} are in {settings.output_dir}"
 
     named = {"overrides": settings.overrides, "groups": len(groups), "parts": _named(lab, next(iter(arms.values())))}
+    if chat is not None:  # a template may show the date, or be changed
+        named["prompt_tokens_sha256"] = sha256(json.dumps([one.tokens for one in requests]).encode()).hexdigest()
     roofline = lab.roofline()
     named["roofline"] = None if roofline is None else roofline.facts()
     return Task(lab, settings, config, arms, work, left, recorder.parts, named).run(console)
@@ -136,43 +150,6 @@ def _warm_up(arms: Mapping[str, Arm], requests: Sequence[Request], tokens: int) 
             forget(arm.proposer)
 
 
-def _decode_group(
-    lab: Lab,
-    settings: Settings,
-    arms: Mapping[str, Arm],
-    names: Mapping[str, str],
-    number: int,
-    group: Sequence[Request],
-    bar: Any,
-) -> tuple[writer.Rows, writer.Rows, writer.Rows]:
-    """Every arm's rows of one group, the arms in the group's order."""
-    rounds: writer.Rows = []
-    steps: writer.Rows = []
-    requests: writer.Rows = []
-    for order, name in enumerate(_order(list(arms), number)):
-        decoded = arms[name].decode(group)
-        own_rounds, own_steps = writer.rows_of(decoded.steps, number, name)
-        rounds, steps = rounds + own_rounds, steps + own_steps
-        for outcome in decoded.outcomes:
-            prompt = lab.prompts[outcome.request.id]
-            shown = lab.shown(outcome.request, outcome.tokens), lab.ends(outcome.request, outcome.tokens)
-            requests.append(writer.request_row(outcome, prompt, *shown, settings.seed, number, name, order))
-            if outcome.error:
-                bar.write(f"{names[name]}: {outcome.error}", file=sys.stderr)
-        bar.update(len(group))
-    return rounds, steps, requests
-
-
-def _order(names: list[str], number: int) -> list[str]:
-    """The arms' order in a group: rotated by one from group to group, every second full rotation backwards.
-
-    Two arms only rotate, as the two orders are each other's reverse.
-    """
-    shift = number % len(names)
-    order = names[shift:] + names[:shift]
-    return order[::-1] if len(names) > 2 and number // len(names) % 2 else order
-
-
 def _draw(tables: metrics.Tables, folder: Path) -> list[Path]:
     from spec_lab.analysis import figures  # a sweep's jobs draw nothing, and matplotlib takes a while to import
 
@@ -205,6 +182,7 @@ def _summary(
         "constraint": "none" if lab.applied is None else lab.applied.constraint.name,
         "constraint_facts": {} if lab.applied is None else lab.applied.facts,
         "temperature": lab.sampling.temperature,
+        "sampling": asdict(lab.sampling),
         "batch_size": settings.batch_size,
         "roofline": roofline,
         "groups": tables.requests["group"].nunique(),
@@ -220,17 +198,18 @@ def _summary(
 def margins(lab: Lab, requests: Sequence[Request], tables: metrics.Tables) -> dict[str, Any]:
     """Return "output_margins" of ``summary.json``: by how much logits differ where greedy outputs first do.
 
-    Of each arm with other outputs than the baseline's, over at most ``MOST_MARGINS`` of these outputs: the difference
-    of the target's logits of the two tokens after the common text, by plain decoding. Rounding changes the arg max
-    only where it is small.
+    Of each arm with other outputs than the baseline's, over at most ``MOST_MARGINS`` of these outputs, of conversations
+    only the first: the difference of the target's logits of the two tokens after the common text, by plain decoding.
+    Rounding changes the arg max only where it is small.
     """
     found: dict[str, Any] = {}
     if lab.sampling.temperature == 0 and lab.sampling.repetition_penalty == 1:
         lab.target.lm.capture(())
         prompts = {one.id: one.tokens for one in requests}
+        firsts = tables.requests[tables.requests["request"].isin(prompts)]
         for arm in metrics.arms(tables):
             each = []
-            for one in metrics.first_differences(tables.requests, arm)[:MOST_MARGINS]:
+            for one in metrics.first_differences(firsts, arm)[:MOST_MARGINS]:
                 text = [*prompts[one.request], *one.before]
                 try:
                     logits = lab.target.plain_logits(text, len(text))[0].float()

@@ -6,12 +6,11 @@ An arm is one way to decode. The baseline is the null proposer in the same loop.
 from __future__ import annotations
 
 import json
-import os
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +20,6 @@ from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.healing import heal
 from spec_lab.constrain.protocol import Composite, PerRequestSource
 from spec_lab.core import machine_limits
-from spec_lab.core.options import brief, file_name, strings, whole
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.protocols import Hashed, Threaded, facts_of
 from spec_lab.core.randomness import CounterDraws
@@ -33,97 +31,33 @@ from spec_lab.models.target import Target
 from spec_lab.propose import LearnsAcrossRequests, Null, Proposer, branches, check_requires, check_sampling, draws_of
 from spec_lab.results import writer
 from spec_lab.results.writer import Outcome
+from spec_lab.tasks.settings import Settings as Settings
+from spec_lab.text.chat_template import template_facts
 from spec_lab.text.detokenizer import Rules, plain
-from spec_lab.text.prompts import Prompt, encode
-from spec_lab.text.strings import check_strings
+from spec_lab.text.prompts import Prompt, encode, encode_turn
 from spec_lab.verify import Match, Verifier, check_pair
+
+LOG = logging.getLogger(__name__)
 
 MOST_NODES = 2**14
 """Most nodes drafted in a step, for all sequences together: the tree attention mask has the square of their number."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """A run's scalars.
+class Turn:
+    """One request of a conversation; a prompt that is no conversation has one.
 
     Args:
-        output_dir: the run's directory.
-        name: the experiment's; at most 100 characters, without slashes.
-        batch_size: prompts decoded together; at most 1024.
-        max_new_tokens: most tokens emitted for each; at most 2**20.
-        warmup: tokens each arm decodes before anything is measured; 0 for none, at most 2**20.
-        seed: of every random choice, below 2**63.
-        threads: of torch on the CPU, at most four for each core; None leaves torch's own choice.
-        baseline: whether every group is decoded autoregressively as well.
-        stop_strings: strings that end a text; at most 256, of 4096 bytes each and 65536 in all.
-        banned_strings: strings that never appear; the same limits.
-        min_new_tokens: before a text may end.
-        token_healing: whether the prompts' last tokens are taken off and generated anew, beginning with the same bytes.
-        max_prompt_tokens: of longer prompts the middle is left out; None leaves nothing out. At most 2**31 - 1.
-        record_drafts: whether the table ``steps`` keeps every drafted token with its target and draft probability.
-        verbose: whether tables in the terminal have all their columns.
-        overrides: of a job of a sweep, the options that differ between its jobs; None of a single run. A job of a sweep
-            prints no table and draws no figures.
-        config_sha256: SHA-256 of the resolved configuration without secrets: the configuration itself is written with
-            the names of environment variables, not with their values.
+        conversation: number of its prompt among the lab's.
+        number: which of the model's answers it asks for, from 1.
+        prompt: as it is decoded: ``text`` is what the model continues, and ``checker`` that of this answer.
+        request: the request.
     """
 
-    output_dir: Path
-    name: str
-    batch_size: int
-    max_new_tokens: int
-    warmup: int
-    seed: int
-    threads: int | None
-    baseline: bool
-    stop_strings: Sequence[str] = ()
-    banned_strings: Sequence[str] = ()
-    min_new_tokens: int = 0
-    token_healing: bool = False
-    max_prompt_tokens: int | None = None
-    record_drafts: bool = False
-    verbose: bool = False
-    overrides: Sequence[str] | None = None
-    config_sha256: str = ""
-
-    def __post_init__(self) -> None:
-        whole("batch_size", self.batch_size, most=1024)
-        whole("max_new_tokens", self.max_new_tokens, most=2**20)
-        whole("warmup", self.warmup, 0, most=2**20)
-        whole("seed", self.seed, 0)
-        if self.max_prompt_tokens is not None:
-            whole("max_prompt_tokens", self.max_prompt_tokens, most=2**31 - 1)
-        if self.threads is not None:
-            whole("threads", self.threads)
-        most = 4 * (os.cpu_count() or 1)
-        if self.threads is not None and self.threads > most:
-            raise ValueError(
-                f"threads must be at most {most}, four for each core of this machine, not {brief(self.threads)}"
-            )
-        if self.seed >= 2**63:
-            raise ValueError(f"seed must be below 2**63, not {brief(self.seed)}")
-        for name in ("baseline", "token_healing", "record_drafts", "verbose"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        check_strings("stop_strings", strings("stop_strings", self.stop_strings))
-        check_strings("banned_strings", strings("banned_strings", self.banned_strings))
-        if whole("min_new_tokens", self.min_new_tokens, 0) > self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens is {self.min_new_tokens}, larger than max_new_tokens, which is {self.max_new_tokens}"
-            )
-        file_name("name", self.name)
-
-    def use_threads(self) -> None:
-        """Set torch's threads, unless ``threads`` is None. Call it before the parts are built: some measure the machine
-        while they load.
-        """
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
-
-    @staticmethod
-    def names() -> list[str]:
-        """The names of the scalars that a config gives."""
-        return [one.name for one in fields(Settings) if one.name not in ("output_dir", "overrides", "config_sha256")]
+    conversation: int
+    number: int
+    prompt: Prompt
+    request: Request
 
 
 @dataclass(frozen=True)
@@ -238,10 +172,20 @@ class Lab:
         return arms
 
     def requests(self, settings: Settings) -> list[Request]:
-        """The prompts as requests. Errors as in ``requests_of``."""
-        most = settings.max_new_tokens, settings.max_prompt_tokens
-        requests = requests_of(self.target, self.prompts, self.sampling, *most)
-        bare = next((one.name for one in requests if not one.constraint), None)
+        """The prompts as requests, of conversations the first. Errors as in ``first_turns``."""
+        return [one.request for one in self.first_turns(settings)]
+
+    def first_turns(self, settings: Settings) -> list[Turn]:
+        """The first request of every prompt, numbered in order.
+
+        Raises:
+            ValueError: a prompt that does not fit the context, or that its template refuses; a constraint without a
+                source; token healing for a target whose tokens' bytes are not known.
+        """
+        turns = [self.turn(settings, number) for number in range(len(self.prompts))]
+        if self.prompts[0].template is not None and (self.chat_facts() or {})["template"] == "none":
+            LOG.warning("The tokenizer of %s has no chat template: messages are plain text", self.target.name)
+        bare = next((one.request.name for one in turns if not one.request.constraint), None)
         constraint = None if self.applied is None else self.applied.constraint
         for part in constraint.parts if isinstance(constraint, Composite) else (constraint,):
             if isinstance(part, PerRequestSource) and part.source is None and bare is not None:
@@ -249,15 +193,67 @@ class Lab:
                     f"constraint={part.name} has no source, and prompt '{bare}' has none: give one on the command "
                     "line, or a field 'constraint' in the prompt's line"
                 )
-        stop, pieces = tuple(settings.stop_strings), self.pieces
+        return turns
+
+    def turn(self, settings: Settings, number: int, answers: Sequence[str] = ()) -> Turn:
+        """The next request of a conversation.
+
+        Args:
+            settings: the scalars.
+            number: of its prompt.
+            answers: the model's answers so far.
+
+        Raises:
+            ValueError: as of ``first_turns``, without constraints.
+        """
+        prompt, pieces = self.prompts[number], self.pieces
         if settings.token_healing and pieces is None:
             raise ValueError("token_healing=true needs a target whose tokens' bytes are known")
-        begin = getattr(self.target.tokenizer, "bos_token_id", None)
-        healed = [heal(one, pieces, begin=begin) if settings.token_healing and pieces else one for one in requests]
-        text = dict(
-            stop_strings=stop, banned_strings=tuple(settings.banned_strings), min_new_tokens=settings.min_new_tokens
-        )
-        return [replace(one, **text) for one in healed]  # type: ignore[arg-type]
+        if answers:
+            prompt = replace(prompt, name=f"{prompt.name}, turn {len(answers) + 1}")
+        where = self.target.tokenizer, self.target.context, settings.max_prompt_tokens
+        text, tokens = encode_turn(prompt, *where, answers)
+        request = Request(
+            number + len(answers) * len(self.prompts), prompt.name, tokens, self.sampling, settings.max_new_tokens,
+            self.target.ends, prompt.constraint, stop_strings=tuple(settings.stop_strings),
+            banned_strings=tuple(settings.banned_strings), min_new_tokens=settings.min_new_tokens,
+        )  # fmt: skip
+        if settings.token_healing and pieces:
+            request = heal(request, pieces, begin=getattr(self.target.tokenizer, "bos_token_id", None))
+        last = len(answers) == len(prompt.later)
+        decoded = replace(prompt, text=text, checker=prompt.checker if last else "")
+        return Turn(number, len(answers) + 1, decoded, request)
+
+    def check_later_turns(self, settings: Settings) -> None:
+        """Refuse conversations whose last turn may not fit the context.
+
+        Raises:
+            ValueError: it may not; names the prompt.
+        """
+        if settings.max_prompt_tokens is not None:
+            return
+        for number, prompt in enumerate(self.prompts):
+            if prompt.later:
+                answers = ["."] * len(prompt.later)
+                tokens = len(self.turn(settings, number, answers).request.tokens)
+                if tokens + len(answers) * settings.max_new_tokens >= self.target.context:
+                    raise ValueError(
+                        f"prompt '{prompt.name}': its {prompt.turns} turns have up to "
+                        f"{tokens + len(answers) * settings.max_new_tokens} tokens and the context holds "
+                        f"{self.target.context}, one of them for the output: set prompts.turns=1, a smaller "
+                        "max_new_tokens, or max_prompt_tokens"
+                    )
+
+    def check_one_turn(self, task: str) -> None:
+        """Refuse conversations of several turns, for a task that decodes first turns only.
+
+        Raises:
+            ValueError: there is one.
+        """
+        if several := next((one.name for one in self.prompts if one.later), None):
+            raise ValueError(
+                f"{task} decodes one answer for each prompt, and '{several}' has several turns: set prompts.turns=1"
+            )
 
     def shown(self, request: Request, tokens: Sequence[int]) -> str:
         """An output as text: without special tokens, without what was healed, cut where a stop string begins."""
@@ -281,6 +277,18 @@ class Lab:
         return {
             name: {"name": one.name, "drawn": one.drawn, **shared_store(one), **facts_of(one)}
             for name, one in proposers.items()
+        }
+
+    def chat_facts(self) -> dict[str, Any] | None:
+        """What the manifest records of conversations; None where no prompt is one."""
+        chats = [one for one in self.prompts if one.template is not None or one.messages or one.later]
+        if not chats:
+            return None
+        one = chats[0]
+        return {
+            "conversations": len(chats),
+            "turns": max(one.turns for one in chats),
+            **template_facts(one.template, self.target.tokenizer, bool(one.tools)),
         }
 
     def parts(self) -> list[Any]:

@@ -126,6 +126,7 @@ def serve(
     )
     if lab.peers:
         raise ValueError(f"task=serve_trace does not support peers, which decode one prompt at a time: {[*lab.peers]}")
+    lab.check_one_turn("task=serve_trace")
     limits = Limits(settings.batch_size, max_prefill_tokens, max_kv_tokens)
     own = lab.requests(settings)
     count = len(own) if requests is None else whole("task.requests", requests, most=MAX_REQUESTS)

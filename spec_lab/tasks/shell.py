@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,10 @@ class Task:
         """
         lab, out = self.lab, self.settings.output_dir
         made = lab.weights(), digest(lab.prompts), list(self.arms), lab.facts(), lab.parts(), lab.target.cache
-        own = manifest(self.config, self.settings.seed, *made) | dict(self.more or {})
+        own = manifest(self.config, self.settings.seed, *made) | {"sampling": asdict(lab.sampling)}
+        if (chat := lab.chat_facts()) is not None:
+            own["chat"] = chat
+        own |= dict(self.more or {})
         facts = claim(out, own | {"config_sha256": self.settings.config_sha256})
         before = lab.target.lm.forwards
         resumes = self.resumes or self.parts is not None

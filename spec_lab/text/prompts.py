@@ -1,7 +1,6 @@
 """Prompts: from files to token ids. Every error names the file and the line, or the prompt.
 
-Files are untrusted input. Bounds: a prompt has at most 10 million characters, a line of a file at most 64 MiB, and a
-file at most 1 GiB; a file must be a regular file (no pipe or device).
+Files are untrusted input; ``records`` has the bounds.
 """
 
 from __future__ import annotations
@@ -9,32 +8,32 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from spec_lab.core.options import whole
-
-MAX_CHARACTERS = 10_000_000
-"""Maximum length of a prompt, in characters. (A tokenizer needs about 2 s and 250 MB per million.)"""
-MAX_LINE = 64 * 2**20
-"""Maximum length of a line of a prompts file, in bytes."""
-MAX_FILE = 2**30
-"""Maximum size of a prompts file, in bytes."""
+from spec_lab.text.chat_template import ChatTemplate, Message, render
+from spec_lab.text.records import check_limit, fitting, records, text_of, word
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt.
+    """One prompt, or a conversation of several.
 
     Args:
         name: unique in its file; the given id, or the file's stem and the line's number.
-        text: the text that the model continues.
+        text: the text that the model continues; of a conversation, the message that it answers first.
         workload: the kind of text, such as "code"; empty if unknown.
         source: where it comes from; empty if unknown.
         constraint: the prompt's own pattern, schema or grammar (``PerRequestSource``); empty for none.
+        messages: a recorded conversation, ``text`` in its last message; empty: one message of the user, ``text``.
+        later: the user's later messages; each is sent when the message before it has been answered.
+        tools: JSON schemas of the tools that a chat template describes.
+        template: turns messages into text; None: their plain text.
+        checker: of its last answer (``checkers.CHECKERS``); empty for none.
+        answer: what the checker compares with.
     """
 
     name: str
@@ -42,6 +41,24 @@ class Prompt:
     workload: str = ""
     source: str = ""
     constraint: str = ""
+    messages: tuple[Message, ...] = ()
+    later: tuple[str, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template: ChatTemplate | None = None
+    checker: str = ""
+    answer: str = ""
+
+    @property
+    def turns(self) -> int:
+        """Number of the model's answers."""
+        return 1 + len(self.later)
+
+    def conversation(self, answers: Sequence[str] = ()) -> list[Message]:
+        """Return the messages up to the next message of the user, given the model's answers so far."""
+        said = list(self.messages) or [{"role": "user", "content": self.text}]
+        for answer, message in zip(answers, self.later, strict=False):
+            said += [{"role": "assistant", "content": answer}, {"role": "user", "content": message}]
+        return said
 
 
 def jsonl(path: str, limit: int | None = None) -> list[Prompt]:
@@ -59,15 +76,15 @@ def jsonl(path: str, limit: int | None = None) -> list[Prompt]:
             pipe or a device, or a bound exceeded.
     """
     prompts = {}
-    for where, line, record in _records(path, limit):
+    for where, line, record in records(path, limit):
         key = "prompt" if "prompt" in record else "text"
-        text = _text(record, key, where, "'prompt' (or 'text')")
-        name = _word(record, "id", where) or f"{Path(path).stem}-{line}"
-        workload, source = _word(record, "workload", where), _word(record, "source", where)
+        text = text_of(record, key, where, "'prompt' (or 'text')")
+        name = word(record, "id", where) or f"{Path(path).stem}-{line}"
+        workload, source = word(record, "workload", where), word(record, "source", where)
         own = record.get("constraint")
-        own = json.dumps(own) if isinstance(own, dict | list) else _word(record, "constraint", where)  # ASCII
+        own = json.dumps(own) if isinstance(own, dict | list) else word(record, "constraint", where)  # ASCII
         prompts[line] = Prompt(name, text, workload, source, own)
-    return _checked(prompts, path)
+    return checked(prompts, path)
 
 
 def texts(path: str) -> Iterator[str]:
@@ -76,26 +93,8 @@ def texts(path: str) -> Iterator[str]:
     Raises:
         OSError, ValueError: as of ``jsonl``; a line without ``text``.
     """
-    for where, _, record in _records(path, None, bounded=False):
-        yield _text(record, "text", where, "'text'")
-
-
-def spec_bench(path: str, limit: int | None = None) -> list[Prompt]:
-    """Read Spec-Bench's question file: ``question_id``, ``category`` and ``turns``, whose first is the prompt.
-
-    Arguments and errors as in ``jsonl``.
-    """
-    prompts = {}
-    for where, line, record in _records(path, limit):
-        turns = record.get("turns")
-        if not isinstance(turns, list) or not turns:
-            raise ValueError(
-                f"{where}: 'turns' must be a list with at least one turn; is this Spec-Bench's question file?"
-            )
-        text = _text({"turns": turns[0]}, "turns", where, "the first of 'turns'")
-        name = _word(record, "question_id", where) or f"{Path(path).stem}-{line}"
-        prompts[line] = Prompt(name, text, _word(record, "category", where), "Spec-Bench")
-    return _checked(prompts, path)
+    for where, _, record in records(path, bounded=False):
+        yield text_of(record, "text", where)
 
 
 def mixed(path: str, limit: int | None = None) -> list[Prompt]:
@@ -108,8 +107,7 @@ def mixed(path: str, limit: int | None = None) -> list[Prompt]:
     Raises:
         OSError, ValueError: no such folder, or no such file in it; otherwise as ``jsonl``.
     """
-    if limit is not None:
-        whole("prompts.limit", limit, otherwise=", or null for all")
+    check_limit(limit)
     files = sorted(Path(path).glob("*.jsonl"))
     if not files:
         raise FileNotFoundError(f"prompts folder {path} holds no .jsonl file; set prompts.path")
@@ -126,136 +124,71 @@ def mixed(path: str, limit: int | None = None) -> list[Prompt]:
 def encode(
     prompts: Sequence[Prompt], tokenizer: Any, context: int, longest: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of each prompt.
+    """Return the token ids of each prompt. Arguments and errors as of ``encode_turn``."""
+    return [encode_turn(prompt, tokenizer, context, longest)[1] for prompt in prompts]
+
+
+def encode_turn(
+    prompt: Prompt, tokenizer: Any, context: int, longest: int | None = None, answers: Sequence[str] = ()
+) -> tuple[str, tuple[int, ...]]:
+    """Return the text that the model continues, and its token ids.
 
     Args:
-        prompts: the texts.
+        prompt: the prompt or conversation.
         tokenizer: the target's.
         context: maximum number of tokens of a sequence.
         longest: maximum number of tokens of a prompt. The middle of a longer one is removed, as LongBench (2308.14508)
             does; None removes nothing.
+        answers: the model's answers so far; the text ends after the user's message that follows the last of them.
 
     Raises:
         ValueError: a prompt that is not text, has more than 10 million characters or no tokens, or fills the
-            ``context``; names the prompt.
+            ``context``; messages that its template refuses; names the prompt.
     """
-    encoded = []
-    for prompt in prompts:
-        _fitting(prompt.text, f"prompt '{prompt.name}'", "its text")
-        try:
-            tokens = tuple(tokenizer.encode(prompt.text))
-        except Exception as error:  # tokenizers raises plain Exceptions, such as for a character it cannot encode
-            raise ValueError(f"prompt '{prompt.name}' cannot be encoded by the target's tokenizer ({error})") from error
-        if longest is not None and len(tokens) > longest:
-            tokens = tokens[: longest - longest // 2] + tokens[len(tokens) - longest // 2 :]
-        if not tokens:
-            raise ValueError(f"prompt '{prompt.name}' has no tokens; give it some text")
-        if len(tokens) >= context:
-            raise ValueError(
-                f"prompt '{prompt.name}' has {len(tokens)} tokens and the context holds {context}, "
-                "one of them for the output: shorten it, set max_prompt_tokens, or choose a target with more context"
-            )
-        encoded.append(tokens)
-    return encoded
+    where = f"prompt '{prompt.name}'"
+    fitting(prompt.text, where, "its text")
+    text, templated = render(prompt.template, prompt.conversation(answers), prompt.tools, tokenizer, where)
+    fitting(text, where, "its text")
+    try:  # a template writes special tokens itself
+        tokens = tuple(tokenizer.encode(text, add_special_tokens=False) if templated else tokenizer.encode(text))
+    except Exception as error:  # tokenizers raises plain Exceptions, such as for a character it cannot encode
+        raise ValueError(f"{where} cannot be encoded by the target's tokenizer ({error})") from error
+    if longest is not None and len(tokens) > longest:
+        tokens = tokens[: longest - longest // 2] + tokens[len(tokens) - longest // 2 :]
+    if not tokens:
+        raise ValueError(f"{where} has no tokens; give it some text")
+    if len(tokens) >= context:
+        raise ValueError(
+            f"{where} has {len(tokens)} tokens and the context holds {context}, "
+            "one of them for the output: shorten it, set max_prompt_tokens, or choose a target with more context"
+        )
+    return text, tokens
 
 
 def digest(prompts: Sequence[Prompt]) -> str:
-    """Return the SHA-256 over the prompts' names, texts and constraints, in order."""
+    """Return the SHA-256 over the prompts' names, texts, constraints and everything else that they are made of, in
+    order, before any template is applied.
+    """
     state = hashlib.sha256()
     for prompt in prompts:
-        own = [prompt.constraint] if prompt.constraint else []
-        state.update(json.dumps([prompt.name, prompt.text, *own]).encode())
+        own: list[Any] = [prompt.constraint] if prompt.constraint else []
+        template = None if prompt.template is None else [prompt.template.source, dict(prompt.template.options)]
+        more = {
+            "messages": prompt.messages, "later": prompt.later, "tools": prompt.tools, "template": template,
+            "checker": prompt.checker, "answer": prompt.answer,
+        }  # fmt: skip
+        if more := {name: value for name, value in more.items() if value}:
+            own.append(more)
+        state.update(json.dumps([prompt.name, prompt.text, *own], sort_keys=True).encode())
     return state.hexdigest()
 
 
-def _records(path: str, limit: int | None, bounded: bool = True) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield ("file:line", line, object) of each line that is not blank, up to ``limit`` of them.
+def checked(prompts: dict[int, Prompt], path: str) -> list[Prompt]:
+    """Return the prompts, given by line, if there are any and their names are unique.
 
-    Args:
-        path, limit: of ``jsonl``.
-        bounded: whether a file larger than ``MAX_FILE`` is refused.
+    Raises:
+        ValueError: there are none, or two prompts have the same name.
     """
-    if limit is not None:
-        whole("prompts.limit", limit, otherwise=", or null for all")
-    if not isinstance(path, str) or not path:
-        raise ValueError(f"prompts.path must name a file, not {path!r}")
-    if not Path(path).is_file():
-        kind = "is a directory" if Path(path).is_dir() else "is no regular file"
-        kind = kind if Path(path).exists() else "does not exist"
-        raise FileNotFoundError(f"prompts file {path} {kind}; set prompts.path to a JSONL file")
-    if bounded and (size := Path(path).stat().st_size) > MAX_FILE:
-        raise ValueError(f"prompts file {path} has {size} bytes, more than {MAX_FILE}; split it")
-    count = 0
-    with open(path, "rb") as stream:
-        for number, raw in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), start=1):
-            if limit is not None and count == limit:
-                return
-            if len(raw) > MAX_LINE:
-                raise ValueError(f"{path}:{number}: the line is longer than {MAX_LINE} bytes; shorten the prompt")
-            if raw.strip():
-                count += 1
-                where = f"{path}:{number}"
-                yield where, number, _object(raw, where)
-
-
-def _object(raw: bytes, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(raw)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 text ({error.reason}); save the file as UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where}: not a JSON object ({error.msg} at column {error.colno}); each line must be one JSON object"
-        ) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
-        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ValueError(f"{where}: not a JSON object that can be read ({why})") from error
-    if not isinstance(record, dict):
-        raise ValueError(f'{where}: a JSON {type(record).__name__}, not an object; write {{"prompt": "..."}}')
-    return record
-
-
-def _text(record: dict[str, Any], key: str, where: str, named: str) -> str:
-    if key not in record:
-        raise ValueError(f"{where}: the field {named} is missing; it has {', '.join(map(repr, record)) or 'no fields'}")
-    text = record[key]
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: {named} must be text, not {type(text).__name__}")
-    if not text.strip():
-        raise ValueError(f"{where}: {named} is empty; give it some text or delete the line")
-    return _fitting(text, where, named)
-
-
-def _fitting(text: Any, where: str, named: str) -> str:
-    """Return ``text`` unless it is too long, or is not text."""
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: {named} must be text, not {type(text).__name__}")
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(
-            f"{where}: {named} has {len(text)} characters, more than the {MAX_CHARACTERS} that a prompt may have; "
-            "shorten it"
-        )
-    return _whole(text, where, named)
-
-
-def _word(record: dict[str, Any], key: str, where: str) -> str:
-    """Return a field as text; empty if it is absent or null."""
-    value = record.get(key)
-    return "" if value is None else _whole(str(value), where, f"'{key}'")
-
-
-def _whole(text: str, where: str, named: str) -> str:
-    """Return ``text`` unless JSON's escapes left half of a surrogate pair in it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        raise ValueError(f"{where}: {named} holds {half}, half of a surrogate pair and no character") from error
-    return text
-
-
-def _checked(prompts: dict[int, Prompt], path: str) -> list[Prompt]:
-    """Return the prompts, given by line, if there are any and their names are unique."""
     if not prompts:
         raise ValueError(f"{path}: the file holds no prompts; each line must be one JSON object")
     seen: dict[str, int] = {}

@@ -95,6 +95,7 @@ def train(
         raise ValueError(
             f"task.answers must be 1 at sampling.temperature=0, not {answers}: all answers to a prompt are the same"
         )
+    lab.check_one_turn("task=train")
     requests = lab.requests(settings)
     rest = requests[len(requests) - max(1, round(held_out * len(requests))) :]
     known = requests[: len(requests) - len(rest)]

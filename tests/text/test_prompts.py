@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from spec_lab.text import conversations, records
 from spec_lab.text import prompts as text
 
 
@@ -33,11 +34,6 @@ def test_jsonl_reads_every_field_and_fills_in_what_is_missing(tmp_path):
 def test_null_means_absent(tmp_path):
     path = write(tmp_path, '{"id": null, "prompt": "x", "workload": null, "source": null}')
     assert text.jsonl(path) == [text.Prompt("prompts-1", "x", "", "")]
-    path = write(tmp_path, '\n{"question_id": null, "category": null, "turns": ["x"]}\n{"turns": ["y"]}')
-    assert text.spec_bench(path) == [
-        text.Prompt("prompts-2", "x", "", "Spec-Bench"),
-        text.Prompt("prompts-3", "y", "", "Spec-Bench"),
-    ]
 
 
 def test_limit_leaves_later_lines_unread(tmp_path):
@@ -79,24 +75,6 @@ def test_missing_file_and_bad_limit_are_refused(tmp_path):
     for limit in (0, -1, 1.5, "many", True):
         with pytest.raises(ValueError, match="prompts.limit"):
             text.jsonl(write(tmp_path, '{"prompt": "x"}'), limit=limit)
-
-
-def test_spec_bench_uses_the_first_turn_of_a_conversation(tmp_path):
-    path = write(tmp_path, json.dumps({"question_id": 81, "category": "writing", "turns": ["one", "two"]}))
-    assert text.spec_bench(path) == [text.Prompt("81", "one", "writing", "Spec-Bench")]
-    with pytest.raises(ValueError, match=r"prompts\.jsonl:1: .*'turns'"):
-        text.spec_bench(write(tmp_path, '{"prompt": "x"}'))
-    with pytest.raises(ValueError, match=r"'turns' is empty"):
-        text.spec_bench(write(tmp_path, '{"turns": [""]}'))
-
-
-def test_a_file_in_spec_benchs_format_reads():
-    prompts = text.spec_bench(str(Path(__file__).parents[1] / "data" / "questions.jsonl"))
-    assert [(p.name, p.workload) for p in prompts] == [
-        ("81", "writing"), ("161", "translation"), ("401", "math_reasoning"),
-    ]  # fmt: skip
-    assert prompts[0].text == "Describe a harbour at dawn in four sentences."
-    assert prompts[1].text.endswith("fährt um sieben.")
 
 
 class Letters:
@@ -182,7 +160,7 @@ def test_a_nul_is_a_character(tmp_path):
 
 
 def test_a_prompt_has_a_bounded_length(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "MAX_CHARACTERS", 10)
+    monkeypatch.setattr(records, "MAX_CHARACTERS", 10)
     assert text.jsonl(write(tmp_path, '{"prompt": "0123456789"}'))
     with pytest.raises(ValueError, match=r"prompts\.jsonl:1: .*11 characters.*\b10\b"):
         text.jsonl(write(tmp_path, '{"prompt": "0123456789x"}'))
@@ -208,11 +186,11 @@ def test_only_text_that_is_unicode_is_encoded():
 
 def test_lines_and_files_have_a_bounded_length(tmp_path, monkeypatch):
     path = write(tmp_path, '{"prompt": "x"}\n{"prompt": "' + "y" * 100 + '"}\n')
-    monkeypatch.setattr(text, "MAX_LINE", 50)
+    monkeypatch.setattr(records, "MAX_LINE", 50)
     assert len(text.jsonl(path, limit=1)) == 1
     with pytest.raises(ValueError, match=r"prompts\.jsonl:2: .*50 bytes"):
         text.jsonl(path)
-    monkeypatch.setattr(text, "MAX_FILE", 100)
+    monkeypatch.setattr(records, "MAX_FILE", 100)
     with pytest.raises(ValueError, match=r"prompts\.jsonl .*131 bytes.*\b100\b"):
         text.jsonl(path)
 
@@ -225,12 +203,12 @@ def test_a_huge_file_without_a_line_break_is_refused(tmp_path, monkeypatch):
 
     with pytest.raises(ValueError, match=r"prompts\.jsonl:1: .*67108864 bytes"):
         text.jsonl(hole(2**30))
-    monkeypatch.setattr(text, "open", lambda *_: pytest.fail("it was opened"), raising=False)
+    monkeypatch.setattr(records, "open", lambda *_: pytest.fail("it was opened"), raising=False)
     with pytest.raises(ValueError, match=r"prompts\.jsonl .*1099511627776 bytes"):
         text.jsonl(hole(2**40))
 
 
-@pytest.mark.parametrize("read", [text.jsonl, text.spec_bench])
+@pytest.mark.parametrize("read", [text.jsonl, conversations.chat])
 def test_pipes_and_devices_are_refused_unread(tmp_path, read):
     os.mkfifo(tmp_path / "pipe.jsonl")
     for path in (tmp_path / "pipe.jsonl", "/dev/zero"):

@@ -22,14 +22,21 @@ PHASES = {
 
 
 def decode_seconds(rounds: pd.DataFrame, arm: str) -> float:
-    """Return the seconds from the end of each group's prefill to the end of its last step, summed over groups."""
+    """Return the seconds from the end of each group's prefill to the end of its last step, summed over groups, and over
+    the turns of conversations.
+    """
     rounds = rounds[rounds["arm"] == arm]
-    group = np.unique(rounds["group"].to_numpy(), return_inverse=True)[1]
+    group = rounds.groupby(together(rounds)).ngroup().to_numpy()
     end, prefill = (rounds["start"] + rounds["whole"]).to_numpy(), rounds["prefill"].to_numpy(dtype=bool)
     first, last = np.zeros((2, int(group.max(initial=-1)) + 1))
     np.maximum.at(last, group, end)
     np.maximum.at(first, group[prefill], end[prefill])
     return float((last - first).sum())
+
+
+def together(rounds: pd.DataFrame) -> list[str]:
+    """Return the columns that tell apart what was timed as one: the group and, of conversations, the turn."""
+    return ["group", "turn"] if "turn" in rounds else ["group"]
 
 
 def phases_of(rounds: pd.DataFrame) -> pd.DataFrame:
@@ -55,9 +62,19 @@ def phase_seconds_by_step(rounds: pd.DataFrame) -> pd.DataFrame:
     Args:
         rounds: one arm's rows of ``rounds``, prefill included, in the order decoded.
     """
-    phases, end = phases_of(rounds), rounds["start"] + rounds["whole"]
-    phases["between"] = end - end.groupby(rounds["group"]).shift(fill_value=0.0) - phases.sum(axis=1)
+    phases = phases_of(rounds)
+    phases["between"] = since_last_step(rounds) - phases.sum(axis=1)
     return phases[~rounds["prefill"].astype(bool)].reset_index(drop=True)
+
+
+def since_last_step(rounds: pd.DataFrame) -> pd.Series:
+    """Return the seconds from the end of the step before, in the same group and turn, to the end of each step.
+
+    Args:
+        rounds: one arm's rows of ``rounds``, prefill included, in the order decoded.
+    """
+    end = rounds["start"] + rounds["whole"]
+    return end - end.groupby([rounds[name] for name in together(rounds)]).shift(fill_value=0.0)
 
 
 def mask_seconds(rounds: pd.DataFrame, arm: str) -> tuple[float, float]:

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from spec_lab.analysis.metrics.intervals import Interval, cluster_interval, ratio
+from spec_lab.analysis.metrics.phases import since_last_step
 from spec_lab.core.roofline import Roofline
 from spec_lab.results.writer import Tables
 
@@ -44,8 +45,7 @@ def step_bounds(tables: Tables, arm: str, roofline: Roofline) -> pd.DataFrame:
     inside the target's module calls; ``whole``, the seconds since the end of the step before.
     """
     rounds = tables.rounds[tables.rounds["arm"] == arm].sort_values(["group", "round"])
-    end = rounds["start"] + rounds["whole"]
-    rounds = rounds.assign(whole=end - end.groupby(rounds["group"]).shift(fill_value=0.0))
+    rounds = rounds.assign(whole=since_last_step(rounds))
     rounds = rounds.assign(place=np.arange(len(rounds)))
     steps = tables.steps[tables.steps["arm"] == arm].merge(rounds[["group", "round", "place"]], on=["group", "round"])
     prefill = rounds["prefill"].to_numpy(dtype=bool) | (rounds["prefill_chunks"] > 0).to_numpy()

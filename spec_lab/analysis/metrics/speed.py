@@ -15,13 +15,18 @@ def broken_groups(requests: pd.DataFrame) -> set[int]:
 
 
 def short_groups(requests: pd.DataFrame) -> set[int]:
-    """Return groups with fewer prompts than the largest: the last one, where batch_size does not divide the prompts."""
-    sizes = requests.groupby("group")["request"].nunique()
+    """Return groups with fewer prompts than the largest: the last one, where batch_size does not divide the prompts.
+
+    A conversation is one prompt, whatever number of turns it has.
+    """
+    firsts = requests[requests["turn"] == 1] if "turn" in requests else requests
+    sizes = firsts.groupby("group")["request"].nunique()
     return set(sizes.index[sizes < sizes.max()])
 
 
 def group_speeds(requests: pd.DataFrame, arm: str, prefill: bool = False) -> pd.Series:
-    """Return decode tokens per second of each group: its tokens over the time until its last request ended.
+    """Return decode tokens per second of each group: its tokens over the time until its last request ended, summed over
+    the turns of conversations.
 
     With ``prefill`` the prefill's tokens and seconds are included.
     """
@@ -126,9 +131,13 @@ def _unbroken(requests: pd.DataFrame, arm: str) -> pd.DataFrame:
 
 
 def _tokens_and_seconds(requests: pd.DataFrame, arm: str, prefill: bool = False) -> tuple[pd.Series, pd.Series]:
-    """Return the arm's tokens and seconds of each group that did not break."""
-    groups = _unbroken(requests, arm).groupby("group")
-    tokens, seconds = groups["decode_tokens"].sum(), groups["decode_seconds"].max()
+    """Return the arm's tokens and seconds of each group that did not break.
+
+    The seconds of a group are those until its last request ended, of conversations the sum over their turns.
+    """
+    requests = _unbroken(requests, arm)
+    together = requests.groupby(["group", "turn"] if "turn" in requests else ["group"])
+    tokens, seconds = together["decode_tokens"].sum(), together["decode_seconds"].max()
     if prefill:
-        return tokens + groups["prefill_tokens"].sum(), seconds + groups["prefill_seconds"].max()
-    return tokens, seconds
+        tokens, seconds = tokens + together["prefill_tokens"].sum(), seconds + together["prefill_seconds"].max()
+    return tokens.groupby("group").sum(), seconds.groupby("group").sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spec_lab.analysis.metrics import acceptance, phases, published, speed, texts
+from spec_lab.analysis.metrics.accuracy import accuracy, correct
 from spec_lab.analysis.metrics.intervals import Interval, interval, ratio
 from spec_lab.analysis.metrics.roofline import roofline_figures
 from spec_lab.core.roofline import Roofline
@@ -56,7 +57,8 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
     over groups) of those that are ratios of sums, ``calibration`` sampled against exact acceptance. ``speedup`` and
     ``speedup_with_prefill`` are ratios of sums; ``speedup_mean_of_groups`` is the arithmetic mean of the groups'
     ratios. Times to first and per output token are means over requests, in seconds. Figures named after another system
-    are as its code computes them (``published``).
+    are as its code computes them (``published``). ``accuracy`` has the answers' figures by checker, ``correct`` and
+    ``correct_change`` those of all checkers together.
     """
     compared = arm != baseline
     steps = acceptance.decode_steps(tables.steps, arm)
@@ -68,6 +70,7 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
     ratios = speed.walltime_speedup_paired(tables.requests, arm, baseline) if compared else []
     nan = float("nan")
     base = roofline_figures(tables, baseline, roofline)
+    answers, change = correct(tables.requests, arm, baseline)
 
     def mapped(value: Interval) -> dict[str, float]:
         return value._asdict()
@@ -123,5 +126,8 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
         "baseline_roofline_share": base["roofline_share"]["mean"],
         "repeated_8gram_share": texts.repeated_8gram_share(requests["tokens"]),
         "identical_outputs": texts.identical_outputs(tables.requests, arm, baseline) if compared else nan,
+        "accuracy": accuracy(tables.requests, arm, baseline),
+        "correct": mapped(answers),
+        "correct_change": mapped(change),
         "finish": {str(finish): int(count) for finish, count in requests["finish"].value_counts().items()},
     }

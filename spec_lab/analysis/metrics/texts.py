@@ -34,7 +34,8 @@ class FirstDifference(NamedTuple):
 
 
 def identical_outputs(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> float:
-    """Return the share of sequences whose tokens equal the baseline's.
+    """Return the share of sequences whose tokens equal the baseline's, of those after the same prompt: a later turn of
+    a conversation has another one where an earlier answer differs.
 
     At temperature 0 a share below 1 means rounding (near ties in half precision) or an error.
     """
@@ -53,10 +54,11 @@ def first_differences(requests: pd.DataFrame, arm: str, baseline: str = "baselin
 
 
 def _pairs(requests: pd.DataFrame, arm: str, baseline: str) -> list[tuple[int, list[int], list[int]]]:
-    """Return the number of the prompt and both outputs, of each sequence that both arms have."""
+    """Return the number of the prompt and both outputs, of each sequence that both arms have after the same prompt."""
     complete = requests[~requests["group"].isin(broken_groups(requests))]
-    tokens, expected = (
-        complete[complete["arm"] == one].set_index(["request", "sequence"])["tokens"] for one in (arm, baseline)
-    )
+    both = [complete[complete["arm"] == one].set_index(["request", "sequence"]) for one in (arm, baseline)]
+    tokens, expected = (one["tokens"] for one in both)
     shared = tokens.index.intersection(expected.index)
+    if "turn" in complete:
+        shared = shared[(both[0].loc[shared, "prompt"] == both[1].loc[shared, "prompt"]).to_numpy()]
     return [(int(key[0]), list(map(int, tokens[key])), list(map(int, expected[key]))) for key in shared]

@@ -14,7 +14,7 @@ from spec_lab.analysis.metrics.frames import Ranks
 from spec_lab.analysis.names import names_in_manifest, renamed, with_names
 from spec_lab.analysis.report.page import Cell, DataTable, Page, figure_cell, render, short_path
 from spec_lab.analysis.roofline_text import limits_in_words, roofline_notes
-from spec_lab.analysis.text import COLUMNS, losslessness, margin_notes, number
+from spec_lab.analysis.text import COLUMNS, accuracy_notes, losslessness, margin_notes, number
 from spec_lab.core.files import Unreadable, expect, read_json
 from spec_lab.core.roofline import Roofline
 from spec_lab.engine.request import FINISHES
@@ -94,6 +94,7 @@ def page(folder: Path) -> str:
         ],
         notes=[
             *roofline_notes(figures_of, manifest.get("roofline")),
+            *accuracy_notes(figures_of),
             *margin_notes(renamed(summary.get("output_margins", {}), names)),
         ],
         peers=_peers(tables),
@@ -140,7 +141,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 def _temperature(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> float:
     """Return the temperature of the requests; 0 where it is not recorded."""
-    sampling = manifest["config"].get("sampling") or {}
+    sampling = manifest.get("sampling") or manifest["config"].get("sampling") or {}
     return float(summary.get("temperature", sampling.get("temperature", 0.0)) or 0.0)
 
 
@@ -202,7 +203,7 @@ def _lead(manifest: Mapping[str, Any], summary: Mapping[str, Any], tables: Table
         f"proposer {proposer}",
         f"verifier {summary['verifier']}" if summary.get("verifier") else "",
         f"constraint {summary['constraint']}" if summary.get("constraint", "none") != "none" else "",
-        f"temperature {config['sampling']['temperature']:g}" if "sampling" in config else "",
+        f"temperature {_temperature(manifest, summary):g}" if "sampling" in config else "",
         f"batch size {config['batch_size']}" if "batch_size" in config else "",
         f"{requests['request'].nunique()} prompts ({workloads})" if len(requests) else "",
         f"at most {config['max_new_tokens']} new tokens" if "max_new_tokens" in config else "",
@@ -229,7 +230,9 @@ def _warnings(manifest: Mapping[str, Any], summary: Mapping[str, Any], tables: T
 
 def _facts(manifest: Mapping[str, Any], summary: Mapping[str, Any], tables: Tables) -> dict[str, Any]:
     config, machine, versions = manifest["config"], manifest.get("machine", {}), manifest.get("versions", {})
-    sampling = {key: value for key, value in (config.get("sampling") or {}).items() if key[0] != "_"}
+    sampling = manifest.get("sampling") or config.get("sampling") or {}
+    sampling = {key: value for key, value in sampling.items() if key[0] != "_"}
+    chat = manifest.get("chat") or {}
     target, prompts = config.get("target") or {}, config.get("prompts") or {}
     device = (target.get("dtype"), device_text(target, manifest.get("ranks", 1)), target.get("attention"))
     memory = f", {machine['memory_gib']} GiB" if machine.get("memory_gib") else ""
@@ -244,6 +247,7 @@ def _facts(manifest: Mapping[str, Any], summary: Mapping[str, Any], tables: Tabl
         "constraint": summary.get("constraint"),
         "sampling": ", ".join(f"{key} {value}" for key, value in sampling.items()),
         "prompts": short_path(prompts.get("path")) or prompts.get("_target_"),
+        "chat": ", ".join(f"{key} {value}" for key, value in chat.items()),
         "prompts, SHA-256": manifest.get("prompts_sha256"),
         "batch size": config.get("batch_size"),
         "seed": str(manifest.get("seed", "")),
@@ -314,9 +318,17 @@ def _about(row: Mapping[str, Any], steps: Any, sequences: int) -> str:
         f"{len(steps)} steps after the prefill, tau {metrics.tau_pooled(steps):.2f}" if len(steps) else "",
         f"finished: {FINISHES.get(row['finish'], row['finish'])}" if row["finish"] else "",
         f"violates its constraint after {row['violated']} tokens" if row["violated"] >= 0 else "",
+        _checked(row),
         row["error"],
     ]
     return ", ".join(part for part in parts if part)
+
+
+def _checked(row: Mapping[str, Any]) -> str:
+    """Return what the checker found; empty for an answer that is not checked."""
+    if not row.get("checker") or row.get("correct") not in (True, False):
+        return ""
+    return f"{'correct' if row['correct'] else 'not correct'} (checker {row['checker']})"
 
 
 def _marked(spans: list[frames.TextSpan]) -> list[tuple[str, str]]:

@@ -56,6 +56,7 @@ def study_verifiers(
         raise ValueError(
             f"batch_size must be 1 (got {settings.batch_size}): the verifier study drafts for one prompt at a time"
         )
+    lab.check_one_turn("task=verifier_study")
     proposers, requests = proposers_of(lab), lab.requests(settings)
     verifiers = dict(lab.verifiers) or {lab.verifier.name: lab.verifier}
     fitting, left_out = pairs(proposers, verifiers)

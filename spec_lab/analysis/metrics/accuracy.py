@@ -1,0 +1,65 @@
+"""How many answers are correct, by the checker of each; what a lossy verifier costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from spec_lab.analysis.metrics.intervals import Interval, cluster_interval
+from spec_lab.analysis.metrics.speed import broken_groups
+
+
+def accuracy(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> dict[str, dict[str, Any]]:
+    """Return an arm's share of correct answers by checker; empty for a run without checkers.
+
+    Groups that broke are left out, and sequences that a constraint did not keep.
+
+    Args:
+        requests: the run's requests.
+        arm: the arm.
+        baseline: the arm that it is compared with.
+
+    Returns:
+        Of each checker: ``answers``, their number; ``correct``, the share with its 95 % interval (mean, low, high), by
+        bootstrap over groups; ``change``, the share minus the baseline's over the questions that both answered, paired
+        and with its interval; NaN of the baseline itself and without one.
+    """
+    known = _checked(requests)
+    own, base = known[known["arm"] == arm], known[known["arm"] == baseline]
+    found = {}
+    for checker in sorted(set(own["checker"])):
+        mine, theirs = own[own["checker"] == checker], base[base["checker"] == checker]
+        change = _change(mine, theirs) if arm != baseline else Interval(*[float("nan")] * 3)
+        found[checker] = {"answers": len(mine), "correct": _share(mine)._asdict(), "change": change._asdict()}
+    return found
+
+
+def correct(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> tuple[Interval, Interval]:
+    """Return ``correct`` and ``change`` of ``accuracy``, of all checkers together; NaN without checked answers."""
+    known = _checked(requests)
+    own, base = known[known["arm"] == arm], known[known["arm"] == baseline]
+    return _share(own), _change(own, base if arm != baseline else base.iloc[:0])
+
+
+def _checked(requests: pd.DataFrame) -> pd.DataFrame:
+    """Return the checked answers of kept sequences, in groups that did not break."""
+    if "correct" not in requests:
+        return requests.iloc[:0].assign(correct=False, checker="")
+    known = requests[requests["correct"].notna() & requests["kept"]]
+    return known[~known["group"].isin(broken_groups(requests))]
+
+
+def _share(own: pd.DataFrame) -> Interval:
+    return cluster_interval(own["correct"].to_numpy(dtype=float), np.ones(len(own)), own["group"])
+
+
+def _change(own: pd.DataFrame, base: pd.DataFrame) -> Interval:
+    """Return the mean over questions that both arms answered of the share of own answers that are correct minus the
+    baseline's.
+    """
+    shares = [one["correct"].astype(float).groupby(one["request"]).mean() for one in (own, base)]
+    change = (shares[0] - shares[1]).dropna()
+    groups = own.groupby("request")["group"].first().reindex(change.index)
+    return cluster_interval(change.to_numpy(dtype=float), np.ones(len(change)), groups.to_numpy())

@@ -1,0 +1,85 @@
+"""The sampling that a checkpoint recommends: ``generation_config.json``, with the meanings of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from spec_lab.core.files import read_json
+from spec_lab.core.options import brief
+from spec_lab.core.probabilities import Sampling
+
+FILE = "generation_config.json"
+NEUTRAL: Mapping[str, Any] = {
+    "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None, "num_beams": 1, "num_beam_groups": 1,
+    "penalty_alpha": None, "diversity_penalty": 0.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "force_words_ids": None, "min_length": 0,
+    "min_new_tokens": None, "renormalize_logits": False, "constraints": None, "forced_bos_token_id": None,
+    "forced_eos_token_id": None, "exponential_decay_length_penalty": None, "suppress_tokens": None,
+    "begin_suppress_tokens": None, "sequence_bias": None, "guidance_scale": None, "watermarking_config": None,
+    "dola_layers": None, "stop_strings": None, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+}  # fmt: skip
+"""Fields that change what is generated and that ``Sampling`` does not have, with the values that change nothing."""
+
+
+@dataclass(frozen=True)
+class CheckpointSampling:
+    """The sampling parameters of the target's checkpoint; each may be replaced.
+
+    Args:
+        temperature, top_k, top_p, min_p, repetition_penalty: as of ``Sampling``; None: the checkpoint's.
+
+    Raises:
+        ValueError: as of ``Sampling``.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        Sampling(**self.given)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The parameters that replace the checkpoint's."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) is not None}
+
+    def resolved(self, folder: Path | None) -> Sampling:
+        """Return the parameters for a checkpoint.
+
+        What its file does not name has the default of ``Sampling``, which does nothing. Without ``do_sample: true`` the
+        temperature is 0, as in transformers.
+
+        Args:
+            folder: of the checkpoint's files; None for a target without a checkpoint of transformers.
+
+        Raises:
+            ValueError: it has no generation_config.json; a field that spec_lab does not support, or an invalid value.
+        """
+        found = None if folder is None else read_json(folder / FILE)
+        if found is None:
+            raise ValueError(
+                f"sampling=checkpoint requires a {FILE} in the target's checkpoint, and there is none"
+                f"{'' if folder is None else f' in {folder}'}: set sampling=greedy, or sampling.temperature and others"
+            )
+        file = f"{folder}/{FILE}"
+        for name, neutral in NEUTRAL.items():
+            if found.get(name) not in (None, neutral, []):
+                raise ValueError(
+                    f"{file} sets {name}={brief(found[name])}, which sampling=checkpoint does not support: set "
+                    "sampling=greedy, or other parameters of sampling"
+                )
+        named = {one.name: found[one.name] for one in fields(Sampling) if found.get(one.name) is not None}
+        if found.get("do_sample") is not True:
+            named = {name: value for name, value in named.items() if name == "repetition_penalty"}
+        elif "temperature" not in named:
+            named["temperature"] = 1.0
+        try:
+            return Sampling(**{**named, **self.given})
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error

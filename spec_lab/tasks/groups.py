@@ -1,0 +1,128 @@
+"""Decode one group of prompts, or of conversations turn by turn, with every arm.
+
+A conversation's later request is made when every arm has answered the one before, and continues either the arm's own
+answers or the baseline's. All turns of a group are one unit of pairing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from spec_lab.engine.request import BROKEN
+from spec_lab.results import writer
+from spec_lab.results.writer import Outcome
+from spec_lab.tasks.lab import Arm, Lab, Settings, Turn
+
+BASELINE = "baseline"
+
+
+@dataclass
+class GroupRows:
+    """The rows of one group."""
+
+    rounds: writer.Rows = field(default_factory=list)
+    steps: writer.Rows = field(default_factory=list)
+    requests: writer.Rows = field(default_factory=list)
+
+
+def decode_group(
+    lab: Lab,
+    settings: Settings,
+    arms: Mapping[str, Arm],
+    names: Mapping[str, str],
+    number: int,
+    group: Sequence[Turn],
+    bar: Any,
+    history: str = "own",
+) -> GroupRows:
+    """Decode a group with every arm, the arms in the group's order; return its rows.
+
+    Args:
+        lab: the parts.
+        settings: the scalars.
+        arms: by name.
+        names: under which arms are shown.
+        number: of the group.
+        group: the first turns of its conversations.
+        bar: the progress bar; it counts requests, and prints why one broke.
+        history: which answers later turns continue: "own", each arm its own, or "baseline".
+    """
+    rows, order = GroupRows(), arm_order(list(arms), number)
+    todo = {name: list(group) for name in order}
+    said: dict[str, dict[int, list[str]]] = {name: {one.conversation: [] for one in group} for name in order}
+    rounds = dict.fromkeys(order, 0)
+    while any(todo.values()):
+        for place, name in enumerate(order):
+            if not todo[name]:
+                continue
+            turn = todo[name][0].number
+            decoded = arms[name].decode([one.request for one in todo[name]])
+            own_rounds, own_steps = writer.rows_of(decoded.steps, number, name, turn, rounds[name])
+            rounds[name] += len(own_rounds)
+            rows.rounds += own_rounds
+            rows.steps += own_steps
+            by_request = {one.request.id: one for one in todo[name]}
+            for outcome in decoded.outcomes:
+                one = by_request[outcome.request.id]
+                row = _row(lab, settings, outcome, one, number, name, place)
+                rows.requests.append(row)
+                if outcome.error:
+                    bar.write(f"{names[name]}: {outcome.error}", file=sys.stderr)
+                if len(said[name][one.conversation]) < turn and outcome.kept and outcome.finish not in BROKEN:
+                    said[name][one.conversation].append(row["text"])
+            bar.update(len(todo[name]))
+        for place, name in enumerate(order):
+            answers = said[name if history == "own" else BASELINE]
+            todo[name], broken = _next_turns(lab, settings, todo[name], answers)
+            for outcome, one in broken:
+                rows.requests.append(_row(lab, settings, outcome, one, number, name, place))
+                bar.write(f"{names[name]}: {outcome.error}", file=sys.stderr)
+                bar.update(1)
+    return rows
+
+
+def arm_order(names: list[str], number: int) -> list[str]:
+    """Return the arms' order in a group: rotated by one from group to group, every second full rotation backwards.
+
+    Two arms only rotate, as the two orders are each other's reverse.
+    """
+    shift = number % len(names)
+    order = names[shift:] + names[:shift]
+    return order[::-1] if len(names) > 2 and number // len(names) % 2 else order
+
+
+def _next_turns(
+    lab: Lab, settings: Settings, turns: Sequence[Turn], said: Mapping[int, Sequence[str]]
+) -> tuple[list[Turn], list[tuple[Outcome, Turn]]]:
+    """Return the next turn of each conversation that has one, and the outcomes of those that cannot be continued.
+
+    A conversation whose turn broke has no next one: its group is left out of the figures.
+    """
+    found: list[Turn] = []
+    broken: list[tuple[Outcome, Turn]] = []
+    for one in turns:
+        answers = said[one.conversation]
+        if one.number == lab.prompts[one.conversation].turns or len(answers) < one.number:
+            continue
+        try:
+            found.append(lab.turn(settings, one.conversation, answers))
+        except ValueError as error:  # too long for the context, or refused by the chat template
+            number, name = one.number + 1, lab.prompts[one.conversation].name
+            request = replace(one.request, id=one.request.id + len(lab.prompts), name=f"{name}, turn {number}")
+            failed = Turn(one.conversation, number, replace(one.prompt, name=request.name, checker=""), request)
+            broken.append((Outcome(request, [], "stuck", 0, 0, 0.0, 0.0, 0.0, error=str(error)), failed))
+    return found, broken
+
+
+def _row(
+    lab: Lab, settings: Settings, outcome: Outcome, turn: Turn, group: int, arm: str, order: int
+) -> dict[str, Any]:
+    """Return the row of an outcome."""
+    shown = lab.shown(outcome.request, outcome.tokens), lab.ends(outcome.request, outcome.tokens)
+    return writer.request_row(
+        outcome, turn.prompt, *shown, settings.seed, group, arm, order,
+        lab.prompts[turn.conversation].name, turn.number,
+    )  # fmt: skip

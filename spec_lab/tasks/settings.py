@@ -1,0 +1,97 @@
+"""A run's scalars, validated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+from spec_lab.core.options import brief, file_name, strings, whole
+from spec_lab.text.strings import check_strings
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run's scalars.
+
+    Args:
+        output_dir: the run's directory.
+        name: the experiment's; at most 100 characters, without slashes.
+        batch_size: prompts decoded together; at most 1024.
+        max_new_tokens: most tokens emitted for each; at most 2**20.
+        warmup: tokens each arm decodes before anything is measured; 0 for none, at most 2**20.
+        seed: of every random choice, below 2**63.
+        threads: of torch on the CPU, at most four for each core; None leaves torch's own choice.
+        baseline: whether every group is decoded autoregressively as well.
+        stop_strings: strings that end a text; at most 256, of 4096 bytes each and 65536 in all.
+        banned_strings: strings that never appear; the same limits.
+        min_new_tokens: before a text may end.
+        token_healing: whether the prompts' last tokens are taken off and generated anew, beginning with the same bytes.
+        max_prompt_tokens: of longer prompts the middle is left out; None leaves nothing out. At most 2**31 - 1.
+        record_drafts: whether the table ``steps`` keeps every drafted token with its target and draft probability.
+        verbose: whether tables in the terminal have all their columns.
+        overrides: of a job of a sweep, the options that differ between its jobs; None of a single run. A job of a sweep
+            prints no table and draws no figures.
+        config_sha256: SHA-256 of the resolved configuration without secrets: the configuration itself is written with
+            the names of environment variables, not with their values.
+    """
+
+    output_dir: Path
+    name: str
+    batch_size: int
+    max_new_tokens: int
+    warmup: int
+    seed: int
+    threads: int | None
+    baseline: bool
+    stop_strings: Sequence[str] = ()
+    banned_strings: Sequence[str] = ()
+    min_new_tokens: int = 0
+    token_healing: bool = False
+    max_prompt_tokens: int | None = None
+    record_drafts: bool = False
+    verbose: bool = False
+    overrides: Sequence[str] | None = None
+    config_sha256: str = ""
+
+    def __post_init__(self) -> None:
+        whole("batch_size", self.batch_size, most=1024)
+        whole("max_new_tokens", self.max_new_tokens, most=2**20)
+        whole("warmup", self.warmup, 0, most=2**20)
+        whole("seed", self.seed, 0)
+        if self.max_prompt_tokens is not None:
+            whole("max_prompt_tokens", self.max_prompt_tokens, most=2**31 - 1)
+        if self.threads is not None:
+            whole("threads", self.threads)
+        most = 4 * (os.cpu_count() or 1)
+        if self.threads is not None and self.threads > most:
+            raise ValueError(
+                f"threads must be at most {most}, four for each core of this machine, not {brief(self.threads)}"
+            )
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2**63, not {brief(self.seed)}")
+        for name in ("baseline", "token_healing", "record_drafts", "verbose"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        check_strings("stop_strings", strings("stop_strings", self.stop_strings))
+        check_strings("banned_strings", strings("banned_strings", self.banned_strings))
+        if whole("min_new_tokens", self.min_new_tokens, 0) > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens is {self.min_new_tokens}, larger than max_new_tokens, which is {self.max_new_tokens}"
+            )
+        file_name("name", self.name)
+
+    def use_threads(self) -> None:
+        """Set torch's threads, unless ``threads`` is None. Call it before the parts are built: some measure the machine
+        while they load.
+        """
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+
+    @staticmethod
+    def names() -> list[str]:
+        """The names of the scalars that a config gives."""
+        return [one.name for one in fields(Settings) if one.name not in ("output_dir", "overrides", "config_sha256")]

@@ -1,0 +1,146 @@
+"""Chat templates: from the messages of a conversation to the text that the model continues.
+
+A template is a program in Jinja that a checkpoint brings. It runs in the sandbox of transformers'
+``apply_chat_template``, and reads the messages, the tools and its options only; the length of its text is bounded, its
+running time is not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from spec_lab.core.options import brief
+
+Message = Mapping[str, Any]
+"""A message with its ``role`` and ``content``, and perhaps ``tool_calls``, as transformers' templates read it."""
+
+THINKING = ("enable_thinking", "thinking")
+"""Options by which templates switch a model's thinking: Qwen3's and GLM's, and DeepSeek's and Granite's."""
+
+RESERVED = {
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length",
+    "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
+"""Names that are arguments of ``apply_chat_template``, and no options of a template."""
+
+
+@runtime_checkable
+class HasTemplate(Protocol):
+    """A tokenizer that can apply chat templates, as transformers' can."""
+
+    chat_template: Any
+    """Its own template, or several by name; None for none."""
+
+    def get_chat_template(self, chat_template: str | None = None, tools: list[Any] | None = None) -> str:
+        """Return the template that would be applied."""
+        ...
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        """Return the text of a conversation."""
+        ...
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """How messages become text.
+
+    Args:
+        source: the template; empty for the tokenizer's own, and for plain text where it has none.
+        options: further variables of the template.
+    """
+
+    source: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, tokenizer: Any, tools: bool = False) -> str:
+        """Return the template's text for this tokenizer; empty for plain text.
+
+        Args:
+            tokenizer: the target's.
+            tools: whether there are tools: a tokenizer may have a template of its own for these.
+        """
+        if self.source:
+            return self.source
+        if not isinstance(tokenizer, HasTemplate) or not tokenizer.chat_template:
+            return ""
+        return tokenizer.get_chat_template(None, [{}] if tools else None)
+
+
+def render(
+    template: ChatTemplate | None, messages: Sequence[Message], tools: Sequence[Any], tokenizer: Any, where: str
+) -> tuple[str, bool]:
+    """Return the text that the model continues, and whether a template wrote it.
+
+    Args:
+        template: the template; None for plain text: the messages with an empty line before each of the user's.
+        messages: the conversation.
+        tools: JSON schemas.
+        tokenizer: the target's.
+        where: names the prompt, for messages.
+
+    Raises:
+        ValueError: the template refuses the messages; it does not read the tools or an option that are given.
+    """
+    source = "" if template is None else template.of(tokenizer, bool(tools))
+    options = {} if template is None else dict(template.options)
+    _check_read(source, options, bool(tools), where)
+    if not source:
+        return _plain(messages), False
+    if not isinstance(tokenizer, HasTemplate):
+        raise ValueError(f"{where}: the target's tokenizer applies no chat templates; set prompts.template=none")
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(one) for one in messages], tools=list(tools) or None, chat_template=source, tokenize=False,
+            add_generation_prompt=True, **options,
+        )  # fmt: skip
+    except Exception as error:  # those of Jinja, of transformers, and of whatever the template does
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{where}: the chat template refuses its messages ({brief(why)})") from error
+    return text, True
+
+
+def _check_read(source: str, options: Mapping[str, Any], tools: bool, where: str) -> None:
+    """Refuse tools and options that would have no effect.
+
+    Raises:
+        ValueError: names them.
+    """
+    why = "the chat template does not read it" if source else "the prompt is plain text, without a chat template"
+
+    def reads(name: str) -> bool:
+        return re.search(rf"\b{name}\b", source) is not None
+
+    if tools and not reads("tools"):
+        raise ValueError(f"{where} has tools, which have no effect: {why.replace(' it', ' them')}; remove them")
+    thinking = [name for name in THINKING if name in options]
+    if thinking and not any(map(reads, thinking)):
+        value = str(options[thinking[0]]).lower()
+        raise ValueError(f"{where}: prompts.thinking={value} has no effect: {why}; set prompts.thinking=null")
+    for name in options:
+        if name not in thinking and not reads(name):
+            raise ValueError(f"{where}: prompts.options.{name} has no effect: {why}; remove it")
+
+
+def _plain(messages: Sequence[Message]) -> str:
+    """Return the plain text of messages: answers follow what they answer, other messages begin after an empty line."""
+    text = ""
+    for one in messages:
+        text += ("" if not text or one["role"] == "assistant" else "\n\n") + (one.get("content") or "")
+    return text
+
+
+def template_facts(template: ChatTemplate | None, tokenizer: Any, tools: bool = False) -> dict[str, Any]:
+    """Return what the manifest records of a template: its origin, SHA-256 and options."""
+    source = "" if template is None else template.of(tokenizer, tools)
+    if template is None or not source:
+        return {"template": "none"}
+    return {
+        "template": "file" if template.source else "checkpoint",
+        "template_sha256": hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest(),
+        "options": dict(template.options),
+    }

@@ -1,0 +1,285 @@
+"""Conversations: how a dataset's questions become prompts for a chat model, and files of conversations.
+
+Files are untrusted input; ``records`` has the bounds. Of a template file they are 1 MiB, of a file of tools 1 MiB.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spec_lab.core.files import read_text
+from spec_lab.core.options import brief, one_of, true_or_false, whole
+from spec_lab.text.chat_template import RESERVED, THINKING, ChatTemplate, Message
+from spec_lab.text.checkers import CHECKERS
+from spec_lab.text.prompts import Prompt, checked
+from spec_lab.text.records import fitting, records, text_of, word
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_MESSAGES = 1000
+"""Maximum number of messages of a conversation."""
+MAX_TOOLS = 1000
+"""Maximum number of tools."""
+MAX_DEPTH = 64
+"""Maximum nesting of a tool, of a tool call and of a template's options."""
+MAX_SMALL = 2**20
+"""Maximum size of a file of a template or of tools, in bytes."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How questions become prompts; made by ``chat_options``.
+
+    Args:
+        template: turns messages into text; None for plain text.
+        system: the system prompt of conversations that have none of their own; empty for none.
+        tools: the tools of conversations that have none of their own.
+        turns: maximum number of the user's messages; None for all.
+        checker: of answers; empty for none.
+    """
+
+    template: ChatTemplate | None = None
+    system: str = ""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    turns: int | None = None
+    checker: str = ""
+
+    def prompt(
+        self,
+        name: str,
+        turns: Sequence[str],
+        workload: str = "",
+        source: str = "",
+        answer: str | None = None,
+        constraint: str = "",
+        system: str = "",
+        messages: Sequence[Message] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Prompt:
+        """Return the prompt of a question.
+
+        Args:
+            name, workload, source, constraint: as of ``Prompt``.
+            turns: the user's messages, at least one; after ``messages`` only those that follow its last.
+            answer: what the checker compares with; None: this answer is not checked.
+            system: its own system prompt; empty for the common one.
+            messages: a recorded conversation that ends with a message to answer, ``turns[0]``; empty for none.
+            tools: its own tools; empty for the common ones.
+        """
+        kept = tuple(turns[: self.turns])
+        system, said = system or self.system, list(messages)
+        if system and not (said and said[0]["role"] in ("system", "developer")):
+            said = [{"role": "system", "content": system}, *(said or [{"role": "user", "content": kept[0]}])]
+        check = self.checker if answer is not None and len(kept) == len(turns) else ""
+        return Prompt(
+            name, kept[0], workload, source, constraint, messages=tuple(said), later=kept[1:],
+            tools=tuple(tools) or self.tools, template=self.template, checker=check,
+            answer=(answer or "") if check else "",
+        )  # fmt: skip
+
+
+def chat_options(
+    template: str = "checkpoint",
+    system: str | None = None,
+    tools: str | None = None,
+    thinking: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    turns: int | None = None,
+    checker: str | None = None,
+) -> Chat:
+    """Check the options of conversations, and read the files that they name.
+
+    Args:
+        template: "checkpoint", the chat template of the target's tokenizer, and plain text where it has none; "none",
+            plain text; or a file with a Jinja template.
+        system: the system prompt; None for none.
+        tools: a JSON file with a list of tools, each a JSON schema as transformers' templates read it; None for none.
+        thinking: sets the options of the template that switch thinking on or off (``chat_template.THINKING``); None
+            leaves the template's default.
+        options: further variables of the template.
+        turns: maximum number of the user's messages of a conversation; None for all.
+        checker: of answers (``CHECKERS``); None for none.
+
+    Raises:
+        ValueError: an invalid option; names it.
+        OSError: a file cannot be read.
+    """
+    if thinking is not None:
+        true_or_false("prompts.thinking", thinking)
+    if turns is not None:
+        whole("prompts.turns", turns, otherwise=", or null for all")
+    if checker is not None:
+        one_of("prompts.checker", checker, tuple(CHECKERS))
+    if not isinstance(template, str) or not template:
+        raise ValueError(f"prompts.template must be checkpoint, none, or a file, not {brief(template)}")
+    if system is not None and not (isinstance(system, str) and system.strip()):
+        raise ValueError(f"prompts.system must be a text that is not empty, or null for none, not {brief(system)}")
+    given = _options(options, thinking)
+    source = "" if template in ("checkpoint", "none") else _small("prompts.template", template)
+    if template == "none" and given:
+        raise ValueError(
+            f"prompts.template=none supports no options of a template ({', '.join(given)}): set "
+            "prompts.template=checkpoint"
+        )
+    return Chat(
+        None if template == "none" else ChatTemplate(source, given),
+        "" if system is None else fitting(system, "prompts.system", "it"),
+        () if tools is None else _tools(_json("prompts.tools", tools), "prompts.tools"),
+        turns,
+        checker or "",
+    )
+
+
+def chat(
+    path: str,
+    limit: int | None = None,
+    template: str = "checkpoint",
+    system: str | None = None,
+    tools: str | None = None,
+    thinking: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    turns: int | None = None,
+    checker: str | None = None,
+) -> list[Prompt]:
+    """Read conversations from a file with one JSON object per line.
+
+    Args:
+        path: the file. Each object has ``prompt`` (or ``text``), one message of the user; or ``turns``, a list of them,
+            of which each is sent when the model has answered the one before; or ``messages``, a recorded conversation
+            that ends with a message to answer: a list of objects with ``role`` and ``content``. Optional are ``id``,
+            ``workload``, ``source``, ``constraint``, ``system``, ``tools``, and ``answer``, for the checker.
+        limit: number of conversations, from the first; None reads all.
+        template, system, tools, thinking, options, turns, checker: as of ``chat_options``.
+
+    Raises:
+        OSError: a file does not exist, or is not readable.
+        ValueError: an invalid option, a malformed line, an id used twice, no conversations at all.
+    """
+    how = chat_options(template, system, tools, thinking, options, turns, checker)
+    found = {}
+    for where, line, record in records(path, limit):
+        messages: list[Message] = []
+        if record.get("messages") is not None:
+            messages = _messages(record["messages"], where)
+            said = [str(messages[-1]["content"])]
+        elif record.get("turns") is not None:
+            said = turns_of(record, "turns", where)
+        else:
+            said = [
+                text_of(record, "prompt" if "prompt" in record else "text", where, "'prompt', 'turns' or 'messages'")
+            ]
+        own = record.get("constraint")
+        found[line] = how.prompt(
+            word(record, "id", where) or f"{Path(path).stem}-{line}",
+            said,
+            word(record, "workload", where),
+            word(record, "source", where),
+            None if record.get("answer") is None else word(record, "answer", where),
+            json.dumps(own) if isinstance(own, dict | list) else word(record, "constraint", where),
+            word(record, "system", where),
+            messages,
+            () if record.get("tools") is None else _tools(record["tools"], f"{where}: 'tools'"),
+        )
+    return checked(found, path)
+
+
+def turns_of(record: Mapping[str, Any], key: str, where: str) -> list[str]:
+    """Return the user's messages of a record: a list of at least one text.
+
+    Raises:
+        ValueError: it is not; names the file and the line.
+    """
+    turns = record.get(key)
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"{where}: '{key}' must be a list with at least one message of the user")
+    if len(turns) > MAX_MESSAGES:
+        raise ValueError(f"{where}: '{key}' has {len(turns)} messages, more than {MAX_MESSAGES}")
+    return [text_of({key: one}, key, where, f"'{key}[{place}]'") for place, one in enumerate(turns)]
+
+
+def _messages(messages: Any, where: str) -> list[Message]:
+    """Return a recorded conversation.
+
+    Raises:
+        ValueError: it is none, or ends with an answer.
+    """
+    if not isinstance(messages, list) or not messages or len(messages) > MAX_MESSAGES:
+        raise ValueError(f"{where}: 'messages' must be a list of 1 to {MAX_MESSAGES} objects with role and content")
+    for place, one in enumerate(messages):
+        named = f"'messages[{place}]'"
+        if not isinstance(one, dict):
+            raise ValueError(f"{where}: {named} must be an object with role and content, not {brief(one)}")
+        if one.get("role") not in ROLES:
+            raise ValueError(f"{where}: {named}.role must be one of {', '.join(ROLES)}, not {brief(one.get('role'))}")
+        calls = one["role"] == "assistant" and isinstance(one.get("tool_calls"), list)
+        if not (calls and one.get("content") is None):
+            fitting(one.get("content"), where, f"{named}.content")
+        _check_depth(one, f"{where}: {named}")
+    last = messages[-1]
+    if last["role"] not in ("user", "tool"):
+        raise ValueError(f"{where}: 'messages' must end with a message of the user or of a tool, which is answered")
+    text_of(last, "content", where, f"'messages[{len(messages) - 1}]'.content")
+    return messages
+
+
+def _options(options: Mapping[str, Any] | None, thinking: bool | None) -> dict[str, Any]:
+    if options is not None and not isinstance(options, Mapping):
+        raise ValueError(f"prompts.options must map names of the template's variables to values, not {brief(options)}")
+    given = dict(options or {})
+    for name in given:
+        if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:
+            raise ValueError(f"prompts.options.{name} is no variable of a chat template: choose another name")
+        if name in THINKING and thinking is not None:
+            raise ValueError(f"prompts.options.{name} and prompts.thinking both switch thinking: set only one of them")
+    _check_depth(given, "prompts.options")
+    return given | ({} if thinking is None else dict.fromkeys(THINKING, thinking))
+
+
+def _small(option: str, path: Any) -> str:
+    try:
+        if isinstance(path, str) and Path(path).is_file():
+            return read_text(Path(path), MAX_SMALL)
+    except OSError as error:
+        raise ValueError(f"{option}={brief(path)} cannot be read ({error.strerror})") from error
+    raise ValueError(f"{option} must name a file, and there is no file {brief(path)}")
+
+
+def _json(option: str, path: Any) -> Any:
+    try:
+        return json.loads(_small(option, path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{option}={path} is no JSON ({' '.join(str(error).split())})") from error
+
+
+def _tools(tools: Any, named: str) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(tools, list) or not tools or not all(isinstance(one, dict) for one in tools):
+        raise ValueError(f"{named} must be a list of JSON schemas of tools, not {brief(tools)}")
+    if len(tools) > MAX_TOOLS:
+        raise ValueError(f"{named} has {len(tools)} tools, more than {MAX_TOOLS}")
+    for one in tools:
+        _check_depth(one, named)
+    return tuple(tools)
+
+
+def _check_depth(value: Any, named: str) -> None:
+    """Refuse too deep nesting, values that are not JSON's, and halves of surrogate pairs.
+
+    Raises:
+        ValueError: there are some.
+    """
+    left: list[tuple[Any, int]] = [(value, 1)]
+    while left:
+        one, depth = left.pop()
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{named} is nested deeper than {MAX_DEPTH} levels")
+        if isinstance(one, str):
+            fitting(one, named, "a text")
+        elif isinstance(one, Mapping):
+            left += [(inner, depth + 1) for pair in one.items() for inner in pair]
+        elif isinstance(one, list | tuple):
+            left += [(inner, depth + 1) for inner in one]
+        elif one is not None and not isinstance(one, bool | int | float):
+            raise ValueError(f"{named} holds a {type(one).__name__}, which is no value of JSON")

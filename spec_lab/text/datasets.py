@@ -1,0 +1,244 @@
+"""Datasets by name: from the files as their authors publish them, in a local folder or from the hub, to prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from huggingface_hub import hf_hub_download
+
+from spec_lab.core.options import brief, one_of
+from spec_lab.models.checkpoint import one_line
+from spec_lab.text.conversations import chat_options, turns_of
+from spec_lab.text.prompts import Prompt, checked
+from spec_lab.text.records import records, text_of, word
+
+
+class Question(NamedTuple):
+    """What a record of a dataset asks."""
+
+    name: str
+    """Its id; empty for a record without one."""
+    turns: list[str]
+    """The user's messages."""
+    workload: str
+    answer: str | None = None
+    """For the checker; None: there is none."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Where a dataset is, and how it is read.
+
+    Args:
+        source: its name, as rows record it.
+        files: names that its file may have in a local folder.
+        page: where its file can be downloaded.
+        read: returns a record's question; its arguments are the file and line, the record, and whether the model
+            completes a text (``prompts.template=none``) or answers a message.
+        hub: repository and file on the hub; None where the hub does not have it.
+        columns: of a Parquet file, those that are read.
+    """
+
+    source: str
+    files: tuple[str, ...]
+    page: str
+    read: Callable[[str, Mapping[str, Any], bool], Question]
+    hub: tuple[str, str] | None = None
+    columns: tuple[str, ...] | None = None
+
+
+def load(
+    name: str,
+    path: str | None = None,
+    revision: str | None = None,
+    limit: int | None = None,
+    template: str = "checkpoint",
+    system: str | None = None,
+    thinking: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    turns: int | None = None,
+    checker: str | None = None,
+) -> list[Prompt]:
+    """Read a dataset.
+
+    Args:
+        name: one of ``DATASETS``.
+        path: its file, or a folder with its file under its published name; None: it is downloaded from the hub.
+        revision: branch, tag or commit on the hub; None for its main branch.
+        limit: number of questions, from the first; None reads all.
+        template, system, thinking, options, turns, checker: as of ``conversations.chat_options``.
+
+    Raises:
+        OSError: there is no such file, or the hub cannot be reached.
+        ValueError: an unknown dataset, an invalid option, a file in another format.
+    """
+    dataset = DATASETS[one_of("prompts.name", name, tuple(DATASETS))]
+    how = chat_options(template, system, None, thinking, options, turns, checker)
+    if revision is not None and (not isinstance(revision, str) or not revision or path is not None):
+        raise ValueError(
+            f"prompts.revision must name a branch, tag or commit, without prompts.path (got {brief(revision)})"
+        )
+    file = _fetched(name, dataset, revision) if path is None else _local(name, dataset, path)
+    found = {}
+    for where, line, record in records(file, limit, columns=dataset.columns):
+        one = dataset.read(where, record, template == "none")
+        asked = one.name or f"{Path(file).name.partition('.')[0]}-{line}"
+        found[line] = how.prompt(asked, one.turns, one.workload, dataset.source, one.answer)
+    return checked(found, file)
+
+
+def _local(name: str, dataset: Dataset, path: Any) -> str:
+    """Return the file at ``path``, or that of the dataset in the folder.
+
+    Raises:
+        ValueError: no path.
+        OSError: there is none.
+    """
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"prompts.path must name a file or a folder, or be null for the hub, not {brief(path)}")
+    if not Path(path).is_dir():
+        return path
+    for one in dataset.files:
+        if (Path(path) / one).exists():
+            return str(Path(path) / one)
+    raise FileNotFoundError(
+        f"the folder {path} holds no {' or '.join(dataset.files)} of {name}: download it from {dataset.page}"
+    )
+
+
+def _fetched(name: str, dataset: Dataset, revision: str | None) -> str:
+    """Return the dataset's file in the hub's cache, after downloading it.
+
+    Raises:
+        OSError: it is not on the hub, or the hub cannot be reached.
+    """
+    if dataset.hub is None:
+        raise FileNotFoundError(
+            f"{name} is not on the hub: download {dataset.files[0]} from {dataset.page}, and set prompts.path to it"
+        )
+    repository, file = dataset.hub
+    try:
+        return hf_hub_download(repository, file, repo_type="dataset", revision=revision)
+    except Exception as error:  # also those of the HTTP library
+        raise OSError(
+            f"{file} of the dataset {repository} cannot be fetched from the hub ({one_line(error)}): try again when "
+            f"the hub can be reached, or download {dataset.files[0]} from {dataset.page} and set prompts.path to it"
+        ) from error
+
+
+def _turns(where: str, record: Mapping[str, Any], completes: bool) -> Question:
+    """Return a question of MT-Bench or Spec-Bench: ``question_id``, ``category``, ``turns``; ``prompt_id`` and
+    ``prompt`` in MT-Bench's copy on the hub.
+    """
+    key = "prompt" if isinstance(record.get("prompt"), list) else "turns"
+    if not isinstance(record.get(key), list) or not record[key]:
+        raise ValueError(f"{where}: 'turns' must be a list with at least one turn; is this Spec-Bench's question file?")
+    name = word(record, "question_id", where) or word(record, "prompt_id", where)
+    return Question(name, turns_of(record, key, where), word(record, "category", where))
+
+
+def _gsm8k(where: str, record: Mapping[str, Any], completes: bool) -> Question:
+    """Return a question of GSM8K: ``question``, and ``answer`` that ends with "#### " and a number."""
+    question = text_of(record, "question", where)
+    _, mark, answer = text_of(record, "answer", where).rpartition("####")
+    if not mark or not answer.strip():
+        raise ValueError(f"{where}: 'answer' must end with #### and a number; is this GSM8K's file?")
+    asked = (
+        f"Question: {question}\nAnswer:"
+        if completes
+        else f"{question}\n\nThink step by step. End with a line that holds #### and the answer, which is a number."
+    )
+    return Question("", [asked], "math", answer.strip())
+
+
+def _humaneval(where: str, record: Mapping[str, Any], completes: bool) -> Question:
+    """Return a problem of HumanEval: ``task_id`` and ``prompt``, the beginning of a function; tests are not read."""
+    begun = text_of(record, "prompt", where)
+    asked = (
+        begun
+        if completes
+        else "Complete this Python function. Answer with the whole function, imports included, in one Python code "
+        f"block.\n\n```python\n{begun.rstrip()}\n```"
+    )
+    return Question(word(record, "task_id", where), [asked], "code", begun)
+
+
+def _livecodebench(where: str, record: Mapping[str, Any], completes: bool) -> Question:
+    """Return a problem of LiveCodeBench: ``question_id``, ``question_content``, ``starter_code``, ``difficulty``. Its
+    tests are not read.
+    """
+    problem, starter = text_of(record, "question_content", where), word(record, "starter_code", where)
+    how = (
+        f"Complete this program, and answer with all of it in one Python code block.\n\n```python\n{starter}\n```"
+        if starter.strip()
+        else "Read the input from standard input, and write the output to standard output. Answer with the whole "
+        "program in one Python code block."
+    )
+    return Question(word(record, "question_id", where), [f"{problem}\n\n{how}"], word(record, "difficulty", where), "")
+
+
+def _mmlu(where: str, record: Mapping[str, Any], completes: bool) -> Question:
+    """Return a question of MMLU: ``question``, ``subject``, ``choices`` and ``answer``, the place of one."""
+    question, choices, place = text_of(record, "question", where), record.get("choices"), record.get("answer")
+    if not isinstance(choices, list) or not 2 <= len(choices) <= 26 or not all(isinstance(one, str) for one in choices):
+        raise ValueError(f"{where}: 'choices' must be a list of 2 to 26 texts")
+    if isinstance(place, bool) or not isinstance(place, int) or not 0 <= place < len(choices):
+        raise ValueError(f"{where}: 'answer' must be the place of the correct choice, from 0, not {brief(place)}")
+    letters = [chr(ord("A") + number) for number in range(len(choices))]
+    lines = [f"{letter}. {one}" for letter, one in zip(letters, choices, strict=True)]
+    last = "Answer:" if completes else "\nEnd with a line 'Answer: X', in which X is the letter of the correct choice."
+    return Question("", ["\n".join([question, *lines, last])], word(record, "subject", where), letters[place])
+
+
+DATASETS: Mapping[str, Dataset] = {
+    "spec_bench": Dataset(
+        "Spec-Bench",
+        ("question.jsonl", "spec_bench_question.jsonl"),
+        "https://github.com/hemingkx/Spec-Bench (data/spec_bench)",
+        _turns,
+    ),
+    "mt_bench": Dataset(
+        "MT-Bench",
+        ("question.jsonl", "mt_bench.jsonl"),
+        "https://github.com/lm-sys/FastChat (fastchat/llm_judge/data/mt_bench)",
+        _turns,
+        ("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl"),
+    ),
+    "gsm8k": Dataset(
+        "GSM8K",
+        ("test.jsonl", "gsm8k.jsonl", "test-00000-of-00001.parquet"),
+        "https://github.com/openai/grade-school-math (grade_school_math/data)",
+        _gsm8k,
+        ("openai/gsm8k", "main/test-00000-of-00001.parquet"),
+        ("question", "answer"),
+    ),
+    "humaneval": Dataset(
+        "HumanEval",
+        ("HumanEval.jsonl.gz", "HumanEval.jsonl", "test-00000-of-00001.parquet"),
+        "https://github.com/openai/human-eval (data)",
+        _humaneval,
+        ("openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"),
+        ("task_id", "prompt"),
+    ),
+    "livecodebench": Dataset(
+        "LiveCodeBench",
+        ("test6.jsonl", "test5.jsonl", "test4.jsonl", "test3.jsonl", "test2.jsonl", "test.jsonl"),
+        "https://huggingface.co/datasets/livecodebench/code_generation_lite",
+        _livecodebench,
+        ("livecodebench/code_generation_lite", "test6.jsonl"),
+    ),
+    "mmlu": Dataset(
+        "MMLU",
+        ("test.jsonl", "mmlu.jsonl", "test-00000-of-00001.parquet"),
+        "https://huggingface.co/datasets/cais/mmlu",
+        _mmlu,
+        ("cais/mmlu", "all/test-00000-of-00001.parquet"),
+        ("question", "subject", "choices", "answer"),
+    ),
+}
+"""By the name that ``prompts.name`` gives. Published: MT-Bench (2306.05685), Spec-Bench (2401.07851), GSM8K
+(2110.14168), HumanEval (2107.03374), LiveCodeBench (2403.07974), MMLU (2009.03300).
+"""

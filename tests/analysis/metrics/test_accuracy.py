@@ -1,0 +1,81 @@
+"""Shares of correct answers."""
+
+import math
+
+import pandas as pd
+import pytest
+
+from spec_lab.analysis import metrics
+from spec_lab.analysis.text import accuracy_notes
+
+
+def answers(*rows: dict) -> pd.DataFrame:
+    plain = {"arm": "baseline", "sequence": 0, "kept": True, "finish": "length", "checker": "number", "correct": True}
+    return pd.DataFrame([plain | {"group": row["request"]} | row for row in rows])
+
+
+TABLE = answers(
+    *({"request": number, "correct": number < 3} for number in range(4)),
+    *({"request": number, "correct": number < 2, "arm": "speculative"} for number in range(4)),
+)
+
+
+def test_the_share_and_its_change_from_the_baseline():
+    own = metrics.accuracy(TABLE, "speculative")["number"]
+    assert own["answers"] == 4 and own["correct"]["mean"] == 0.5 and own["change"]["mean"] == -0.25
+    assert -0.75 <= own["change"]["low"] <= -0.25 <= own["change"]["high"] <= 0
+    base = metrics.accuracy(TABLE, "baseline")["number"]
+    assert base["correct"]["mean"] == 0.75 and math.isnan(base["change"]["mean"])
+
+
+def test_the_change_is_paired_by_question():
+    """Without question 0, which only the baseline answered, both arms have the same answers."""
+    table = TABLE[~((TABLE["arm"] == "speculative") & (TABLE["request"] == 2))]
+    own = metrics.accuracy(table, "speculative")["number"]
+    assert own["answers"] == 3 and own["change"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+
+
+def test_broken_groups_unkept_sequences_and_unchecked_answers_are_left_out():
+    broken = TABLE.assign(finish=["nan", *["length"] * 7])
+    assert metrics.accuracy(broken, "speculative")["number"]["answers"] == 3
+    unkept = pd.concat([TABLE, TABLE.iloc[4:5].assign(sequence=1, kept=False, correct=False)], ignore_index=True)
+    assert metrics.accuracy(unkept, "speculative") == metrics.accuracy(TABLE, "speculative")
+    unchecked = TABLE.astype({"correct": object})
+    unchecked.loc[4, ["checker", "correct"]] = ["", None]
+    assert metrics.accuracy(unchecked, "speculative")["number"]["answers"] == 3
+
+
+def test_every_checker_has_its_own_figures_and_all_together_those_of_sweeps():
+    table = TABLE.assign(checker=["number", "number", "choice", "choice"] * 2)
+    share, change = metrics.correct(table, "speculative")
+    assert share.mean == 0.5 and change.mean == -0.25
+    assert math.isnan(metrics.correct(table, "baseline")[1].mean)
+    assert {name: one["answers"] for name, one in metrics.accuracy(table, "baseline").items()} == {
+        "choice": 2, "number": 2,
+    }  # fmt: skip
+
+
+def test_tables_without_checkers_have_none():
+    assert metrics.accuracy(TABLE.drop(columns=["checker", "correct"]), "baseline") == {}
+    assert metrics.accuracy(TABLE, "other") == {}
+    assert all(math.isnan(one.mean) for one in metrics.correct(TABLE.drop(columns=["checker", "correct"]), "baseline"))
+
+
+def test_a_sentence_states_it_for_each_checker():
+    arms = {arm: {"accuracy": metrics.accuracy(TABLE, arm)} for arm in ("speculative", "baseline")} | {"old": {}}
+    (line,) = accuracy_notes(arms)
+    assert line.startswith("Share of 4 answers that are correct, by the checker number [95 %]: speculative 50.0%")
+    assert "(-25.0% [" in line and "baseline 75.0%" in line and "old" not in line
+    assert (
+        "whose code parses"
+        in accuracy_notes({"a": {"accuracy": {"python_syntax": arms["baseline"]["accuracy"]["number"]}}})[0]
+    )
+    assert accuracy_notes({"a": {}}) == []
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_the_turns_of_a_conversation_are_one_prompt_of_their_group(requests, turns):
+    table = pd.concat([requests.assign(turn=turn + 1) for turn in range(turns)], ignore_index=True)
+    longer = table[(table["turn"] == 1) | (table["group"] == 0)]
+    assert metrics.short_groups(longer) == set()
+    assert metrics.group_speeds(table, "speculative").tolist() == [20.0, 30.0]

@@ -1,0 +1,91 @@
+"""Conversations on the command line: a checkpoint with a chat template and recommended sampling."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from spec_lab.analysis import metrics
+from tests import checkpoints
+
+TEMPLATE = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}assistant:"
+ANSWERS = {"do_sample": True, "temperature": 0.5, "top_k": 9, "eos_token_id": 3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint that chats, and files of questions."""
+    folder = tmp_path_factory.mktemp("chat")
+    checkpoints.checkpoint(folder / "target")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "target")
+    (folder / "target" / "generation_config.json").write_text(json.dumps(ANSWERS))
+    lines = [
+        {"question_id": n, "category": "toy", "turns": [f"say {word}", "again"]} for n, word in enumerate(("a", "b"))
+    ]
+    (folder / "question.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    lines = [{"question": "how many", "answer": "#### 3"}, {"question": "and now", "answer": "#### 4"}]
+    (folder / "test.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def options(folder) -> list[str]:
+    return [
+        f"target.path={folder / 'target'}", "target.dtype=float32", "proposer=ngram", "max_new_tokens=6", "warmup=0",
+        f"prompts.path={folder}", "output_dir=out",
+    ]  # fmt: skip
+
+
+def test_a_dataset_by_name_with_the_checkpoints_template_and_sampling(quick_cli, folder, tmp_path):
+    code, _, errors = quick_cli("prompts=mt_bench", "sampling=checkpoint", "sampling.top_k=5", *options(folder))
+    assert code == 0, errors
+    facts = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert facts["sampling"] == {"temperature": 0.5, "top_k": 5, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert facts["chat"]["template"] == "checkpoint" and facts["chat"]["turns"] == 2
+    table = metrics.load(tmp_path / "out").requests
+    assert set(table["prompt"][table["turn"] == 1]) == {f"user: say {word}\nassistant:" for word in "ab"}
+    for row in table[table["turn"] == 2].to_dict("records"):
+        assert row["prompt"].startswith("user: say ") and row["prompt"].endswith("\nuser: again\nassistant:")
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["temperature"] == 0.5 and summary["sampling"] == facts["sampling"]
+
+
+@pytest.mark.nightly
+def test_accuracy_stands_in_summary_report_and_sweep_table(cli, folder, tmp_path):
+    code, _, errors = cli(
+        "--multirun", "prompts=gsm8k", "verifier=token,lenient", "proposer.depth=2", *options(folder)
+    )  # fmt: skip
+    assert code == 0, errors
+    runs = [one.parent for one in (tmp_path / "out").glob("*/summary.json")]
+    assert len(runs) == 2
+    for run in runs:
+        arms = json.loads((run / "summary.json").read_text())["arms"]
+        assert all(one["accuracy"]["number"]["answers"] == 2 for one in arms.values())
+    assert cli("collect", "out")[0] == 0 and cli("report", "out", str(runs[0]))[0] == 0
+    assert "correct,correct_low" in (tmp_path / "out" / "table.csv").read_text().replace("_name", "")
+    assert "by the checker number" in (runs[0] / "report.html").read_text()
+
+
+@pytest.mark.nightly
+def test_certify_uses_the_templated_prompts(cli, folder):
+    more = ["task.samples=2000", "task.tokens=100"]
+    code, out, errors = cli("+experiment=certify", "prompts=mt_bench", "verifier=token", *more, *options(folder))
+    assert code == 0, errors + out
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["prompts=mt_bench", "prompts.thinking=true"], "prompts.thinking=true has no effect: the chat template"),
+        (["prompts=gsm8k", "prompts.checker=oracle"], "prompts.checker must be one of exact"),
+        (["prompts=humaneval"], "holds no HumanEval.jsonl.gz or HumanEval.jsonl"),
+        (["prompts=mt_bench", "task.history=mine"], "task.history must be one of own, baseline"),
+        (["prompts=mt_bench", "sampling=checkpoint", "sampling.top_p=3"], "sampling.top_p must lie in"),
+        (["prompts=mt_bench", "task=serve_trace"], "set prompts.turns=1"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(cli, folder, given, message):
+    code, _, errors = cli(*given, *options(folder))
+    assert code == 1 and message in errors and errors.count("spec_lab:") == 1

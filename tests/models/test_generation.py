@@ -1,0 +1,61 @@
+"""The sampling that a checkpoint recommends."""
+
+import json
+
+import pytest
+
+from spec_lab.core.probabilities import Sampling
+from spec_lab.models.generation import CheckpointSampling
+from spec_lab.models.target import Target
+from tests.checkpoints import checkpoint
+
+
+def recommended(tmp_path, **fields):
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+    return tmp_path
+
+
+def test_the_files_parameters_are_used(tmp_path):
+    folder = recommended(
+        tmp_path, do_sample=True, temperature=0.6, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.1,
+        eos_token_id=[1, 2], max_length=2048, transformers_version="5", no_repeat_ngram_size=0, suppress_tokens=[],
+    )  # fmt: skip
+    assert CheckpointSampling().resolved(folder) == Sampling(0.6, 20, 0.95, 0.01, 1.1)
+    assert CheckpointSampling(temperature=0.0, top_k=0).resolved(folder) == Sampling(0.0, 0, 0.95, 0.01, 1.1)
+
+
+def test_without_do_sample_a_checkpoint_is_greedy_as_in_transformers(tmp_path):
+    assert CheckpointSampling().resolved(recommended(tmp_path, temperature=0.6, top_p=0.9)) == Sampling()
+    assert CheckpointSampling().resolved(recommended(tmp_path, repetition_penalty=1.2)).repetition_penalty == 1.2
+    assert CheckpointSampling().resolved(recommended(tmp_path, do_sample=True, top_k=None)) == Sampling(1.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"no_repeat_ngram_size": 3}, "sets no_repeat_ngram_size=3, which sampling=checkpoint does not support"),
+        ({"num_beams": 4}, "sets num_beams=4"),
+        ({"suppress_tokens": [1]}, r"sets suppress_tokens=\[1\]"),
+        ({"do_sample": True, "temperature": -1}, "generation_config.json: sampling.temperature must be 0 or more"),
+        ({"do_sample": True, "top_k": "many"}, "sampling.top_k must be a whole number"),
+    ],
+)
+def test_what_cannot_be_respected_is_refused(tmp_path, fields, message):
+    with pytest.raises(ValueError, match=message):
+        CheckpointSampling().resolved(recommended(tmp_path, **fields))
+
+
+def test_a_target_without_the_file_is_refused(tmp_path):
+    for folder in (None, tmp_path):
+        with pytest.raises(ValueError, match=r"requires a generation_config\.json in the target's checkpoint"):
+            CheckpointSampling().resolved(folder)
+
+
+def test_invalid_replacements_are_refused_at_start_up():
+    with pytest.raises(ValueError, match=r"sampling\.top_p must lie in"):
+        CheckpointSampling(top_p=2.0)
+
+
+def test_a_loaded_target_knows_its_folder(tmp_path):
+    folder = checkpoint(tmp_path / "target")
+    assert Target.load(str(folder), dtype="float32").folder == folder

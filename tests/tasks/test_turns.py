@@ -1,0 +1,249 @@
+"""Conversations in a run: whose answers later turns continue, what rows record, and what is refused."""
+
+import json
+import logging
+from dataclasses import replace
+from io import StringIO
+
+import pandas as pd
+import pytest
+import torch
+from rich.console import Console
+
+from spec_lab.analysis import metrics
+from spec_lab.analysis.report.run_page import page
+from spec_lab.propose import Null
+from spec_lab.results.manifest import begun
+from spec_lab.results.schema import CHECK_COLUMNS, TURN_COLUMNS
+from spec_lab.tasks.benchmark import run
+from spec_lab.tasks.lab import Lab
+from spec_lab.tasks.serve import serve
+from spec_lab.tasks.verifier_study.task import study_verifiers
+from spec_lab.text.chat_template import ChatTemplate
+from spec_lab.text.prompts import Prompt
+from tests.labs import Letters, lab, settings
+
+CONFIG = {"target": {"path": "tiny"}, "max_new_tokens": 12}
+CHATS = (
+    Prompt("a", "the cat sat", "toy", later=("on the mat", "why"), template=ChatTemplate()),
+    Prompt("b", "def f", "toy", template=ChatTemplate(), checker="contains", answer="e"),
+    Prompt("c", "one two", "toy", later=("three",), checker="contains", answer="zz"),
+    Prompt("d", "z z", "toy", later=("y",)),
+)
+
+
+def quiet() -> Console:
+    return Console(file=StringIO(), width=300)
+
+
+def chats(prompts=CHATS, **parts) -> Lab:
+    return replace(lab(**parts), prompts=list(prompts))
+
+
+def rows(out) -> dict[tuple[str, str, int], dict]:
+    table = metrics.load(out).requests
+    return {(row["arm"], row["conversation"], row["turn"]): row for row in table.to_dict("records")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_figures():
+    """Figures and certificates take longer than everything else here, and have tests of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spec_lab.tasks.benchmark._draw", lambda *_: [])
+        patch.setattr("spec_lab.tasks.benchmark.in_short", lambda *_: {"certified": None})
+        yield
+
+
+@pytest.fixture(scope="module", params=[pytest.param(0.0, marks=pytest.mark.nightly), 1.0], ids=["greedy", "sampled"])
+def done(request, tmp_path_factory):
+    """(directory, what was printed) of a run in which each arm continues its own answers."""
+    out, console = tmp_path_factory.mktemp("chats") / "out", quiet()
+    assert run(chats(temperature=request.param), settings(out), CONFIG, console) == 0
+    return out, console.file.getvalue()
+
+
+def test_each_arm_continues_its_own_answers(done):
+    found = rows(done[0])
+    for arm in ("speculative", "baseline"):
+        assert [key[1:] for key in found if key[0] == arm and key[2] == 1] == [(one.name, 1) for one in CHATS]
+        for one in CHATS:
+            for turn in range(1, one.turns):
+                before, after = found[arm, one.name, turn], found[arm, one.name, turn + 1]
+                assert after["prompt"] == f"{before['prompt']}{before['text']}\n\n{one.later[turn - 1]}"
+                assert after["name"] == f"{one.name}, turn {turn + 1}" and after["group"] == before["group"]
+                assert after["prompt_tokens"] == len(after["prompt"])
+    assert len(found) == 2 * sum(one.turns for one in CHATS)
+
+
+def test_requests_of_all_turns_have_numbers_of_their_own(done):
+    table = metrics.load(done[0]).requests
+    numbers = {one: number for number, one in enumerate(prompt.name for prompt in CHATS)}
+    expected = table["conversation"].map(numbers) + (table["turn"] - 1) * len(CHATS)
+    assert (table["request"] == expected).all() and table["id"].is_unique
+
+
+def test_the_seconds_of_a_group_are_those_of_all_its_turns(done):
+    tables = metrics.load(done[0])
+    own = tables.requests[tables.requests["arm"] == "baseline"]
+    per_turn = own.groupby(["group", "turn"])["decode_seconds"].max()
+    tokens = own.groupby("group")["decode_tokens"].sum()
+    assert metrics.group_speeds(tables.requests, "baseline").tolist() == pytest.approx(
+        (tokens / per_turn.groupby("group").sum()).tolist()
+    )
+    assert metrics.decode_seconds(tables.rounds, "baseline") == pytest.approx(per_turn.sum())
+    assert sum(metrics.phase_seconds(tables.rounds, "baseline").values()) == pytest.approx(per_turn.sum())
+    assert metrics.short_groups(tables.requests) == set()
+    rounds = tables.rounds[(tables.rounds["arm"] == "baseline") & (tables.rounds["group"] == 0)]
+    assert rounds["round"].tolist() == list(range(len(rounds))) and rounds["turn"].tolist() == sorted(rounds["turn"])
+    assert rounds.groupby("turn")["prefill"].sum().tolist() == [1, 1, 1]
+
+
+def test_only_the_last_answer_of_a_conversation_is_checked(done):
+    out, printed = done
+    found = rows(out)
+    for arm in ("speculative", "baseline"):
+        assert found[arm, "b", 1]["checker"] == found[arm, "c", 2]["checker"] == "contains"
+        assert found[arm, "c", 1]["checker"] == found[arm, "a", 3]["checker"] == ""
+        assert pd.isna(found[arm, "c", 1]["correct"])
+        assert found[arm, "b", 1]["correct"] == ("e" in found[arm, "b", 1]["text"].split())
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["arms"]["baseline"]["accuracy"]["contains"]["answers"] == 2
+    assert "by the checker contains" in printed
+
+
+@pytest.mark.nightly
+def test_the_report_shows_conversations(done):
+    shown = page(done[0])
+    assert "checker contains" in shown and "a, turn 3" in shown
+
+
+def test_the_manifest_records_what_a_conversation_became(done):
+    facts = begun(done[0])
+    assert facts["chat"] == {"conversations": 4, "turns": 3, "template": "none"}
+    assert len(facts["prompt_tokens_sha256"]) == 64 and facts["sampling"]["top_p"] == 1.0
+
+
+@pytest.mark.nightly
+def test_greedy_and_lossless_outputs_are_those_of_the_baseline_in_every_turn(tmp_path):
+    assert run(chats(), settings(tmp_path), CONFIG, quiet()) == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["identical_outputs"] == 1
+    table = metrics.load(tmp_path).requests
+    assert (table.groupby("request")["prompt"].nunique() == 1).all()
+
+
+def test_all_arms_may_continue_the_baselines_answers(tmp_path):
+    one = chats(temperature=1.0)
+    assert run(one, settings(tmp_path), CONFIG, quiet(), history="baseline") == 0
+    found = rows(tmp_path)
+    assert found["speculative", "a", 1]["text"] != found["baseline", "a", 1]["text"]
+    for arm in ("speculative", "baseline"):
+        before = found["baseline", "a", 1]
+        assert found[arm, "a", 2]["prompt"] == f"{before['prompt']}{before['text']}\n\non the mat"
+
+
+@pytest.mark.nightly
+def test_outputs_after_other_prompts_are_not_compared(tmp_path):
+    one = chats([replace(CHATS[0], later=("on the mat",))], temperature=1.0)
+    assert run(one, settings(tmp_path), CONFIG, quiet()) == 0
+    table = metrics.load(tmp_path).requests
+    assert metrics.identical_outputs(table, "speculative") == 0
+    same = table.assign(tokens=[[1]] * len(table))
+    assert metrics.identical_outputs(same, "speculative") == 1
+    alike = same.assign(prompt="x")
+    alike.loc[alike["turn"] == 2, "tokens"] = pd.Series([[2], [3]], index=alike.index[alike["turn"] == 2])
+    assert metrics.identical_outputs(alike, "speculative") == 0.5
+    assert metrics.identical_outputs(alike.assign(prompt=range(len(alike))), "speculative") != 1
+
+
+@pytest.mark.nightly
+def test_a_resumed_run_continues_with_the_next_group(tmp_path, monkeypatch):
+    whole = chats(temperature=1.0)
+    assert run(whole, settings(tmp_path / "whole"), CONFIG, quiet()) == 0
+    calls = []
+
+    def interrupted(self, number, *_):
+        calls.append(number)
+        if number == 1:
+            raise KeyboardInterrupt
+        return original(self, number, *_)
+
+    from spec_lab.results.writer import Recorder
+
+    original = Recorder.write
+    monkeypatch.setattr(Recorder, "write", interrupted)
+    assert run(whole, settings(tmp_path / "cut"), CONFIG, quiet()) == 130
+    monkeypatch.undo()
+    assert run(whole, settings(tmp_path / "cut"), CONFIG, quiet()) == 0
+    one, other = rows(tmp_path / "whole"), rows(tmp_path / "cut")
+    assert {key: row["text"] for key, row in one.items()} == {key: row["text"] for key, row in other.items()}
+
+
+@pytest.mark.nightly
+def test_runs_without_conversations_have_no_columns_of_them(tmp_path):
+    assert run(lab(), settings(tmp_path), CONFIG, quiet()) == 0
+    tables = metrics.load(tmp_path)
+    assert not {*TURN_COLUMNS, *CHECK_COLUMNS} & {*tables.requests, *tables.rounds}
+    assert "chat" not in begun(tmp_path)
+
+
+@pytest.mark.nightly
+def test_a_broken_turn_has_no_next_one_and_its_group_is_left_out(tmp_path):
+    one = chats(CHATS[2:])
+    poison = 60
+    with torch.no_grad():
+        one.target.lm.model.get_input_embeddings().weight[poison] = float("nan")
+    prompts = [one.prompts[0], replace(one.prompts[1], text="n" + chr(poison))]
+    assert run(replace(one, prompts=prompts), settings(tmp_path), CONFIG, quiet()) == 0
+    found = rows(tmp_path)
+    assert found["baseline", "d", 1]["finish"] == "nan" and ("baseline", "d", 2) not in found
+    assert ("baseline", "c", 2) in found
+    assert json.loads((tmp_path / "summary.json").read_text())["broken_groups"] == 1
+
+
+class Growing(Letters):
+    """An answer of this tokenizer has more tokens when it is read again."""
+
+    def encode(self, words: str) -> list[int]:
+        return super().encode(words) * (1 + 5 * ("why" in words))
+
+
+def test_a_later_turn_that_does_not_fit_after_all_is_recorded(tmp_path, monkeypatch, capsys):
+    one = chats(CHATS[:1])
+    one = replace(one, target=replace(one.target, tokenizer=Growing(), context=70))
+    monkeypatch.setattr(Lab, "check_later_turns", lambda *_: None)
+    assert run(one, settings(tmp_path), CONFIG, quiet()) == 0
+    last = rows(tmp_path)["baseline", "a", 3]
+    assert last["finish"] == "stuck" and "the context holds 70" in last["error"] and len(last["tokens"]) == 0
+    assert "prompt 'a, turn 3'" in capsys.readouterr().err
+
+
+def test_turns_that_may_not_fit_the_context_are_refused_before_anything_runs(tmp_path):
+    one = chats()
+    small = replace(one, target=replace(one.target, context=54))
+    with pytest.raises(ValueError, match=r"prompt 'a': its 3 turns have up to \d+ tokens and the context holds 54"):
+        run(small, settings(tmp_path), CONFIG, quiet())
+    replace(small).check_later_turns(settings(tmp_path, max_prompt_tokens=40))
+
+
+def test_invalid_histories_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"task\.history must be one of own, baseline"):
+        run(chats(), settings(tmp_path), CONFIG, quiet(), history="recorded")
+    with pytest.raises(ValueError, match=r"task\.history=baseline requires .*baseline=true"):
+        run(chats(), settings(tmp_path, baseline=False), CONFIG, quiet(), history="baseline")
+
+
+def test_other_tasks_refuse_several_turns(tmp_path):
+    one = chats(verifiers={})
+    with pytest.raises(
+        ValueError, match=r"task=serve_trace decodes one answer .*'a' has several turns: .*prompts\.turns=1"
+    ):
+        serve(one, settings(tmp_path), CONFIG, quiet())
+    with pytest.raises(ValueError, match="task=verifier_study decodes one answer"):
+        study_verifiers(one, settings(tmp_path, batch_size=1), CONFIG, quiet())
+
+
+def test_a_tokenizer_without_a_template_is_reported(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        one = chats(CHATS[:1], proposer=Null())
+        one.requests(settings(tmp_path))
+    assert "has no chat template: messages are plain text" in caplog.text

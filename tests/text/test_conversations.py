@@ -1,0 +1,232 @@
+"""Conversations: files of them, chat templates, and what reaches the tokenizer."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from spec_lab.text import conversations, records
+from spec_lab.text.chat_template import ChatTemplate, template_facts
+from spec_lab.text.conversations import chat, chat_options
+from spec_lab.text.prompts import Prompt, digest, encode_turn
+from tests.checkpoints import LETTERS
+
+TEMPLATE = (
+    "{% for one in messages %}<{{ one.role }}>{{ one.content }}</>{% endfor %}"
+    "{% if tools %}<tools>{{ tools | map(attribute='name') | join(',') }}{% endif %}"
+    "{% if enable_thinking is defined %}<think={{ enable_thinking }}>{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+LOOSE = "{{ messages[-1].content }}"
+
+
+def tokenizer(template: str | dict | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token per character, and a special token that plain texts begin with."""
+    characters = dict.fromkeys(LETTERS + "<>/=#0123456789_?'!\"", None)
+    model = Tokenizer(models.WordLevel({one: n for n, one in enumerate([*characters, "[B]"])}, unk_token=":"))
+    model.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    model.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=model, unk_token=":", bos_token="[B]")
+    made.chat_template = template
+    return made
+
+
+def write(tmp_path: Path, *lines: dict) -> str:
+    path = tmp_path / "chat.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return str(path)
+
+
+def text(prompt: Prompt, answers=(), template: str | None = TEMPLATE) -> str:
+    return encode_turn(prompt, tokenizer(template), 10_000, answers=answers)[0]
+
+
+def test_each_turn_is_sent_after_the_models_answer_to_the_one_before(tmp_path):
+    (one,) = chat(write(tmp_path, {"id": 5, "turns": ["a", "b", "c"], "workload": "toy", "source": "here"}))
+    assert (one.name, one.text, one.turns, one.workload, one.source) == ("5", "a", 3, "toy", "here")
+    assert text(one) == "<user>a</><assistant>"
+    assert text(one, ["x"]) == "<user>a</><assistant>x</><user>b</><assistant>"
+    assert text(one, ["x", "y"]).endswith("<assistant>y</><user>c</><assistant>")
+    (short,) = chat(write(tmp_path, {"turns": ["a", "b", "c"]}), turns=2)
+    assert short.turns == 2
+
+
+def test_a_template_writes_special_tokens_itself_and_plain_text_gets_the_tokenizers():
+    own = tokenizer()
+    templated = encode_turn(Prompt("p", "a", template=ChatTemplate()), own, 100)[1]
+    assert own.decode(templated) == "<user>a</><assistant>"
+    assert encode_turn(Prompt("p", "a"), own, 100) == ("a", tuple(own.encode("a")))
+
+
+def test_without_a_template_messages_are_plain_text(tmp_path):
+    lines = {"turns": ["a", "b"], "system": "s"}
+    for (one,), template in (
+        (chat(write(tmp_path, lines)), None),
+        (chat(write(tmp_path, lines), template="none"), TEMPLATE),
+    ):
+        assert text(one, template=template) == "s\n\na"
+        assert text(one, ["x"], template=template) == "s\n\nax\n\nb"
+
+
+def test_recorded_messages_system_prompts_and_tools(tmp_path):
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "r"}, {"role": "user", "content": "b"}]
+    tools = tmp_path / "tools.json"
+    tools.write_text(json.dumps([{"name": "find"}]))
+    own, common = chat(
+        write(tmp_path, {"messages": said, "system": "mine", "tools": [{"name": "look"}]}, {"prompt": "c"}),
+        system="all", tools=str(tools),
+    )  # fmt: skip
+    assert text(own) == "<system>mine</><user>a</><assistant>r</><user>b</><tools>look<assistant>"
+    assert text(common) == "<system>all</><user>c</><tools>find<assistant>"
+    (kept,) = chat(write(tmp_path, {"messages": [{"role": "system", "content": "first"}, *said]}), system="all")
+    assert text(kept).startswith("<system>first</><user>a")
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    (tool,) = chat(write(tmp_path, {"messages": [*said, calls, {"role": "tool", "content": "42"}]}))
+    assert tool.text == "42" and text(tool).endswith("<tool>42</><assistant>")
+
+
+def test_thinking_and_options_reach_the_template_and_are_refused_where_nothing_reads_them(tmp_path):
+    path = write(tmp_path, {"prompt": "a"})
+    (on,) = chat(path, thinking=True)
+    assert text(on) == "<user>a</><think=True><assistant>"
+    assert text(*chat(path, options={"enable_thinking": False})) == "<user>a</><think=False><assistant>"
+    with pytest.raises(ValueError, match=r"'chat-1': prompts\.thinking=true has no effect: the chat template"):
+        text(on, template=LOOSE)
+    with pytest.raises(ValueError, match=r"prompts\.thinking=true has no effect: the prompt is plain text"):
+        text(on, template=None)
+    with pytest.raises(ValueError, match=r"prompts\.options\.effort has no effect"):
+        text(*chat(path, options={"effort": "low"}))
+    with pytest.raises(ValueError, match="has tools, which have no effect"):
+        text(*chat(write(tmp_path, {"prompt": "a", "tools": [{"name": "f"}]})), template=LOOSE)
+
+
+def test_a_file_replaces_the_tokenizers_template(tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("[{{ messages[0].content }}]")
+    (one,) = chat(write(tmp_path, {"prompt": "a"}), template=str(file))
+    assert text(one) == text(one, template=None) == "[a]"
+    assert template_facts(one.template, tokenizer())["template"] == "file"
+    own = template_facts(ChatTemplate(), tokenizer())
+    assert own["template"] == "checkpoint" and len(own["template_sha256"]) == 64
+    assert template_facts(ChatTemplate(), tokenizer(None)) == template_facts(None, tokenizer()) == {"template": "none"}
+
+
+def test_a_tokenizer_may_have_a_template_of_its_own_for_tools():
+    own = tokenizer({"default": "d{{ messages[0].content }}", "tool_use": "{{ tools[0].name }}"})
+    assert encode_turn(Prompt("p", "a", template=ChatTemplate()), own, 100)[0] == "da"
+    assert encode_turn(Prompt("p", "a", template=ChatTemplate(), tools=({"name": "f"},)), own, 100)[0] == "f"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('only users') }}",
+        "{{ messages[0]['content'].__class__.__mro__ }}",
+        "{% for",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_a_template_that_fails_names_the_prompt(template):
+    with pytest.raises(ValueError, match="prompt 'p': the chat template refuses its messages"):
+        text(Prompt("p", "a", template=ChatTemplate()), template=template)
+
+
+def test_a_template_cannot_write_more_than_a_prompt_may_have(monkeypatch):
+    monkeypatch.setattr(records, "MAX_CHARACTERS", 500)
+    long = "{% for a in range(10) %}{% for b in range(100) %}x{% endfor %}{% endfor %}"
+    with pytest.raises(ValueError, match="prompt 'p': .*1000 characters"):
+        text(Prompt("p", "a", template=ChatTemplate()), template=long)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"id": "a"}, "'prompt', 'turns' or 'messages'"),
+        ({"turns": []}, "'turns' must be a list"),
+        ({"turns": "a"}, "'turns' must be a list"),
+        ({"turns": ["a", ""]}, r"'turns\[1\]' is empty"),
+        ({"turns": ["a", 3]}, r"'turns\[1\]' must be text"),
+        ({"messages": []}, "'messages' must be a list"),
+        ({"messages": ["a"]}, r"'messages\[0\]' must be an object"),
+        ({"messages": [{"role": "boss", "content": "a"}]}, r"'messages\[0\]'\.role must be one of system"),
+        ({"messages": [{"role": "user", "content": None}]}, r"'messages\[0\]'\.content must be text"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "must end with"),
+        ({"messages": [{"role": "user", "content": " "}]}, "is empty"),
+        ({"messages": [{"role": "user", "content": "a", "x": json.loads("[" * 70 + "]" * 70)}]}, "nested deeper"),
+        ({"prompt": "a", "tools": {}}, "'tools' must be a list"),
+        ({"prompt": "a", "tools": ["f"]}, "'tools' must be a list"),
+    ],
+)
+def test_malformed_lines_are_refused_with_file_and_line(tmp_path, line, message):
+    with pytest.raises(ValueError, match=rf"chat\.jsonl:1: .*{message}"):
+        chat(write(tmp_path, line))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"template": None}, "prompts.template must be"),
+        ({"template": "nowhere.jinja"}, "prompts.template must name a file"),
+        ({"template": "x" * 5000}, "prompts.template=.* cannot be read"),
+        ({"system": " "}, "prompts.system must be a text"),
+        ({"system": 3}, "prompts.system must be a text"),
+        ({"tools": "nowhere.json"}, "prompts.tools must name a file"),
+        ({"thinking": "yes"}, "prompts.thinking must be true or false"),
+        ({"options": ["a"]}, "prompts.options must map"),
+        ({"options": {"messages": 1}}, "prompts.options.messages is no variable"),
+        ({"options": {"a b": 1}}, "prompts.options.a b is no variable"),
+        ({"options": {"a": {1, 2}}}, "prompts.options holds a set"),
+        ({"options": {"thinking": True}, "thinking": True}, "both switch thinking"),
+        ({"template": "none", "thinking": False}, "prompts.template=none supports no options"),
+        ({"turns": 0}, "prompts.turns must be a whole number"),
+        ({"checker": "oracle"}, "prompts.checker must be one of exact"),
+    ],
+)
+def test_invalid_options_are_refused_at_start_up(options, message):
+    with pytest.raises(ValueError, match=message):
+        chat_options(**options)
+
+
+def test_files_of_tools_and_templates_are_bounded(tmp_path, monkeypatch):
+    file = tmp_path / "tools.json"
+    file.write_text("{}")
+    with pytest.raises(ValueError, match=r"prompts\.tools must be a list"):
+        chat_options(tools=str(file))
+    file.write_text("[")
+    with pytest.raises(ValueError, match=r"prompts\.tools=.* is no JSON"):
+        chat_options(tools=str(file))
+    monkeypatch.setattr(conversations, "MAX_SMALL", 3)
+    file.write_text("[{}]")
+    for option in ("tools", "template"):
+        with pytest.raises(ValueError, match="larger than 3 bytes"):
+            chat_options(**{option: str(file)})
+
+
+def test_answers_are_checked_in_the_last_turn_and_only_where_they_are_known(tmp_path):
+    path = write(tmp_path, {"prompt": "a", "answer": 4}, {"prompt": "b"}, {"turns": ["a", "b"], "answer": "x"})
+    assert [(one.checker, one.answer) for one in chat(path, checker="number")] == [
+        ("number", "4"),
+        ("", ""),
+        ("number", "x"),
+    ]
+    assert [one.checker for one in chat(path, checker="number", turns=1)] == ["number", "", ""]
+    assert [one.checker for one in chat(path)] == ["", "", ""]
+
+
+def test_digest_depends_on_everything_that_a_conversation_is_made_of():
+    plain = Prompt("p", "a")
+    changed = [
+        Prompt("p", "a", later=("b",)), Prompt("p", "a", template=ChatTemplate()),
+        Prompt("p", "a", template=ChatTemplate("x")), Prompt("p", "a", template=ChatTemplate("", {"thinking": True})),
+        Prompt("p", "a", messages=({"role": "user", "content": "a"},)), Prompt("p", "a", tools=({"name": "f"},)),
+        Prompt("p", "a", checker="exact", answer="b"), Prompt("p", "a", checker="exact", answer="c"),
+    ]  # fmt: skip
+    assert len({digest([one]) for one in [plain, *changed]}) == 1 + len(changed)
+
+
+def test_of_a_templated_prompt_that_is_too_long_the_middle_is_left_out():
+    own = tokenizer()
+    _, tokens = encode_turn(Prompt("p", "a" * 100, template=ChatTemplate()), own, 1000, longest=30)
+    assert len(tokens) == 30 and own.decode(tokens).startswith("<user>a") and own.decode(tokens).endswith("<assistant>")

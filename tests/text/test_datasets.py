@@ -1,0 +1,191 @@
+"""Datasets by name: published formats, local files and folders, the hub."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from spec_lab.text import datasets, records
+from spec_lab.text.checkers import check
+from spec_lab.text.datasets import DATASETS, load
+
+LINES: dict[str, list[dict]] = {
+    "spec_bench": [{"question_id": 81, "category": "writing", "turns": ["one", "two"]}],
+    "mt_bench": [{"question_id": 7, "category": "roleplay", "turns": ["a", "b"], "reference": ["x", "y"]}],
+    "gsm8k": [{"question": "2 and 2?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}],
+    "humaneval": [
+        {"task_id": "HumanEval/0", "prompt": 'def f(a):\n    """Doc."""\n', "entry_point": "f",
+         "canonical_solution": "    return a\n", "test": "def check(f):\n    pass\n"},
+    ],
+    "livecodebench": [
+        {"question_id": "abc", "question_content": "Add two numbers.", "starter_code": "", "difficulty": "easy",
+         "private_test_cases": "x"},
+        {"question_id": "abd", "question_content": "Add.", "starter_code": "class S:\n    pass", "difficulty": "hard"},
+    ],
+    "mmlu": [{"question": "Which?", "subject": "logic", "choices": ["this", "that"], "answer": 1}],
+}  # fmt: skip
+
+
+def write(file: Path, lines: list[dict]) -> str:
+    data = "".join(json.dumps(one) + "\n" for one in lines).encode()
+    file.write_bytes(gzip.compress(data) if file.suffix == ".gz" else data)
+    return str(file)
+
+
+def read(tmp_path: Path, name: str, **options):
+    return load(name, write(tmp_path / f"{name}.jsonl", LINES[name]), **options)
+
+
+def test_every_dataset_has_an_example_here():
+    assert set(LINES) == set(DATASETS)
+
+
+def test_questions_of_several_turns(tmp_path):
+    (one,) = read(tmp_path, "spec_bench", template="none", turns=1)
+    assert (one.name, one.text, one.workload, one.source, one.turns) == ("81", "one", "writing", "Spec-Bench", 1)
+    assert one.template is None
+    (one,) = read(tmp_path, "mt_bench")
+    assert (one.name, one.text, one.later, one.source, one.checker) == ("7", "a", ("b",), "MT-Bench", "")
+    copy = {"prompt_id": 3, "category": "math", "prompt": ["a", "b"], "reference": []}
+    (one,) = load("mt_bench", write(tmp_path / "copy.jsonl", [copy]))
+    assert (one.name, one.text, one.later) == ("3", "a", ("b",))
+
+
+def test_gsm8k_asks_for_a_number_and_checks_it(tmp_path):
+    (asked,) = read(tmp_path, "gsm8k", checker="number")
+    assert asked.name == "gsm8k-1" and "####" in asked.text and (asked.checker, asked.answer) == ("number", "4")
+    (completed,) = read(tmp_path, "gsm8k", template="none", checker="number")
+    assert completed.text == "Question: 2 and 2?\nAnswer:"
+    assert check(asked.checker, "2 + 2 = 4\n#### 4", asked.answer)
+
+
+def test_humaneval_completes_a_function_or_asks_for_it(tmp_path):
+    (one,) = read(tmp_path, "humaneval", template="none", checker="python_syntax")
+    assert one.name == "HumanEval/0" and one.text == one.answer == LINES["humaneval"][0]["prompt"]
+    assert check(one.checker, "    return a\n", one.answer) and not check(one.checker, "    return (\n", one.answer)
+    (one,) = read(tmp_path, "humaneval", checker="python_syntax")
+    assert "```python\ndef f(a):" in one.text and "canonical" not in one.text
+
+
+def test_livecodebench_asks_for_a_program_or_completes_one(tmp_path):
+    program, method = read(tmp_path, "livecodebench", checker="python_syntax")
+    assert "standard input" in program.text and "class S:" in method.text
+    assert (program.name, program.workload, method.workload) == ("abc", "easy", "hard")
+
+
+def test_mmlu_offers_choices(tmp_path):
+    (one,) = read(tmp_path, "mmlu", checker="choice")
+    assert one.text.startswith("Which?\nA. this\nB. that\n") and one.answer == "B" and one.workload == "logic"
+    (one,) = read(tmp_path, "mmlu", template="none", checker="choice")
+    assert one.text.endswith("B. that\nAnswer:")
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_a_folder_is_searched_for_the_published_names(tmp_path, name):
+    with pytest.raises(FileNotFoundError, match=rf"holds no .* of {name}: download it from https"):
+        load(name, str(tmp_path))
+    for file in DATASETS[name].files:
+        folder = tmp_path / f"folder-{file}"
+        folder.mkdir()
+        if file.endswith(".parquet"):
+            pd.DataFrame(LINES[name]).to_parquet(folder / file)
+        else:
+            write(folder / file, LINES[name])
+        assert [one.text for one in load(name, str(folder))] == [one.text for one in read(tmp_path, name)]
+
+
+def test_what_is_not_local_comes_from_the_hub(tmp_path, monkeypatch):
+    asked = []
+
+    def download(repository, file, *, repo_type, revision):
+        asked.append((repository, file, repo_type, revision))
+        return write(tmp_path / "got.jsonl", LINES["gsm8k"])
+
+    monkeypatch.setattr(datasets, "hf_hub_download", download)
+    assert len(load("gsm8k", revision="abc")) == 1
+    assert asked == [("openai/gsm8k", "main/test-00000-of-00001.parquet", "dataset", "abc")]
+    with pytest.raises(
+        FileNotFoundError, match=r"spec_bench is not on the hub: download question\.jsonl from .*prompts\.path"
+    ):
+        load("spec_bench")
+
+
+def test_a_hub_that_cannot_be_reached_says_where_the_file_goes(monkeypatch):
+    def unreachable(*_, **__):
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(datasets, "hf_hub_download", unreachable)
+    with pytest.raises(
+        OSError, match=r"cannot be fetched from the hub .*no connection.*HumanEval\.jsonl\.gz.*prompts\.path"
+    ):
+        load("humaneval")
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("spec_bench", {"prompt": "x"}, "'turns' must be a list"),
+        ("mt_bench", {"turns": [""]}, r"'turns\[0\]' is empty"),
+        ("gsm8k", {"question": "a", "answer": "4"}, "'answer' must end with ####"),
+        ("gsm8k", {"text": "a"}, "'question' is missing"),
+        ("humaneval", {"task_id": "a"}, "'prompt' is missing"),
+        ("livecodebench", {"prompt": "a"}, "'question_content' is missing"),
+        ("mmlu", {"question": "a", "choices": ["b"], "answer": 0}, "'choices' must be a list"),
+        ("mmlu", {"question": "a", "choices": ["b", "c"], "answer": 2}, "'answer' must be the place"),
+        ("mmlu", {"question": "a", "choices": ["b", "c"], "answer": "B"}, "'answer' must be the place"),
+    ],
+)
+def test_files_in_another_format_are_refused_with_the_line(tmp_path, name, line, message):
+    with pytest.raises(ValueError, match=rf"other\.jsonl:1: .*{message}"):
+        load(name, write(tmp_path / "other.jsonl", [line]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "squad"}, "prompts.name must be one of spec_bench, mt_bench"),
+        ({"name": "gsm8k", "path": 3}, "prompts.path must name a file or a folder"),
+        ({"name": "gsm8k", "path": "x", "revision": "main"}, "prompts.revision"),
+        ({"name": "gsm8k", "revision": ""}, "prompts.revision"),
+        ({"name": "gsm8k", "path": "x", "limit": 0}, "prompts.limit"),
+        ({"name": "gsm8k", "path": "x", "thinking": 1}, "prompts.thinking"),
+    ],
+)
+def test_invalid_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        load(**options)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.jsonl does not exist; set prompts\.path"):
+        load("gsm8k", str(tmp_path / "none.jsonl"))
+
+
+def test_compressed_files_are_bounded_by_what_they_hold(tmp_path, monkeypatch):
+    path = write(tmp_path / "HumanEval.jsonl.gz", LINES["humaneval"] * 1)
+    assert load("humaneval", path)[0].name == "HumanEval/0"
+    monkeypatch.setattr(records, "MAX_FILE", 100)
+    with pytest.raises(ValueError, match=r"more than 100 bytes"):
+        load("humaneval", write(tmp_path / "bomb.jsonl.gz", [{"prompt": "x" * 1000}]))
+    for data in (b"no gzip", gzip.compress(b'{"prompt": "x"}')[:-9]):
+        (tmp_path / "bad.jsonl.gz").write_bytes(data)
+        with pytest.raises(ValueError, match=r"bad\.jsonl\.gz:1: gzip cannot read it"):
+            load("humaneval", str(tmp_path / "bad.jsonl.gz"))
+
+
+def test_parquet_files_are_bounded_and_read_as_far_as_needed(tmp_path, monkeypatch):
+    file = tmp_path / "test.parquet"
+    pd.DataFrame([{"question": f"q {n}?", "answer": f"#### {n}", "more": "x"} for n in range(200)]).to_parquet(file)
+    assert [one.answer for one in load("gsm8k", str(file), limit=70, checker="number")] == [str(n) for n in range(70)]
+    monkeypatch.setattr(records, "MAX_FILE", 20_000)
+    assert len(load("gsm8k", str(file))) == 200
+    monkeypatch.setattr(records, "MAX_FILE", 100_000)
+    pd.DataFrame([{"question": "q" * 10**6, "answer": "#### 1"}]).to_parquet(file)
+    with pytest.raises(ValueError, match="bytes uncompressed, more than"):
+        load("gsm8k", str(file))
+    file.write_bytes(b"no table")
+    with pytest.raises(ValueError, match=r"test\.parquet is no readable Parquet file"):
+        load("gsm8k", str(file))
