@@ -22,11 +22,17 @@ from spec_lab.core.process_cache import ProcessCache
 from spec_lab.engine.attention import SPANS, Attention
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.runner import Runner
+from spec_lab.models.quantized import recorded
 
 LOG = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Largest error of a logit that the self-check allows, in standard deviations of the plain forward's logits."""
+
+ROUNDED = 0.25
+"""That of models whose layers round activations, or compute in another data type than the model's: LLM.int8() and other
+quantized activations, bitsandbytes' and gptqmodel's kernels. A difference of rounding in the last bit can move an
+activation to the next of its 256 values."""
 
 CHANGING_ROPE = {"dynamic", "longrope"}
 ALIBI = {"bloom", "mpt"}
@@ -54,6 +60,13 @@ def model_context(config: Any) -> int:
                 raise ValueError(f"{config.model_type}: {name} must be a whole number of 1 or more, not {value!r}")
             return int(value)
     raise Unsupported(f"{config.model_type}: the config names no maximum context; set max_position_embeddings in it")
+
+
+def tolerance(model: Any) -> float:
+    """Return the largest error that the self-check allows of a model, by its data type and quantization."""
+    facts = recorded(model)
+    allowed = TOLERANCE[model.dtype]
+    return max(allowed, ROUNDED) if facts is not None and facts["rounds"] else allowed
 
 
 def refuse_by_name(config: Any) -> None:
@@ -96,7 +109,7 @@ def self_check(model: nn.Module, attention: Attention, fixed: bool = False) -> f
         The largest error of a logit, in standard deviations of the plain logits.
 
     Raises:
-        Unsupported: the error exceeds the tolerance of the model's dtype, or the model raises an error.
+        Unsupported: the error exceeds the ``tolerance`` of the model, or the model raises an error.
     """
     kind = getattr(model.config, "model_type", type(model).__name__)
     try:
@@ -113,13 +126,19 @@ def self_check(model: nn.Module, attention: Attention, fixed: bool = False) -> f
             f"model type '{kind}' cannot decode forests with attention='{attention}' "
             f"({type(failure).__name__}: {failure}){advice}"
         ) from failure
-    allowed = TOLERANCE[model.dtype]  # type: ignore[index]
+    allowed = tolerance(model)
     if not error <= allowed:
         raise Unsupported(
             f"model type '{kind}' decodes forests wrongly with attention='{attention}': its logits differ from a plain "
-            f"forward's by {error:.2g} standard deviations, allowed are {allowed:g} in {model.dtype}"
+            f"forward's by {error:.2g} standard deviations, allowed are {allowed:g} in {model.dtype}{_quantized(model)}"
         )
     return error
+
+
+def _quantized(model: Any) -> str:
+    """How a model is quantized, for messages."""
+    facts = recorded(model)
+    return "" if facts is None else f" with quantization {facts['method']}"
 
 
 def checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache, fixed: bool = False) -> float:

@@ -82,7 +82,7 @@ class Task:
         """
         lab, out = self.lab, self.settings.output_dir
         made = lab.weights(), digest(lab.prompts), list(self.arms), lab.facts(), lab.parts(), lab.target.cache
-        own = manifest(self.config, self.settings.seed, *made) | dict(self.more or {})
+        own = manifest(self.config, self.settings.seed, *made) | {"target": lab.target.facts} | dict(self.more or {})
         facts = claim(out, own | {"config_sha256": self.settings.config_sha256})
         before = lab.target.lm.forwards
         resumes = self.resumes or self.parts is not None
