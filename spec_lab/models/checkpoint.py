@@ -73,6 +73,8 @@ REFUSED = {
 
 COUNTS = re.compile(r"(^|_)(layers?|blocks|experts)$")
 """Names of fields that count layers or experts."""
+NUMBERS = {"vision_feature_layer"}
+"""Names of fields that number a layer instead, from the end if negative."""
 DEPTHS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"}
 """Names of fields that hold the number of layers of a language model."""
 MTP_LAYER = re.compile(r"(model\.layers\.([0-9]{1,9})\.)eh_proj\.weight")
@@ -338,7 +340,13 @@ def _check_values(file: Path, name: str, value: Any) -> None:
         raise ValueError(f"{file}: {name} must be a finite number, not {value}")
     elif isinstance(value, int) and abs(value) > MAX_WHOLE:
         raise ValueError(f"{file}: {name} is {brief(value)}, too large a number")
-    elif COUNTS.search(name) and isinstance(value, int) and not 0 <= value <= MAX_LAYERS and value != -1:
+    elif (
+        COUNTS.search(name)
+        and name not in NUMBERS
+        and isinstance(value, int)
+        and not 0 <= value <= MAX_LAYERS
+        and value != -1
+    ):
         raise ValueError(f"{file}: {name} must lie between 0 and {MAX_LAYERS}, not {value}")
 
 

@@ -76,7 +76,7 @@ def _fields_of(kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> dict[
     return {
         name: _fields_of(_kind_of(value), value) if name.endswith("_config") and isinstance(value, dict) else value
         for name, value in fields.items()
-        if name in known or not hasattr(kind, name) or isinstance(getattr(kind, name), property)
+        if name in known | {"model_type"} or not hasattr(kind, name) or isinstance(getattr(kind, name), property)
     }
 
 

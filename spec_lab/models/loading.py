@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import hf_hub_download, is_offline_mode, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.distributed import DistributedConfig
-from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from spec_lab.models import checkpoint, quantized, ranks
 from spec_lab.models import tensor_parallel as parallel
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.configs import Config, read_model_config
+from spec_lab.models.hub import fetch_weights, folder_of
 from spec_lab.models.placement import check_device_map, check_ranks, device_of, refuse_offloading
 from spec_lab.models.quantization import SKIPPED, Quantization, arguments, carried, chosen, own_config
 from spec_lab.models.support import Unsupported
@@ -119,10 +117,10 @@ def describe(path: str, quantize: Callable[[Path], Quantization | None] = lambda
     if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
         hint = "" if "/" in path else "; give a model of the hub as owner/name, e.g. openai-community/gpt2"
         raise OSError(f"there is no folder {path}, and it is not a hub name (owner/name){hint}")
-    folder, revision = _folder(path)
+    folder, revision = folder_of(path)
     config = read_model_config(path, folder)
     quantization = quantize(folder)
-    _fetch_weights(path, folder, revision)
+    fetch_weights(path, folder, revision)
     return CheckedCheckpoint(folder, revision, _describe(path, folder, config.own), config, quantization)
 
 
@@ -165,67 +163,6 @@ def read_texts(path: str, found: CheckedCheckpoint) -> tuple[Any, list[int]]:
     tokenizer = read_tokenizer(path, found.folder, found.revision, found.config.whole)
     check_vocabulary(path, tokenizer, vocabulary)
     return tokenizer, stops
-
-
-def _folder(path: str) -> tuple[Path, str | None]:
-    """Return the folder of a checkpoint after checking its files, and the revision of a hub name.
-
-    For a hub name it is the folder in the cache; every file but the weights is downloaded before it is checked.
-
-    Raises:
-        OSError: there is no config.json, or the hub cannot be reached.
-        ValueError: as for ``checkpoint.check_files``.
-    """
-    if Path(path).exists():
-        folder, revision = Path(path), None
-    else:
-        config = cached_file(path, "config.json")
-        if config is None:
-            raise OSError(f"{path} holds no config.json: give the hub name of a model written by save_pretrained")
-        folder = Path(config).parent
-        revision = folder.name
-        for name in ("generation_config.json", "adapter_config.json", *checkpoint.TOKENIZER_FILES):
-            _fetched(path, name, revision)
-    checkpoint.check_files(folder)
-    return folder, revision
-
-
-def _fetched(path: str, name: str, revision: str) -> bool:
-    """Download a file of a model of the hub into the cache; return whether the model has such a file.
-
-    Offline, a file that is not in the cache counts as missing from the model.
-
-    Raises:
-        OSError: the hub cannot be reached, or denies access.
-    """
-    known = try_to_load_from_cache(path, name, revision=revision)
-    if known is not None:
-        return isinstance(known, str)  # else the cache records that the hub has no such file
-    try:
-        hf_hub_download(path, name, revision=revision)
-    except Exception as error:  # also those of the HTTP library
-        missing = isinstance(error, EntryNotFoundError)
-        if missing and (is_offline_mode() or not isinstance(error, LocalEntryNotFoundError)):
-            return False
-        raise OSError(
-            f"{name} of {path} cannot be fetched from the hub ({checkpoint.one_line(error)}): try again when the hub "
-            "can be reached, or set HF_HUB_OFFLINE=1 to use only the files in the cache"
-        ) from error
-    return True
-
-
-def _fetch_weights(path: str, folder: Path, revision: str | None) -> None:
-    """Download the weight files of a hub name into the cache.
-
-    Raises:
-        OSError: there are none, or they cannot be downloaded.
-        ValueError: as for ``checkpoint.shard_names``.
-    """
-    if revision is None or _fetched(path, checkpoint.SINGLE, revision):
-        return
-    _fetched(path, checkpoint.INDEX, revision)
-    for name in checkpoint.shard_names(folder):
-        _fetched(path, name, revision)
 
 
 def _describe(path: str, folder: Path, config: Any) -> Any:
@@ -339,7 +276,11 @@ def _fill(
         raise ValueError(
             f"the weights of {path} do not fit its config.json: {'; '.join(sorted(wrong)[:3])}{more_wrong}"
         )
+    if found.config.multimodal and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        model.config.tie_word_embeddings = False  # transformers does not tie weights that the checkpoint holds apart
     if how is not None:
+        if how.package == "bitsandbytes":  # it warns in every forward that activations are rounded from float16
+            logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         if how.method == "bitsandbytes":
             quantized.in_dtype(model, DTYPES[dtype])
         _record(path, found, model, how.facts() | ({"rounds": True} if rounds else {}))

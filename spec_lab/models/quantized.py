@@ -52,8 +52,15 @@ def stored(module: nn.Module) -> list[Tensor]:
         while state is not None:
             found.append(state.absmax)
             state = vars(state).get("state2")
-        found += [scales for scales in (vars(one).get("SCB"),) if isinstance(scales, Tensor)]  # of its 8 bits
+        found += _scales(one)
+    found += _scales(vars(module).get("state"))
     return list({id(one): one for one in found}.values())
+
+
+def _scales(holder: Any) -> list[Tensor]:
+    """Return the scales of bitsandbytes' 8 bits, which move from the weight to the layer in the first forward."""
+    scales = None if holder is None else vars(holder).get("SCB")
+    return [scales] if isinstance(scales, Tensor) else []
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
@@ -103,7 +110,7 @@ def check_scales(path: str, tensors: Mapping[str, Any]) -> None:
     Raises:
         ValueError: names the tensor.
     """
-    scaled = {re.sub(r"(weight)?(_scale(_inv)?|\.?scale|qscale_weight)$", "", name) for name in tensors}
+    scaled = {re.sub(r"(weight)?(_scale(_inv)?|scale|qscale_weight)$", "", name) for name in tensors}
     for name, one in tensors.items():
         kind = one.get_dtype()
         if name.endswith(".weight") and not kind.startswith(FLOATS) and name.removesuffix("weight") not in scaled:

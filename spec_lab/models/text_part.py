@@ -19,10 +19,12 @@ from spec_lab.models.support import Unsupported
 T = TypeVar("T")
 
 KINDS = (
-    "aya_vision", "cohere2_vision", "gemma3", "idefics3", "internvl", "llama4", "llava", "llava_next",
-    "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm", "vipllava",
+    "gemma3", "idefics3", "internvl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl",
+    "qwen2_vl", "qwen3_vl", "smolvlm", "vipllava",
 )  # fmt: skip
-"""Kinds of multimodal models whose text part is supported, by model_type."""
+"""Kinds of multimodal models whose text part is supported, by model_type. Others differ for text: Cohere's and Aya's do
+not scale their logits, PaliGemma's prompt attends in both directions, Mllama's layers attend to images.
+"""
 
 AS_TEXT = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Text models without a causal LM of their own in transformers, and the kind that computes the same for text."""
