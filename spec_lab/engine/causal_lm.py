@@ -27,9 +27,10 @@ from spec_lab.engine.draft_pass import Route, Sublayer
 from spec_lab.engine.graphs import Capture, CudaGraphs, FixedForward, FixedPack, Graphs, uncaptured
 from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence
 from spec_lab.engine.layer_ranges import LayerRanges, find_layers
-from spec_lab.engine.model_work import work_of
+from spec_lab.engine.model_work import parameters_of, work_of
 from spec_lab.engine.prepare import Packer, Prepared
 from spec_lab.engine.runner import Ability, Capabilities, Extended, Output
+from spec_lab.models.quantized import recorded
 
 
 class CausalLM:
@@ -94,11 +95,12 @@ class CausalLM:
         devices = sorted({parameter.device for parameter in parameters} | {torch.device(self.device)}, key=str)
         return {
             "devices": [torch.cuda.get_device_name(one) if one.type == "cuda" else str(one) for one in devices],
-            "parameters": sum(one.numel() for one in parameters) - (head.numel() if copied else 0),
+            "parameters": parameters_of(self.model) - (head.numel() if copied else 0),
             "dtype": str(self.dtype).removeprefix("torch."),
             "attention": self.attention,
             "graphs": self.fixed,
             "packed": any(parameter.is_mkldnn for parameter in parameters),
+            **({} if (quantization := recorded(self.model)) is None else {"quantization": quantization}),
         }
 
     @property

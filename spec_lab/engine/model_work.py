@@ -10,13 +10,15 @@ from torch import nn
 
 from spec_lab.core.roofline import AttentionWork, ForwardWork
 from spec_lab.engine.attention import FULL, AttentionKind
+from spec_lab.models.quantized import is_quantized, stored
 
 
 def work_of(model: Any, kinds: Mapping[int, AttentionKind]) -> ForwardWork | None:
     """Return what a forward of a causal LM reads and computes.
 
     Every matrix outside embedding tables multiplies each row once, the LM head those with logits. Experts are tensors
-    of three dimensions, the first of which numbers them; their biases have it too.
+    of three dimensions, the first of which numbers them; their biases have it too. Quantized weights count with the
+    bytes in which they are stored, scales included, and with the FLOPs of the layer.
 
     Args:
         model: a causal LM of transformers.
@@ -42,6 +44,11 @@ def work_of(model: Any, kinds: Mapping[int, AttentionKind]) -> ForwardWork | Non
     for module in model.modules():
         own = [one for one in module.parameters(recurse=False) if id(one) not in seen]
         if isinstance(module, nn.Embedding):
+            continue
+        if is_quantized(module):
+            seen |= {id(one) for one in own}
+            weights += sum(one.numel() * one.element_size() for one in stored(module))
+            flops += 2 * in_times_out(module)
             continue
         share, several = 1.0, any(one.dim() > 2 for one in own)
         if several:
@@ -71,3 +78,21 @@ def _cached_heads(config: Any) -> int:
         shared = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else None
         return int(config.num_attention_heads if config.alibi or shared is None else shared)
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def parameters_of(model: Any) -> int:
+    """Return the number of a model's parameters; quantized weights count as many as they stand for."""
+    total, seen = 0, set()
+    for module in model.modules():
+        quantized = is_quantized(module)
+        total += in_times_out(module) if quantized else 0
+        for name, one in module.named_parameters(recurse=False):
+            if id(one) not in seen and not (quantized and name != "bias"):
+                total += one.numel()
+            seen.add(id(one))
+    return total
+
+
+def in_times_out(module: Any) -> int:
+    """Return the number of weights that a linear layer stands for, however they are stored."""
+    return int(module.in_features) * int(module.out_features)

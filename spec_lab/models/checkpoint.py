@@ -3,7 +3,8 @@
 A checkpoint is untrusted input. Its weights are read from safetensors only: ``model.safetensors``, or the shards that
 ``model.safetensors.index.json`` names; no other file is a source of weights. Its ``config.json`` describes a model and
 chooses no code: fields that select an attention or experts implementation, kernels, remote code or a data type are
-ignored, and fields that select another loader are refused by name.
+ignored, and fields that select another loader are refused by name. Of ``quantization_config`` only known fields of
+known methods are passed on (``models.quantization``).
 
 Bounds: a JSON file of a checkpoint has at most 64 MiB (``files.MAX_BYTES``) and a tokenizer file at most 256 MiB; JSON
 is nested at most 64 levels deep (``files.MAX_DEPTH``); a config names at most 1024 layers or experts, and no more
@@ -52,6 +53,7 @@ IGNORED = {
     "experts_implementation", "_experts_implementation", "_experts_implementation_internal", "auto_map", "dtype",
     "torch_dtype", "name_or_path", "_name_or_path", "_commit_hash", "num_labels", "id2label", "label2id",
     "output_attentions", "output_hidden_states", "return_dict", "use_return_dict", "torchscript", "use_cache",
+    "spec_lab_quantization",
 }  # fmt: skip
 """Fields of a config that do not describe the model but how it runs, which the options of a run decide."""
 
@@ -59,7 +61,7 @@ UNBOUNDED = {"time_step_limit"}
 """Fields that may be infinite: models of type mamba have them, which are refused by their type."""
 
 REFUSED = {
-    "quantization_config": "quantized checkpoints need loaders and kernels of their own; use the unquantized one",
+    "quantization_config": "inside another config; it must be at the top level",
     "compression_config": "compressed checkpoints need a loader of their own; use the uncompressed one",
     "transformers_weights": f"weights are read from {SINGLE} or the shards of {INDEX} only; rename the file",
     "fusion_config": "it replaces modules of the model; remove it",
@@ -71,6 +73,8 @@ REFUSED = {
 
 COUNTS = re.compile(r"(^|_)(layers?|blocks|experts)$")
 """Names of fields that count layers or experts."""
+NUMBERS = {"vision_feature_layer"}
+"""Names of fields that number a layer instead, from the end if negative."""
 DEPTHS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"}
 """Names of fields that hold the number of layers of a language model."""
 MTP_LAYER = re.compile(r"(model\.layers\.([0-9]{1,9})\.)eh_proj\.weight")
@@ -128,7 +132,24 @@ def read_config(folder: Path) -> dict[str, Any]:
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         raise ValueError(f"{file}: model_type must name a kind of model of transformers, not {brief(kind)}")
-    return _described(file, config)
+    return _described(file, {name: value for name, value in config.items() if name != "quantization_config"})
+
+
+def read_quantization(folder: Path) -> dict[str, Any] | None:
+    """Return ``quantization_config`` of ``config.json``; None of a checkpoint that is not quantized.
+
+    Raises:
+        OSError: there is no config.json.
+        ValueError: not a JSON mapping within the bounds, or a value that no config has.
+    """
+    file = folder / "config.json"
+    found = (read_json(file, any_number=True) or {}).get("quantization_config")
+    if found in (None, False, {}):
+        return None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: quantization_config must be a mapping, not {brief(found)}")
+    _check_values(file, "quantization_config", found)
+    return found
 
 
 def read_drafter_config(path: str, what: str, converts: bool = True) -> tuple[Path, dict[str, Any]]:
@@ -319,7 +340,13 @@ def _check_values(file: Path, name: str, value: Any) -> None:
         raise ValueError(f"{file}: {name} must be a finite number, not {value}")
     elif isinstance(value, int) and abs(value) > MAX_WHOLE:
         raise ValueError(f"{file}: {name} is {brief(value)}, too large a number")
-    elif COUNTS.search(name) and isinstance(value, int) and not 0 <= value <= MAX_LAYERS and value != -1:
+    elif (
+        COUNTS.search(name)
+        and name not in NUMBERS
+        and isinstance(value, int)
+        and not 0 <= value <= MAX_LAYERS
+        and value != -1
+    ):
         raise ValueError(f"{file}: {name} must lie between 0 and {MAX_LAYERS}, not {value}")
 
 

@@ -129,7 +129,8 @@ def load(
         check_tokenizer(model, read)
     settings = LlamaSettings(threads or torch.get_num_threads(), kv_dtype, chunk, cells, kept)
     sha256, cache = file_hash(Path(path)), ProcessCache() if cache is None else cache
-    measured = checked(model, settings, sha256, cache, EXACT if kv_dtype == "f32" and exact else ROUNDED)
+    allowed = EXACT if kv_dtype == "f32" and exact else ROUNDED
+    measured = checked(model, settings, sha256, cache, allowed)
     lm: LlamaCpp | LlamaRecurrent
     if model.recurrent:
         lm = LlamaRecurrent(model, settings)
@@ -138,7 +139,7 @@ def load(
     services = GGUFServices(file)
     return Target(
         lm, read, path, context or limit, sha256, measured, cache, parts=services, stops=model.ends | file.ends,
-        source_sha256=file.source_sha256,
+        source_sha256=file.source_sha256, tolerance=allowed,
     )  # fmt: skip
 
 

@@ -96,10 +96,13 @@ def convert(path: str, out: Path, dtype: str | None = None, overwrite: bool = Fa
         what = "is a folder: name a file" if out.is_dir() else "exists: --force overwrites it, or name another file"
         raise FileExistsError(f"{out} {what}")
     found = describe(path)
+    if checkpoint.read_quantization(found.folder) is not None:
+        raise Unsupported(f"{path} is quantized: llama.cpp's formats are written from an unquantized checkpoint")
     config = found.model.config
     _refuse_by_name(found.folder / "config.json", config)
     tokenizer, stops = read_texts(path, found)
-    with checkpoint.open_weights(checkpoint.weight_files(found.folder)) as tensors:
+    with checkpoint.open_weights(checkpoint.weight_files(found.folder)) as held:
+        tensors = found.own(held)
         dtype = dtype or _own_dtype(path, tensors)
         planned = _plan(path, found.model, tensors, dtype)
         writer = gguf.GGUFWriter(None, ARCHITECTURES[config.model_type])

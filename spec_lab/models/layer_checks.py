@@ -15,7 +15,7 @@ from spec_lab.core.options import whole
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.draft_pass import Route, RunsLayerRanges, Sublayer
 from spec_lab.engine.runner import Runner
-from spec_lab.models.support import TOLERANCE, Unsupported
+from spec_lab.models.support import TOLERANCE, Unsupported, tolerance
 from spec_lab.models.target import Target
 
 FOREST = forest((tree(((0,), (1,), (0, 0), (0, 1), (0, 0, 0))), chain(2)))
@@ -109,13 +109,17 @@ def check_exit(lm: LayeredRunner, end: int, name: str) -> float:
     """
     with _supported(f"target '{name}' cannot continue after {end} layers"):
         error = _exit_error(lm, end)
-    allowed = TOLERANCE[lm.dtype]
+    allowed = _tolerance(lm)
     if not error <= allowed:
         raise Unsupported(
             f"target '{name}' continues wrongly after {end} layers: its logits differ from those of a whole "
             f"forward by {error:.2g} standard deviations, allowed are {allowed:g} in {lm.dtype}"
         )
     return error
+
+
+def _tolerance(lm: LayeredRunner) -> float:
+    return tolerance(lm.model) if isinstance(lm, CausalLM) else TOLERANCE[lm.dtype]
 
 
 def _exit_error(lm: LayeredRunner, end: int) -> float:
@@ -164,7 +168,7 @@ def check_skipping(lm: LayeredRunner, sublayers: frozenset[Sublayer], name: str)
     """
     with _supported(f"target '{name}' cannot skip sublayers"):
         error = _skip_error(lm, skipped_to_check(sublayers))
-    allowed = TOLERANCE[lm.dtype]
+    allowed = _tolerance(lm)
     if not error <= allowed:
         raise Unsupported(
             f"target '{name}' drafts wrongly on its own KV cache: without skipped sublayers its logits differ from "

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
-from collections.abc import Mapping
-from dataclasses import fields as dataclass_fields
-from dataclasses import is_dataclass
-from inspect import signature
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
-from huggingface_hub import hf_hub_download, is_offline_mode, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.distributed import DistributedConfig
-from transformers.utils import cached_file, logging
+from transformers.utils import logging as transformers_logging
 
-from spec_lab.models import checkpoint, ranks
+from spec_lab.models import checkpoint, quantized, ranks
 from spec_lab.models import tensor_parallel as parallel
 from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.configs import Config, read_model_config
+from spec_lab.models.hub import fetch_weights, folder_of
 from spec_lab.models.placement import check_device_map, check_ranks, device_of, refuse_offloading
-from spec_lab.models.support import Unsupported, refuse_by_name
+from spec_lab.models.quantization import SKIPPED, Quantization, arguments, carried, chosen, own_config
+from spec_lab.models.support import Unsupported
+from spec_lab.models.text_part import text_modules, text_tensors
 from spec_lab.models.tokenizer import check_stop_tokens, check_vocabulary, read_tokenizer
+from spec_lab.models.torchao_files import read_torchao
+
+LOG = logging.getLogger(__name__)
+
+PACKED = 8
+"""Maximum number of quantized weights in one number of a weight file: 4 bits in an int32."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
@@ -41,6 +46,8 @@ def load_model(
     dtype: str,
     device_map: str | Mapping[str, str | int] | None = None,
     tensor_parallel: bool = False,
+    quantization: str | None = None,
+    group_size: int | None = None,
 ) -> tuple[Any, Any]:
     """Return the model in eval mode and its tokenizer. Arguments and errors as in ``Target.load``."""
     if not isinstance(path, str) or not path:
@@ -48,23 +55,27 @@ def load_model(
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
     where = device_of(device)
-    found = describe(path)
-    folder, described = found.folder, found.model
+    if device_map is not None or tensor_parallel:
+        computes = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    else:
+        computes = where
+    asked = chosen(quantization, group_size, computes, dtype)
+    found = describe(path, lambda folder: _quantization(folder, asked, computes, dtype, tensor_parallel))
     if device_map is not None or tensor_parallel:
         gc.collect()  # such models are part of reference cycles: free that of an earlier run before this one is loaded
     if device_map is not None:
-        check_device_map(described, device_map)
-        model = _fill(path, folder, described, dtype, device_map=device_map)
+        check_device_map(found.model, device_map)
+        model = _fill(path, found, dtype, device_map=device_map)
         refuse_offloading(model)
     elif tensor_parallel:
-        check_ranks(described.config)
+        check_ranks(found.model.config)
         if ranks.size() > 1:
             how = {"path": path, "dtype": dtype, "over": ranks.size(), "threads": torch.get_num_threads()}
             model = parallel.join().load(_read_weights, **how, sha256=weights_hash(path))
         else:
-            model = _fill(path, folder, described, dtype).to("cuda" if torch.cuda.is_available() else "cpu")
+            model = _fill(path, found, dtype).to("cuda" if torch.cuda.is_available() else "cpu")
     else:
-        model = _fill(path, folder, described, dtype).to(where)
+        model = _fill(path, found, dtype, where=where).to(where)
     tokenizer, stops = read_texts(path, found)
     model.generation_config = GenerationConfig(eos_token_id=stops or None)
     return model, tokenizer
@@ -78,11 +89,27 @@ class CheckedCheckpoint(NamedTuple):
     revision: str | None
     """Of a hub name."""
     model: Any
-    """The model that its config describes, on torch's meta device."""
+    """The model that its config describes, on torch's meta device; of a multimodal checkpoint its text part."""
+    config: Config
+    """Of the checkpoint."""
+    quantization: Quantization | None = None
+    """How it is quantized, or is to be quantized while it is loaded."""
+
+    def own(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Return those of the checkpoint's tensors that belong to ``model``, under its names.
+
+        Raises:
+            ValueError: as of ``text_part.text_tensors``.
+        """
+        return text_tensors(tensors) if self.config.multimodal else tensors
 
 
-def describe(path: str) -> CheckedCheckpoint:
+def describe(path: str, quantize: Callable[[Path], Quantization | None] = lambda _: None) -> CheckedCheckpoint:
     """Check the files of a checkpoint, after downloading them for a hub name, and describe its model.
+
+    Args:
+        path: the folder or hub name as given.
+        quantize: returns how the checkpoint of a folder is quantized, before its weights are downloaded.
 
     Raises:
         OSError, ValueError, Unsupported: as in ``Target.load``.
@@ -90,10 +117,32 @@ def describe(path: str) -> CheckedCheckpoint:
     if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
         hint = "" if "/" in path else "; give a model of the hub as owner/name, e.g. openai-community/gpt2"
         raise OSError(f"there is no folder {path}, and it is not a hub name (owner/name){hint}")
-    folder, revision = _folder(path)
-    config = _read_config(path, folder)
-    _fetch_weights(path, folder, revision)
-    return CheckedCheckpoint(folder, revision, _describe(path, folder, config))
+    folder, revision = folder_of(path)
+    config = read_model_config(path, folder)
+    quantization = quantize(folder)
+    fetch_weights(path, folder, revision)
+    return CheckedCheckpoint(folder, revision, _describe(path, folder, config.own), config, quantization)
+
+
+def _quantization(
+    folder: Path, asked: Quantization | None, where: torch.device, dtype: str, tensor_parallel: bool
+) -> Quantization | None:
+    """Return how the model of a checkpoint is quantized.
+
+    Raises:
+        ValueError, Unsupported: as of ``quantization.carried``; a quantized checkpoint that is to be quantized, or is
+            split over ranks.
+    """
+    config = checkpoint.read_quantization(folder)
+    if asked is not None and config is not None:
+        raise ValueError(
+            f"target.quantization={asked.method} requires an unquantized checkpoint, and {folder} has a "
+            "quantization_config: set target.quantization=null"
+        )
+    found = asked if config is None else carried(folder, config, where, dtype)
+    if found is not None and tensor_parallel:
+        raise Unsupported(f"target.tensor_parallel does not support quantized targets ({found.method})")
+    return found
 
 
 def read_texts(path: str, found: CheckedCheckpoint) -> tuple[Any, list[int]]:
@@ -106,109 +155,14 @@ def read_texts(path: str, found: CheckedCheckpoint) -> tuple[Any, list[int]]:
     Raises:
         OSError, ValueError: as in ``Target.load``.
     """
-    folder, revision, described = found
+    described = found.model
     vocabulary = int(described.get_output_embeddings().weight.shape[0])
     vocabulary = min(vocabulary, int(described.get_input_embeddings().weight.shape[0]))
-    where, stops = checkpoint.stop_tokens(folder, getattr(described.config, "eos_token_id", None))
+    where, stops = checkpoint.stop_tokens(found.folder, getattr(described.config, "eos_token_id", None))
     stops = check_stop_tokens(where, stops, vocabulary)
-    tokenizer = read_tokenizer(path, folder, revision, described.config)
+    tokenizer = read_tokenizer(path, found.folder, found.revision, found.config.whole)
     check_vocabulary(path, tokenizer, vocabulary)
     return tokenizer, stops
-
-
-def _folder(path: str) -> tuple[Path, str | None]:
-    """Return the folder of a checkpoint after checking its files, and the revision of a hub name.
-
-    For a hub name it is the folder in the cache; every file but the weights is downloaded before it is checked.
-
-    Raises:
-        OSError: there is no config.json, or the hub cannot be reached.
-        ValueError: as for ``checkpoint.check_files``.
-    """
-    if Path(path).exists():
-        folder, revision = Path(path), None
-    else:
-        config = cached_file(path, "config.json")
-        if config is None:
-            raise OSError(f"{path} holds no config.json: give the hub name of a model written by save_pretrained")
-        folder = Path(config).parent
-        revision = folder.name
-        for name in ("generation_config.json", "adapter_config.json", *checkpoint.TOKENIZER_FILES):
-            _fetched(path, name, revision)
-    checkpoint.check_files(folder)
-    return folder, revision
-
-
-def folder_of(path: str) -> Path | None:
-    """Return the folder of a checkpoint that was loaded; in the cache for a hub name. None if it is not there."""
-    if Path(path).exists():
-        return Path(path)
-    found = try_to_load_from_cache(path, "config.json")
-    return Path(found).parent if isinstance(found, str) else None
-
-
-def _fetched(path: str, name: str, revision: str) -> bool:
-    """Download a file of a model of the hub into the cache; return whether the model has such a file.
-
-    Offline, a file that is not in the cache counts as missing from the model.
-
-    Raises:
-        OSError: the hub cannot be reached, or denies access.
-    """
-    known = try_to_load_from_cache(path, name, revision=revision)
-    if known is not None:
-        return isinstance(known, str)  # else the cache records that the hub has no such file
-    try:
-        hf_hub_download(path, name, revision=revision)
-    except Exception as error:  # also those of the HTTP library
-        missing = isinstance(error, EntryNotFoundError)
-        if missing and (is_offline_mode() or not isinstance(error, LocalEntryNotFoundError)):
-            return False
-        raise OSError(
-            f"{name} of {path} cannot be fetched from the hub ({checkpoint.one_line(error)}): try again when the hub "
-            "can be reached, or set HF_HUB_OFFLINE=1 to use only the files in the cache"
-        ) from error
-    return True
-
-
-def _fetch_weights(path: str, folder: Path, revision: str | None) -> None:
-    """Download the weight files of a hub name into the cache.
-
-    Raises:
-        OSError: there are none, or they cannot be downloaded.
-        ValueError: as for ``checkpoint.shard_names``.
-    """
-    if revision is None or _fetched(path, checkpoint.SINGLE, revision):
-        return
-    _fetched(path, checkpoint.INDEX, revision)
-    for name in checkpoint.shard_names(folder):
-        _fetched(path, name, revision)
-
-
-def _read_config(path: str, folder: Path) -> Any:
-    """Return the checkpoint's config as transformers' object.
-
-    Raises:
-        OSError: there is none.
-        ValueError: it is not one that transformers can read.
-        Unsupported: a kind of model that is known to fail.
-    """
-    fields = checkpoint.read_config(folder)
-    try:
-        kind = CONFIG_MAPPING[fields["model_type"]]
-    except KeyError as error:
-        raise ValueError(
-            f"{folder / 'config.json'}: transformers {transformers.__version__} does not support model_type "
-            f"{fields['model_type']!r}; install a newer version, or choose another model"
-        ) from error
-    try:
-        config = kind.from_dict(_fields_of(kind, fields) | {"name_or_path": path})
-        refuse_by_name(config)
-        return config
-    except Unsupported:
-        raise
-    except Exception as error:  # transformers raises errors of many types
-        raise ValueError(f"{folder / 'config.json'} holds an invalid value ({checkpoint.one_line(error)})") from error
 
 
 def _describe(path: str, folder: Path, config: Any) -> Any:
@@ -221,6 +175,7 @@ def _describe(path: str, folder: Path, config: Any) -> Any:
     with checkpoint.open_weights(checkpoint.weight_files(folder)) as tensors:
         held, count = sum(math.prod(one.get_shape()) for one in tensors.values()), len(tensors)
     checkpoint.check_counts(folder, checkpoint.read_config(folder), count)
+    most = 4 if checkpoint.read_quantization(folder) is None else 4 * PACKED
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -231,22 +186,12 @@ def _describe(path: str, folder: Path, config: Any) -> Any:
         ) from error
     for what, group in (("parameters", model.parameters()), ("numbers in buffers", model.buffers())):
         described = sum(tensor.numel() for tensor in group)
-        if described > 4 * held + 2**26:  # exact sizes are compared on loading
+        if described > most * held + 2**26:  # exact sizes are compared on loading
             raise ValueError(
                 f"the weights of {path} do not fit its config.json, which describes a model with {described} {what}; "
                 f"the weight files hold {held} parameters"
             )
     return model
-
-
-def _fields_of(kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config's fields without those that would replace a method or a plan of its class."""
-    known = {one.name for one in dataclass_fields(kind)} if is_dataclass(kind) else {*signature(kind).parameters}
-    return {
-        name: value
-        for name, value in fields.items()
-        if name in known or not hasattr(kind, name) or isinstance(getattr(kind, name), property)
-    }
 
 
 def _read_weights(path: str, dtype: str, over: int = 1, threads: int | None = None, sha256: str = "") -> Any:
@@ -264,7 +209,7 @@ def _read_weights(path: str, dtype: str, over: int = 1, threads: int | None = No
     if threads is not None:
         torch.set_num_threads(threads)
     found = describe(path)
-    model = _fill(path, found.folder, found.model, dtype, over=over)
+    model = _fill(path, found, dtype, over=over)
     if ranks.rank() and sha256 and weights_hash(path) != sha256:
         raise OSError(f"{path} holds other weights than on rank 0: copy the same checkpoint to every machine")
     return model
@@ -272,9 +217,9 @@ def _read_weights(path: str, dtype: str, over: int = 1, threads: int | None = No
 
 def _fill(
     path: str,
-    folder: Path,
-    described: Any,
+    found: CheckedCheckpoint,
     dtype: str,
+    where: torch.device | None = None,
     device_map: str | Mapping[str, str | int] | None = None,
     over: int = 1,
 ) -> Any:
@@ -282,18 +227,31 @@ def _fill(
 
     Args:
         path, dtype, device_map: as in ``Target.load``.
-        folder: of the weight files.
-        described: the model as ``_describe`` returns it.
+        found: the checkpoint.
+        where: the device of a quantized model, since some methods quantize on it; others are moved by the caller.
         over: as in ``_read_weights``.
     """
+    described, how = found.model, found.quantization
     more: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     if over > 1:
         more["distributed_config"] = DistributedConfig(tp_size=over)
-    logging.disable_progress_bar()
+    if how is not None:
+        if device_map is None and where is not None and where.type == "cuda" and how.method != "torchao":
+            more["device_map"] = {"": where}
+        more |= arguments(how, where or torch.device("cuda" if torch.cuda.is_available() else "cpu"), DTYPES[dtype])
+        if (own := own_config(how, DTYPES[dtype])) is not None:
+            described.config.quantization_config = _of_the_text_part(own) if found.config.multimodal else own
+    transformers_logging.disable_progress_bar()
     depth = int(getattr(described.config, "num_hidden_layers", 0) or 0)
-    with checkpoint.open_weights(checkpoint.weight_files(folder)) as held:
+    files, rounds = checkpoint.weight_files(found.folder), False
+    with checkpoint.open_weights(files) as held:
         drafts = tuple(checkpoint.mtp_prefixes(held, depth))  # modules that only the proposer mtp reads
         tensors = {name: one for name, one in held.items() if not name.startswith(drafts)}
+        if how is not None and how.method == "torchao":
+            tensors, rounds = read_torchao(files, tensors, path, DTYPES[dtype])
+        if how is not None and how.dequantized:
+            quantized.check_scales(path, tensors)
+        tensors = found.own(tensors)
         try:
             # Given tensors and no path, transformers opens no file: no adapter, other format or other shard.
             model, report = type(described).from_pretrained(
@@ -304,6 +262,12 @@ def _fill(
             raise OSError(
                 f"{path} is truncated or corrupt ({checkpoint.one_line(error)}): copy or download it again"
             ) from error
+        except Exception as error:  # packages of quantization raise errors of many types
+            if how is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(
+                f"{path} cannot be loaded with quantization {how.method} ({checkpoint.one_line(error)})"
+            ) from error
     wrong = {f"{name} is missing" for name in report["missing_keys"]}
     wrong |= {f"{name} is {list(shape)}, not {list(own)}" for name, shape, own in report["mismatched_keys"]}
     wrong |= {f"{name} is in no layer of the model" for name in report["unexpected_keys"] if not _harmless(name)}
@@ -312,7 +276,48 @@ def _fill(
         raise ValueError(
             f"the weights of {path} do not fit its config.json: {'; '.join(sorted(wrong)[:3])}{more_wrong}"
         )
+    if found.config.multimodal and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        model.config.tie_word_embeddings = False  # transformers does not tie weights that the checkpoint holds apart
+    if how is not None:
+        if how.package == "bitsandbytes":  # it warns in every forward that activations are rounded from float16
+            logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+        if how.method == "bitsandbytes":
+            quantized.in_dtype(model, DTYPES[dtype])
+        _record(path, found, model, how.facts() | ({"rounds": True} if rounds else {}))
     return model.eval()
+
+
+def _of_the_text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ``quantization_config`` whose names of modules are those of the text part."""
+    return {
+        name: text_modules(value) if name in (*SKIPPED, "modules_to_convert") and value is not None else value
+        for name, value in config.items()
+    }
+
+
+def _record(path: str, found: CheckedCheckpoint, model: Any, facts: dict[str, Any]) -> None:
+    """Keep how a model is quantized in its config, and how much of it.
+
+    Raises:
+        Unsupported: its LM head is quantized, or nothing is that was to be quantized.
+    """
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    if not (isinstance(head, torch.Tensor) and type(head.data) is torch.Tensor and head.is_floating_point()):
+        raise Unsupported(f"{path} is not supported: its LM head is quantized")
+    share = quantized.quantized_share(found.model, model)
+    if not facts["dequantized"] and share < MOST_OF_IT:
+        asked = f"{path}, quantized with {facts['method']}"
+        if not share and not facts["carried"]:
+            raise Unsupported(
+                f"{asked}: no layer can be quantized. Only linear layers are, and for torchao_int4 only those whose "
+                "number of inputs is a multiple of target.quantization_group_size"
+            )
+        LOG.warning("%s: %.0f %% of the weights of its layers are quantized", asked, 100 * share)
+    quantized.record(model, facts | {"share": None if facts["dequantized"] else round(share, 4)})
+
+
+MOST_OF_IT = 0.9
+"""Share of the weights outside embeddings and LM head below which a warning says how many are quantized."""
 
 
 def _harmless(tensor: str) -> bool:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spec_lab.models.quantized import is_plain
+
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names that transformers gives to layers with the same input, in the order in which its modules call them."""
 
@@ -67,7 +69,7 @@ def merge(model: Any) -> int:
     for module in [one for one in model.modules() if type(one) is not nn.Linear]:  # whose weights are not kept alive
         children = dict(module.named_children())
         for names in TOGETHER:
-            layers = [layer for name in names if type(layer := children.get(name)) is nn.Linear]
+            layers = [layer for name in names if isinstance(layer := children.get(name), nn.Linear) and is_plain(layer)]
             if len(layers) < len(names) or len({(layer.in_features, layer.bias is None) for layer in layers}) > 1:
                 continue
             first = MergedLinear(layers)

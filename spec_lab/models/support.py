@@ -26,6 +26,7 @@ from spec_lab.core.process_cache import ProcessCache
 from spec_lab.engine.attention import SPANS, Attention, layer_kinds
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.runner import Runner
+from spec_lab.models.quantized import recorded
 
 LOG = logging.getLogger(__name__)
 
@@ -34,6 +35,11 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torc
 
 In float64 too some models compute norms, rotations or softmax in float32.
 """
+
+ROUNDED = 0.25
+"""That of models whose layers round activations, or compute in another data type than the model's: LLM.int8() and other
+quantized activations, bitsandbytes' and gptqmodel's kernels. A difference of rounding in the last bit can move an
+activation to the next of its 256 values."""
 
 CHANGING_ROPE = {"dynamic", "longrope"}
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -64,6 +70,13 @@ def model_context(config: Any) -> int:
                 raise ValueError(f"{config.model_type}: {name} must be a whole number of 1 or more, not {value!r}")
             return min(value, one_rotation(config) or value)
     raise Unsupported(f"{config.model_type}: the config names no maximum context; set max_position_embeddings in it")
+
+
+def tolerance(model: Any) -> float:
+    """Return the largest error that the self-check allows of a model, by its data type and quantization."""
+    facts = recorded(model)
+    allowed = TOLERANCE[model.dtype]
+    return max(allowed, ROUNDED) if facts is not None and facts["rounds"] else allowed
 
 
 def one_rotation(config: Any) -> int | None:
@@ -163,7 +176,7 @@ def self_check(model: Any, attention: Attention, fixed: bool = False) -> float:
         The largest error of a logit, in standard deviations of the plain logits.
 
     Raises:
-        Unsupported: the error exceeds the tolerance of the model's dtype, or the model raises an error. The message
+        Unsupported: the error exceeds the ``tolerance`` of the model, or the model raises an error. The message
             advises another setting only where that one passes the check.
     """
     kind = getattr(model.config, "model_type", type(model).__name__)
@@ -180,8 +193,8 @@ def self_check(model: Any, attention: Attention, fixed: bool = False) -> float:
     if not _allowed(model, error):
         raise Unsupported(
             f"model type '{kind}' decodes forests wrongly with attention='{attention}': its logits differ from a plain "
-            f"forward's by {error:.2g} standard deviations, allowed are {TOLERANCE[model.dtype]:g} in {model.dtype}"
-            f"{_advice(model, attention, fixed)}"
+            f"forward's by {error:.2g} standard deviations, allowed are {tolerance(model):g} in "
+            f"{model.dtype}{_quantized(model)}{_advice(model, attention, fixed)}"
         )
     return error
 
@@ -200,7 +213,7 @@ def _measured(model: Any, attention: Attention, fixed: bool) -> float:
 
 
 def _allowed(model: Any, error: float) -> bool:
-    return error <= TOLERANCE[model.dtype]
+    return error <= tolerance(model)
 
 
 def _refuse_failing_model(model: Any, kind: str) -> None:
@@ -266,6 +279,12 @@ def shortened(model: Any, most: int | None) -> Iterator[None]:
     finally:
         for (_, name), (owner, size) in before.items():
             setattr(owner, name, size)
+
+
+def _quantized(model: Any) -> str:
+    """How a model is quantized, for messages."""
+    facts = recorded(model)
+    return "" if facts is None else f" with quantization {facts['method']}"
 
 
 def checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache, fixed: bool = False) -> float:

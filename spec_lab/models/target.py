@@ -19,11 +19,13 @@ from spec_lab.engine.attention import Attention
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.runner import Runner
 from spec_lab.models.checkpoint import weights_hash
-from spec_lab.models.loading import folder_of, load_model
+from spec_lab.models.hub import loaded_folder
+from spec_lab.models.loading import load_model
 from spec_lab.models.merged import merge
 from spec_lab.models.packed import pack, unpack
+from spec_lab.models.quantized import recorded
 from spec_lab.models.services import ModelServices, TargetServices
-from spec_lab.models.support import Unsupported, checked, model_context, one_rotation
+from spec_lab.models.support import Unsupported, checked, model_context, one_rotation, tolerance
 
 LOG = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class Target:
         parts: embedding, final norm and LM head for proposers that call them; None: those of ``causal_lm``.
         source_sha256: ``sha256`` of the checkpoint that the weights were converted from; empty if they were not.
         folder: of the files of a checkpoint of transformers; None for another target.
+        tolerance: largest error that the self-check allows; None of a model that was not checked.
     """
 
     lm: Runner
@@ -57,6 +60,13 @@ class Target:
     parts: TargetServices | None = None
     source_sha256: str = ""
     folder: Path | None = None
+    tolerance: float | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the self-check measured and allows, and how the model is quantized (``core.protocols.Described``)."""
+        own = recorded(self.lm.model) if isinstance(self.lm, CausalLM) else None
+        return {"self_check": self.self_check, "tolerance": self.tolerance, "quantization": own}
 
     @cached_property
     def vocabulary(self) -> int:
@@ -141,6 +151,8 @@ class Target:
         device_map: str | Mapping[str, str | int] | None = None,
         tensor_parallel: bool = False,
         graphs: bool = False,
+        quantization: str | None = None,
+        quantization_group_size: int | None = None,
         cache: ProcessCache | None = None,
     ) -> Target:
         """Load a target from a local folder or by hub name; safetensors only, no remote code.
@@ -168,6 +180,10 @@ class Target:
             graphs: run decoding steps in fixed shapes, which a GPU captures as CUDA graphs (``engine.graphs``), with
                 linear layers of the same input merged. On a CPU nothing is captured, and padding makes steps slower.
                 (All but the capture itself is tested on the CPU; not yet run on a GPU.)
+            quantization: quantizes the linear layers of an unquantized checkpoint while it is loaded: "torchao_int8",
+                "torchao_int4", "bnb_int8" or "bnb_int4" (``models.quantization.OPTIONS``). The target is the quantized
+                model. Checkpoints that are quantized already are recognised by their config.json.
+            quantization_group_size: 32, 64 or 128 inputs of a layer share a scale with "torchao_int4"; None is 128.
             cache: facts that this process found before; None starts with none.
 
         Raises:
@@ -175,10 +191,12 @@ class Target:
                 weights of another config, or more or fewer tensors than it has; an unreadable tokenizer, or one whose
                 own vocabulary (without added tokens) exceeds the model's; end-of-text tokens that all lie beyond the
                 vocabulary; a device map that omits a module, names an unknown one, or uses no real device; no torchrun,
-                or a number of ranks that does not divide the attention heads.
+                or a number of ranks that does not divide the attention heads; an invalid quantization, or one that the
+                checkpoint has already.
             OSError: no checkpoint, or none in safetensors; a truncated or corrupt file; a file of the hub that cannot
                 be fetched. The message names the file.
-            Unsupported: the model fails the self-check, or is of a kind that is known to fail.
+            Unsupported: the model fails the self-check, or is of a kind that is known to fail; a package is missing
+                that the quantization requires; a quantization that is not supported.
         """
         if attention not in ("spans", "dense"):
             raise ValueError(f"target.attention must be spans or dense, not {attention!r}")
@@ -197,7 +215,10 @@ class Target:
         placed = {"device": device, "device_map": device_map, "tensor_parallel": tensor_parallel or None}
         if len(both := [f"target.{name}" for name, value in placed.items() if value is not None]) > 1:
             raise ValueError(f"{' and '.join(both)} both decide where the model is placed: set only one of them")
-        model, tokenizer = load_model(path, "cpu" if device is None else device, dtype, device_map, tensor_parallel)
+        model, tokenizer = load_model(
+            path, "cpu" if device is None else device, dtype, device_map, tensor_parallel, quantization,
+            quantization_group_size,
+        )  # fmt: skip
         limit = model_context(model.config)
         if context is not None and (
             isinstance(context, bool) or not isinstance(context, int) or not 0 < context <= limit
@@ -224,7 +245,10 @@ class Target:
         else:
             error = _pack_checked(model, attention, sha256, cache, graphs)
         lm = CausalLM(model, attention, chunk, graphs)
-        return Target(lm, tokenizer, path, context or limit, sha256, error, cache, folder=folder_of(path))
+        return Target(
+            lm, tokenizer, path, context or limit, sha256, error, cache, folder=loaded_folder(path),
+            tolerance=tolerance(model),
+        )  # fmt: skip
 
 
 def _pack_checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache, fixed: bool = False) -> float:

@@ -59,6 +59,7 @@ SHAPE = {
     "?code": {str: {}},
     "?files_sha256": {str: str},
     "?began": str,
+    "?target": {"?quantization": (None, {})},
     "?roofline": (None, roofline.SHAPE),
     "?sampling": {str: (float, None)},
     "?chat": (None, {}),
@@ -245,6 +246,7 @@ def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "config": _configuration(facts["config"]),
         **{name: facts[name] for name in ("seed", "arms", "weights_sha256", "prompts_sha256", "commit", "versions")},
+        "quantization": facts.get("target", {}).get("quantization"),
         "threads": facts["threads"],
         "ranks": facts.get("ranks", 1),
         "code": facts.get("code", {}),
