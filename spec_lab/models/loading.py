@@ -194,13 +194,22 @@ def _read_config(path: str, folder: Path) -> Any:
             f"{fields['model_type']!r}; install a newer version, or choose another model"
         ) from error
     try:
-        config = kind.from_dict(_fields_of(kind, fields) | {"name_or_path": path})
+        config = kind.from_dict(_with_infinities(_fields_of(kind, fields)) | {"name_or_path": path})
         refuse_by_name(config)
         return config
     except Unsupported:
         raise
     except Exception as error:  # transformers raises errors of many types
         raise ValueError(f"{folder / 'config.json'} holds an invalid value ({checkpoint.one_line(error)})") from error
+
+
+def _with_infinities(value: Any) -> Any:
+    """Return a value of a config.json with infinite numbers where transformers has written ``{"__float__": ..}``."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity"):
+            return float(value["__float__"])
+        return {name: _with_infinities(one) for name, one in value.items()}
+    return [_with_infinities(one) for one in value] if isinstance(value, list) else value
 
 
 def _describe(path: str, folder: Path, config: Any) -> Any:

@@ -21,7 +21,7 @@ from spec_lab.models.loading import load_model
 from spec_lab.models.merged import merge
 from spec_lab.models.packed import pack, unpack
 from spec_lab.models.services import ModelServices, TargetServices
-from spec_lab.models.support import Unsupported, checked, model_context
+from spec_lab.models.support import Unsupported, checked, is_recurrent, model_context
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +171,8 @@ class Target:
                 or a number of ranks that does not divide the attention heads.
             OSError: no checkpoint, or none in safetensors; a truncated or corrupt file; a file of the hub that cannot
                 be fetched. The message names the file.
-            Unsupported: the model fails the self-check, or is of a kind that is known to fail.
+            Unsupported: the model fails the self-check, or is of a kind that is known to fail; it has recurrent layers,
+                and ``attention`` is "dense", or ``tensor_parallel`` or ``graphs`` is set.
         """
         if attention not in ("spans", "dense"):
             raise ValueError(f"target.attention must be spans or dense, not {attention!r}")
@@ -191,6 +192,15 @@ class Target:
         if len(both := [f"target.{name}" for name, value in placed.items() if value is not None]) > 1:
             raise ValueError(f"{' and '.join(both)} both decide where the model is placed: set only one of them")
         model, tokenizer = load_model(path, "cpu" if device is None else device, dtype, device_map, tensor_parallel)
+        if is_recurrent(model.config):
+            for name, option in (
+                ("attention=dense", attention == "dense"), ("tensor_parallel", tensor_parallel), ("graphs", graphs),
+            ):  # fmt: skip
+                if option:
+                    raise Unsupported(
+                        f"target.{name} does not support models with recurrent layers (model type "
+                        f"'{model.config.model_type}'): leave it out"
+                    )
         limit = model_context(model.config)
         if context is not None and (
             isinstance(context, bool) or not isinstance(context, int) or not 0 < context <= limit

@@ -25,6 +25,7 @@ from spec_lab.models import ranks
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
 from spec_lab.models.packed import pack
+from spec_lab.models.support import use_own_attention
 from spec_lab.models.target import Target
 from spec_lab.propose.draft_loading import check_same_tokens
 from spec_lab.results.writer import Outcome
@@ -240,7 +241,7 @@ def as_transformers_runs_it(target: Target) -> Any:
     model = target.causal_lm.model
     weights = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     model = copy.deepcopy(model, weights)
-    model.set_attn_implementation("sdpa")
+    use_own_attention(model)
     model.generation_config = GenerationConfig()  # without the checkpoint's own sampling defaults
     return model
 
