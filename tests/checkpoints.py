@@ -24,7 +24,12 @@ TEXTS = [
 
 def checkpoint(folder: Path, dtype: torch.dtype = torch.float32, **changes) -> Path:
     """Save a random model and its tokenizer; returns the folder."""
-    tiny_model(dtype=dtype, **changes).save_pretrained(folder)
+    return saved(folder, tiny_model(dtype=dtype, **changes))
+
+
+def saved(folder: Path, model) -> Path:
+    """Save a model and a tokenizer for it; returns the folder."""
+    model.save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(LETTERS)}, unk_token=":"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()

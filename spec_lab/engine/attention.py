@@ -8,7 +8,7 @@ slow reference for tests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -80,9 +80,30 @@ def layer_kinds(config: Any) -> dict[int, AttentionKind]:
         "sliding_attention": AttentionKind(sliding_window=window),
         "chunked_attention": AttentionKind(chunk=getattr(config, "attention_chunk_size", None)),
     }
+    known |= dict.fromkeys((*RECURRENT, *WITHOUT_ATTENTION), FULL)
     if unknown := set(types) - known.keys():
         raise NotImplementedError(f"it has layers of type {', '.join(sorted(unknown))}")
     return {layer: known[name] for layer, name in enumerate(types) if known[name] != FULL}
+
+
+RECURRENT = ("linear_attention", "conv", "hybrid")
+"""Types of layers that keep a recurrent state; hybrid ones attend to earlier tokens as well."""
+
+WITHOUT_ATTENTION = ("moe", "mlp")
+"""Types of layers that keep nothing of earlier tokens."""
+
+
+def recurrent_layers(config: Any) -> list[int]:
+    """Return the numbers of the layers that keep a recurrent state, from a transformers config."""
+    types = getattr(config, "layer_types", None) or []
+    return [layer for layer, name in enumerate(types) if name in RECURRENT]
+
+
+def layers_without_cells(config: Any) -> frozenset[int]:
+    """Return the numbers of the layers that keep no keys and values, from a transformers config."""
+    types = getattr(config, "layer_types", None) or []
+    none = {*RECURRENT, *WITHOUT_ATTENTION} - {"hybrid"}
+    return frozenset(layer for layer, name in enumerate(types) if name in none)
 
 
 def attention_mask(kind: AttentionKind, query: np.ndarray, key: np.ndarray, full: np.ndarray) -> np.ndarray:
@@ -129,6 +150,14 @@ class Segment(NamedTuple):
         return self._replace(slots=slots, mask=None if self.mask is None else self.mask.to(device))
 
 
+class Advances(Protocol):
+    """Runs a recurrent layer over the rows of one sequence, and advances its state."""
+
+    def run(self, mixer: Any, rows: Tensor) -> Tensor:
+        """From the rows of all sequences ``[1, N, H]`` to those of its own ``[1, n, H]``."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Pack:
     """The cells of one forward. It is passed to transformers in place of a cache.
@@ -141,6 +170,7 @@ class Pack:
         dense: whether one mask covers all rows and all cells.
         positions: ``[1, N]`` of the rows.
         counting: of the model (``counting_layers``).
+        advances: of a model with recurrent layers, what they do with each sequence, in order of their rows.
     """
 
     cells: Cells
@@ -150,6 +180,7 @@ class Pack:
     dense: bool = False
     positions: Tensor | None = None
     counting: Mapping[int, torch.device] = field(default_factory=dict)
+    advances: Sequence[Advances] = ()
     _elsewhere: dict[torch.device, Pack] = field(default_factory=dict, init=False)
 
     is_compileable = False

@@ -1,10 +1,12 @@
 """A causal LM of transformers, run over forests of tokens: any model whose layers are attention over earlier tokens.
 
-Linear layers run packed over the new tokens of all sequences; attention runs sequence by sequence (``attention``).
+Linear layers run packed over the new tokens of all sequences; attention runs sequence by sequence (``attention``), and
+so do recurrent layers (``recurrent``), with which forests must be chains.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -21,7 +23,14 @@ from spec_lab.core.inference import inference
 from spec_lab.core.own_attention import own_attention
 from spec_lab.core.roofline import ForwardWork
 from spec_lab.engine.adaptors import adapt, has_alibi
-from spec_lab.engine.attention import SPANS, Attention, counting_layers, layer_kinds
+from spec_lab.engine.attention import (
+    SPANS,
+    Attention,
+    counting_layers,
+    layer_kinds,
+    layers_without_cells,
+    recurrent_layers,
+)
 from spec_lab.engine.causal_draft_pass import CausalDraftPass, Continued, continue_from
 from spec_lab.engine.draft_pass import Route, Sublayer
 from spec_lab.engine.graphs import Capture, CudaGraphs, FixedForward, FixedPack, Graphs, uncaptured
@@ -29,6 +38,7 @@ from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence
 from spec_lab.engine.layer_ranges import LayerRanges, find_layers
 from spec_lab.engine.model_work import parameters_of, work_of
 from spec_lab.engine.prepare import Packer, Prepared
+from spec_lab.engine.recurrent import Recurrence, refuse_branches, states_of
 from spec_lab.engine.runner import Ability, Capabilities, Extended, Output
 from spec_lab.models.quantized import recorded
 
@@ -54,14 +64,19 @@ class CausalLM:
         self.model = model
         self.attention = attention
         wanted = SPANS if attention == "spans" else own_attention(model)
-        if attention == "dense" or getattr(model, "_can_set_attn_implementation", lambda: True)():
+        without, recurrent = layers_without_cells(model.config), recurrent_layers(model.config)
+        if recurrent and (fixed or attention == "dense"):
+            raise ValueError("recurrent layers require attention over spans, without forwards of fixed shapes")
+        attends = len(without) < model.config.num_hidden_layers
+        if attends and (attention == "dense" or getattr(model, "_can_set_attn_implementation", lambda: True)()):
             model.set_attn_implementation(wanted)
         if attention == "dense" and has_alibi(model):
             raise NotImplementedError("its ALiBi biases require target.attention=spans")
-        if attention == "spans" and not adapt(model) and model.config._attn_implementation != wanted:
+        own = attends and attention == "spans" and adapt(model)
+        if attends and attention == "spans" and not own and model.config._attn_implementation != wanted:
             raise NotImplementedError("it does not take its attention from transformers' AttentionInterface")
         self.chunk = chunk
-        self.cells = Cells()
+        self.cells = Cells(without)
         self.dtype: torch.dtype = self.model.dtype
         self.device: torch.device = self.model.device
         devices = getattr(model, "hf_device_map", None) or {}
@@ -72,6 +87,7 @@ class CausalLM:
         self._packer = Packer(self.cells, kinds, layers, self.device, self.dtype, dense, split, counting)
         if fixed and (split or dense):
             raise ValueError("forwards of fixed shapes require attention over spans, and all layers on one device")
+        self.recurrence = Recurrence(model) if recurrent else None
         self.fixed = fixed
         capture: Capture = CudaGraphs() if self.device.type == "cuda" else uncaptured
         self.graphs = Graphs(self.cells, kinds, counting, self.device, self.dtype, self._compute_fixed, capture)
@@ -106,6 +122,9 @@ class CausalLM:
     @property
     def capabilities(self) -> Capabilities:
         """See ``runner.Runner``."""
+        if self.recurrence is not None:
+            layers = self.layers if self.recurrence.hidden_states else 0
+            return Capabilities(layers, abilities=frozenset({"state_snapshots"}), rollback=sys.maxsize)
         abilities: set[Ability] = {"shared_prefix"}
         if not self.why_no_layer_ranges:
             abilities.add("layer_ranges")
@@ -126,6 +145,8 @@ class CausalLM:
         """Why it lacks the ability ``layer_ranges``; empty where it has it."""
         if self.attention == "dense":
             return "it computes attention=dense"
+        if self.recurrence is not None:
+            return "it has recurrent layers"
         if self.fixed:
             return "its forwards have fixed shapes (graphs=true)"
         if self._packer.split or (getattr(self.model, "tp_size", None) or 1) > 1:
@@ -183,7 +204,10 @@ class CausalLM:
 
     def open(self, reserve: int = GRAIN) -> CellSequence:
         """An empty sequence with room for ``reserve`` cells (it grows on demand)."""
-        return self.cells.open(reserve, clear=self.fixed)
+        sequence = self.cells.open(reserve, clear=self.fixed)
+        if self.recurrence is not None:
+            sequence.states = self.recurrence.states()
+        return sequence
 
     def capture(self, layers: tuple[int, ...] = ()) -> None:
         """Return these hidden states from now on. Numbers as in ``runner.Capabilities``.
@@ -229,7 +253,16 @@ class CausalLM:
         draft: Draft,
         prefill: Sequence[tuple[Any, Sequence[int]]] = (),
     ) -> Prepared | FixedForward | Continued:
-        """See ``runner.Runner``. Cells of pending tokens are appended to their sequences, those of nodes are held."""
+        """See ``runner.Runner``. Cells of pending tokens are appended to their sequences, those of nodes are held.
+
+        Raises:
+            ValueError: the draft branches, and the model has recurrent layers.
+        """
+        if self.recurrence is not None:
+            refuse_branches(draft.shape)
+            every = [*sequences, *(one for one, _ in prefill)]
+            self._recover(every)
+            return self._chains(sequences, pending, draft, prefill)
         if any(one.ahead is not None for one in sequences) or any(one.ahead is not None for one, _ in prefill):
             continued = continue_from(self._packer, sequences, pending, draft, prefill, self.chunk, self._taps)
             if continued is not None:
@@ -242,6 +275,32 @@ class CausalLM:
                 return fixed
             self._packer.give_back(planned)
         return self._packer.prepare(sequences, pending, draft, prefill, self.chunk)
+
+    def _chains(
+        self,
+        sequences: Sequence[Any],
+        pending: Sequence[Sequence[int]],
+        draft: Draft,
+        prefill: Sequence[tuple[Any, Sequence[int]]],
+    ) -> Prepared:
+        """``prepare`` of a model with recurrent layers."""
+        assert self.recurrence is not None
+        prepared = self._packer.prepare(sequences, pending, draft, prefill, self.recurrence.chunk(self.chunk))
+        every = [*sequences, *(one for one, _ in prefill)]
+        return self.recurrence.follow(prepared, every, [*pending, *(tokens for _, tokens in prefill)], draft)
+
+    @inference
+    def _recover(self, sequences: Sequence[CellSequence]) -> None:
+        """Compute sequences again whose states are lost."""
+        again = []
+        for one in sequences:
+            one.accept()
+            states = states_of(one)
+            if states.lost:
+                self.cells.backtrack(one, 0)
+                again.append((one, states.take_tokens()))
+        if again:
+            self.run(self._chains([], [], empty(0, self.device), again))
 
     def run(self, prepared: Prepared | FixedForward | Continued, timed: Phase | None = None) -> Output:
         """See ``runner.Runner``. Called in inference mode.
@@ -275,6 +334,10 @@ class CausalLM:
         """See ``runner.DraftRunner``."""
         if isinstance(token, np.ndarray):
             token = torch.from_numpy(token).to(self.device)
+        if self.recurrence is not None:
+            refuse_branches(shape)
+            prepared = self._packer.level(sequences, shape, rows, token)
+            return Extended(*self._call(self.recurrence.extend(prepared, sequences, shape, rows, token), timed))
         if self.fixed:
             planned = self._packer.plan_level(sequences, shape, rows)
             if (fixed := self.graphs.prepare(planned, None, token)) is not None:

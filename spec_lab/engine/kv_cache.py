@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ class CellSequence:
         self.open = True
         self.held = NONE_HELD  # [nodes of the tree], the cell of each node; -1 where it is not computed
         self.ahead: Ahead | None = None
+        self.states: SequenceStates | None = None  # of a model with recurrent layers
 
     def __len__(self) -> int:
         return self._length
@@ -56,6 +57,8 @@ class CellSequence:
         """Append the tokens of held ``nodes``, numbered within their tree, and free the cells of all others."""
         if not len(self.held):
             return
+        if self.states is not None:
+            self.states.accept(nodes)
         held, self.held = self.held.tolist(), NONE_HELD
         kept = [held[node] for node in nodes]
         for cell in held:  # for a few cells faster than NumPy's indexing
@@ -69,10 +72,14 @@ class CellSequence:
         self.accept()
         self.forget_ahead()
         self.store.backtrack(self, length)
+        if self.states is not None:
+            self.states.truncate(length)
 
     def fork(self) -> CellSequence:
         """A second sequence with the same past, whose cells it shares."""
-        return self.store.fork(self)
+        twin = self.store.fork(self)
+        twin.states = None if self.states is None else self.states.fork()
+        return twin
 
     def close(self) -> None:
         """Free everything. Harmless when repeated."""
@@ -80,6 +87,8 @@ class CellSequence:
             self.accept()
             self.forget_ahead()
             self.store.close(self)
+            if self.states is not None:
+                self.states.close()
 
     def forget_ahead(self, clear: bool = False) -> None:
         """Free the cells of what was computed ahead. Harmless when repeated.
@@ -96,6 +105,26 @@ class CellSequence:
 
 
 NONE_HELD = np.empty(0, dtype=np.int64)
+
+
+class SequenceStates(Protocol):
+    """The states of one sequence's recurrent layers. They follow what its ``CellSequence`` does."""
+
+    def accept(self, nodes: Sequence[int] | np.ndarray = ()) -> None:
+        """Keep the first nodes of the held chain, and forget all others."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Forget all positions from ``length`` on; no nodes are held."""
+        ...
+
+    def fork(self) -> SequenceStates:
+        """The same states for a second sequence."""
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
+        ...
 
 
 @dataclass(eq=False)
@@ -126,10 +155,14 @@ class Cells:
     ``views`` has them by layer and span, since a view costs time in every layer of every forward.
 
     Args:
+        unused: layers that have no keys and values; no memory is allocated for them.
+
+    Attributes:
         generation: how often memory was allocated anew; a captured graph knows the old addresses.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unused: frozenset[int] = frozenset()) -> None:
+        self.unused = unused
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.views: list[tuple[list[Tensor], list[Tensor]]] = []  # [layer] ([1, heads, C, dim] of each span) twice
@@ -277,8 +310,9 @@ class Cells:
     def allocate(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Allocate the memory of the layers up to this one, for keys and values ``[.., heads, .., dim]`` like these."""
         while len(self.keys) <= layer:  # zeros, not empty: a dead cell must never hold NaN
+            heads = 0 if len(self.keys) in self.unused else key.shape[1]
             for store, like in ((self.keys, key), (self.values, value)):
-                store.append(like.new_zeros(self.spans, like.shape[1], self.capacity, like.shape[-1]))
+                store.append(like.new_zeros(self.spans, heads, self.capacity, like.shape[-1]))
             self.views.append((_by_span(self.keys[-1]), _by_span(self.values[-1])))
         self.generation += 1
 

@@ -54,7 +54,7 @@ def read_model_config(path: str, folder: Path) -> Config:
             f"{fields['model_type']!r}; install a newer version, or choose another model"
         ) from error
     try:
-        whole = kind.from_dict(_fields_of(kind, fields) | {"name_or_path": path})
+        whole = kind.from_dict(_with_infinities(_fields_of(kind, fields)) | {"name_or_path": path})
         if getattr(whole, "is_encoder_decoder", False):
             refuse_by_name(whole)
         own = text_config(whole) if has_text_part(whole) else whole
@@ -78,6 +78,15 @@ def _fields_of(kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> dict[
         for name, value in fields.items()
         if name in known | {"model_type"} or not hasattr(kind, name) or isinstance(getattr(kind, name), property)
     }
+
+
+def _with_infinities(value: Any) -> Any:
+    """Return a value of a config.json with infinite numbers where transformers has written ``{"__float__": ..}``."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity"):
+            return float(value["__float__"])
+        return {name: _with_infinities(one) for name, one in value.items()}
+    return [_with_infinities(one) for one in value] if isinstance(value, list) else value
 
 
 def _kind_of(fields: Mapping[str, Any]) -> type[PreTrainedConfig]:

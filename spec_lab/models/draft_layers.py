@@ -21,7 +21,7 @@ from spec_lab.core.cache_argument import cache_argument
 from spec_lab.engine.attention import SPANS, layer_kinds
 from spec_lab.models.checkpoint import one_line
 from spec_lab.models.services import TargetServices
-from spec_lab.models.support import NOT_FULL_ATTENTION, Unsupported, refuse_by_name, refuse_changing_rope
+from spec_lab.models.support import NOT_FULL_ATTENTION, Unsupported, is_recurrent, refuse_by_name, refuse_changing_rope
 
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 """What a decoder layer must consist of."""
@@ -29,6 +29,8 @@ WHOLE = ("self_attn", "input_layernorm")
 """What one that is only run whole must have."""
 GIVEN = {"attention_mask", "position_ids", "position_embeddings"}
 """What such a layer must read besides its input and the KV cache."""
+MAMBA = {"mamba", "mamba2", "falcon_mamba", "jamba", "zamba"}
+"""Kinds of models whose configs describe no such layers."""
 MOST_BUFFERS = 2**20
 """Most numbers in the buffers of a config's model, which are made before weights are compared with the config."""
 
@@ -51,7 +53,7 @@ class DraftLayers(nn.Module):
     def __init__(self, fields: Mapping[str, Any], count: int, whole: bool = False) -> None:
         super().__init__()
         kind = fields.get("model_type")
-        if kind in NOT_FULL_ATTENTION:
+        if kind in NOT_FULL_ATTENTION | MAMBA:
             raise Unsupported(
                 f"layers of model_type '{kind}' are not supported in a drafter: they have no full attention"
             )
@@ -64,6 +66,10 @@ class DraftLayers(nn.Module):
                 config.layer_types = ["full_attention"] * count
             refuse_by_name(config)
             refuse_changing_rope(config)
+            if is_recurrent(config):
+                raise Unsupported(
+                    f"layers of model_type '{kind}' are not supported in a drafter: they have no full attention"
+                )
             with torch.device("meta"):
                 causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             numbers = sum(one.numel() for one in causal_lm.buffers())

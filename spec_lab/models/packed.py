@@ -13,6 +13,8 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
+READ = {"dt_proj"}
+"""Names of linear layers whose weights the model's code reads itself: that of Mamba's mixers does."""
 ROWS = 8
 """Rows of an input, as a hint for the layout; it makes no measurable difference."""
 
@@ -49,8 +51,8 @@ def pack(module: nn.Module) -> int:
     """Pack the linear layers of a module in place; return how many.
 
     Left as they are: layers on other devices or split over ranks, of a dtype for which oneDNN has no kernels here, with
-    hooks or another forward, and those that are not plain ``nn.Linear`` (quantised ones, say). A weight that is tied to
-    an embedding is copied, since the embedding still reads its rows.
+    hooks or another forward, those that are not plain ``nn.Linear`` (quantised ones, say), and those of ``READ``. A
+    weight that is tied to an embedding is copied, since the embedding still reads its rows.
     """
     dtypes = _dtypes()
 
@@ -70,7 +72,7 @@ def _replace(module: nn.Module, other: Callable[[nn.Module], nn.Module | None]) 
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
         for name, layer in parent._modules.items():
-            if layer is not None:
+            if layer is not None and name not in READ:
                 places.setdefault(id(layer), []).append((parent, name))
     changed = 0
     for shared in places.values():

@@ -23,7 +23,7 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.own_attention import own_attention
 from spec_lab.core.process_cache import ProcessCache
-from spec_lab.engine.attention import SPANS, Attention, layer_kinds
+from spec_lab.engine.attention import RECURRENT, SPANS, WITHOUT_ATTENTION, Attention, layer_kinds, recurrent_layers
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.runner import Runner
 from spec_lab.models.quantized import recorded
@@ -42,9 +42,15 @@ quantized activations, bitsandbytes' and gptqmodel's kernels. A difference of ro
 activation to the next of its 256 values."""
 
 CHANGING_ROPE = {"dynamic", "longrope"}
-LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", *RECURRENT, *WITHOUT_ATTENTION}
 """The types of layers, as transformers' configs name them, that this engine computes."""
-NOT_FULL_ATTENTION = {"mamba", "mamba2", "rwkv", "falcon_mamba", "recurrent_gemma", "jamba", "gpt_neo", "zamba"}
+NOT_FULL_ATTENTION = {"rwkv", "recurrent_gemma", "gpt_neo", "xlstm"}
+OWN_CACHE = {
+    "kimi_linear": "its attention computes keys and values from what the KV cache returns",
+    "minimax": "its linear attention keeps its states in a cache of its own",
+}
+NO_LIMIT = 2**20
+"""The context of models that have recurrent layers only, which have no largest position."""
 
 
 Plain = Callable[[list[int], int], Tensor]
@@ -69,6 +75,8 @@ def model_context(config: Any) -> int:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{config.model_type}: {name} must be a whole number of 1 or more, not {value!r}")
             return min(value, one_rotation(config) or value)
+    if len(recurrent_layers(config)) == config.num_hidden_layers:
+        return NO_LIMIT
     raise Unsupported(f"{config.model_type}: the config names no maximum context; set max_position_embeddings in it")
 
 
@@ -76,6 +84,8 @@ def tolerance(model: Any) -> float:
     """Return the largest error that the self-check allows of a model, by its data type and quantization."""
     facts = recorded(model)
     allowed = TOLERANCE[model.dtype]
+    if is_recurrent(model.config):  # recurrent layers compute in float32 in any dtype
+        allowed = max(allowed, TOLERANCE[torch.float32])
     return max(allowed, ROUNDED) if facts is not None and facts["rounds"] else allowed
 
 
@@ -129,12 +139,24 @@ def _rope_type(part: dict[str, Any]) -> Any:
     return part.get("rope_type", part.get("type"))
 
 
+def is_recurrent(config: Any) -> bool:
+    """Return whether a model has recurrent layers, with which only chains can be drafted."""
+    return bool(recurrent_layers(config))
+
+
+def use_own_attention(model: Any) -> bool:
+    """Let a model compute attention as transformers does; return whether it computed it over spans of cells."""
+    ours = model.config._attn_implementation == SPANS
+    if ours:
+        model.set_attn_implementation(own_attention(model))
+    return bool(ours)
+
+
 def refuse_by_name(config: Any) -> None:
     """Refuse kinds of models whose attention the engine does not compute.
 
     Raises:
-        Unsupported: linear attention, recurrent layers, attention in both directions, encoder-decoders, multimodal
-            models.
+        Unsupported: unknown types of layers, attention in both directions, encoder-decoders, multimodal models.
     """
     kind = config.model_type
 
@@ -145,6 +167,8 @@ def refuse_by_name(config: Any) -> None:
         refuse("its code in transformers supports neither attention=spans nor attention=dense")
     if kind in NOT_FULL_ATTENTION:
         refuse("it does not attend to all earlier tokens in every layer")
+    if kind in OWN_CACHE:
+        refuse(OWN_CACHE[kind])
     if getattr(config, "is_encoder_decoder", False):
         refuse("it is an encoder-decoder")
     if getattr(config, "text_config", None) is not None:
@@ -301,7 +325,8 @@ def checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache, 
         Unsupported: as ``self_check``.
     """
     places = f"{model.device} {getattr(model, 'hf_device_map', None)} {getattr(model, 'tp_size', None)}"
-    setting = (sha256, model.config.to_json_string(), str(model.dtype), places, attention, str(fixed))
+    packed = any(one.is_mkldnn for one in model.parameters())
+    setting = (sha256, model.config.to_json_string(), str(model.dtype), places, attention, str(fixed), str(packed))
     if sha256 and setting in cache.self_checks:
         return cache.self_checks[setting]
     LOG.info("Self-check: a forest of draft trees against plain forwards")
@@ -312,13 +337,15 @@ def checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache, 
 
 
 TREES = ((0, 0, 3, 1, 5), (1, 2)), ((0, 0, 2, 1, 1, 6), ())
-CHAINS = ((0, 1, 2, 3, 4), (0, 1)), ((1, 0, 2, 4), ())
-"""Two forests of two trees: the parents of their nodes, and those of the first tree that are accepted."""
+CHAINS = ((0, 1, 2, 3, 4), ()), ((0, 2, 1, 3), (0, 1)), ((1, 0), ())
+"""Forests of two trees: the parents of their nodes, and those of the first tree that are accepted."""
+LONG = 24
+"""Tokens before a chain, more than recurrent layers compute again after a rejection."""
 
 
 @torch.inference_mode()
 def forest_error(lm: Runner, plain: Plain) -> float:
-    """Return the largest error of two steps: a first forest whose nodes are partly rejected, and a second one.
+    """Return the largest error of some steps whose nodes are partly rejected.
 
     Args:
         lm: decodes the forests, of chains if it requires them.
@@ -329,10 +356,11 @@ def forest_error(lm: Runner, plain: Plain) -> float:
     def random_tokens(count: int) -> list[int]:
         return generator.integers(0, lm.vocabulary, count).tolist()
 
-    pending, worst = [random_tokens(7), random_tokens(4)], 0.0
+    chains = lm.capabilities.rollback is not None
+    pending, worst = [random_tokens(LONG if chains else 7), random_tokens(4)], 0.0
     sequences, tokens = [lm.open() for _ in pending], [list[int]() for _ in pending]
     # The rejected nodes leave holes in the KV cache, so the cells of the second forest are scattered.
-    for parents, accepted in TREES if lm.capabilities.rollback is None else CHAINS:
+    for parents, accepted in CHAINS if chains else TREES:
         draft = Draft(Shape(2, np.array(parents)), torch.tensor(random_tokens(len(parents)), device=lm.device))
         output = lm.run(lm.prepare(sequences, pending, draft))
         tokens = [done + more for done, more in zip(tokens, pending, strict=True)]
@@ -368,11 +396,9 @@ def _rotations(output: Any) -> Sequence[Tensor]:
 @torch.inference_mode()
 def _plain_forward(model: Any, tokens: list[int], rows: int) -> Tensor:  # [rows, V]
     """Return the logits of the last rows of a plain forward, with transformers' own attention."""
-    ours = model.config._attn_implementation
-    if ours == SPANS:
-        model.set_attn_implementation(own_attention(model))
+    ours = use_own_attention(model)
     logits: Tensor = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0, -rows:]
-    if ours == SPANS:
+    if ours:
         model.set_attn_implementation(SPANS)
     return logits
 

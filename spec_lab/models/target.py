@@ -25,7 +25,7 @@ from spec_lab.models.merged import merge
 from spec_lab.models.packed import pack, unpack
 from spec_lab.models.quantized import recorded
 from spec_lab.models.services import ModelServices, TargetServices
-from spec_lab.models.support import Unsupported, checked, model_context, one_rotation, tolerance
+from spec_lab.models.support import Unsupported, checked, is_recurrent, model_context, one_rotation, tolerance
 
 LOG = logging.getLogger(__name__)
 
@@ -196,7 +196,8 @@ class Target:
             OSError: no checkpoint, or none in safetensors; a truncated or corrupt file; a file of the hub that cannot
                 be fetched. The message names the file.
             Unsupported: the model fails the self-check, or is of a kind that is known to fail; a package is missing
-                that the quantization requires; a quantization that is not supported.
+                that the quantization requires; a quantization that is not supported; the model has recurrent layers,
+                and ``attention`` is "dense", or ``tensor_parallel`` or ``graphs`` is set.
         """
         if attention not in ("spans", "dense"):
             raise ValueError(f"target.attention must be spans or dense, not {attention!r}")
@@ -219,6 +220,15 @@ class Target:
             path, "cpu" if device is None else device, dtype, device_map, tensor_parallel, quantization,
             quantization_group_size,
         )  # fmt: skip
+        if is_recurrent(model.config):
+            for name, option in (
+                ("attention=dense", attention == "dense"), ("tensor_parallel", tensor_parallel), ("graphs", graphs),
+            ):  # fmt: skip
+                if option:
+                    raise Unsupported(
+                        f"target.{name} does not support models with recurrent layers (model type "
+                        f"'{model.config.model_type}'): leave it out"
+                    )
         limit = model_context(model.config)
         if context is not None and (
             isinstance(context, bool) or not isinstance(context, int) or not 0 < context <= limit

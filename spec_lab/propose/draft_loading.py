@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 from spec_lab.engine.runner import DraftRunner
 from spec_lab.models import gguf
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
-from spec_lab.models.support import model_context
+from spec_lab.models.support import is_recurrent, model_context
 from spec_lab.models.target import Target, end_tokens
 
 
@@ -24,6 +25,8 @@ class Loaded(NamedTuple):
     sha256: str
     config: Any = None
     """Of transformers; None of a GGUF file."""
+    chains: bool = False
+    """Whether it has recurrent layers, with which only chains can be drafted."""
 
 
 def load_draft(target: Target, path: str) -> Loaded:
@@ -36,7 +39,8 @@ def load_draft(target: Target, path: str) -> Loaded:
     model, tokenizer = load_model(path, str(target.lm.device), str(target.lm.dtype).removeprefix("torch."))
     sha256, width = weights_hash(path), int(model.get_output_embeddings().weight.shape[0])
     context, ends = model_context(model.config), end_tokens(width, tokenizer, model)
-    return Loaded(lambda: target.draft_runner(model, sha256), tokenizer, width, ends, context, sha256, model.config)
+    run, chains = partial(target.draft_runner, model, sha256), is_recurrent(model.config)
+    return Loaded(run, tokenizer, width, ends, context, sha256, model.config, chains)
 
 
 def check_same_tokens(

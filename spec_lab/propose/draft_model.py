@@ -80,6 +80,11 @@ class DraftModel(Lifecycle):
         plan = TreePlan.read(**options)
         one_of("proposer.vocabularies", vocabularies, ("same", "intersect"))
         draft = load_draft(target, path)
+        if draft.chains and plan.branches:
+            raise ValueError(
+                f"proposer.path: the draft {path} has recurrent layers, whose runner can take back rejected tokens of "
+                "a chain only: choose proposer=draft_chain, or another draft"
+            )
         shared: SharedTokens | None = None
         if vocabularies == "intersect":
             shared = intersect(target, Tokens(draft.tokenizer, draft.vocabulary, draft.ends, path))

@@ -19,13 +19,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.options import share, whole
-from spec_lab.core.own_attention import own_attention
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.request import Request
 from spec_lab.models import ranks
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
 from spec_lab.models.packed import pack
+from spec_lab.models.support import use_own_attention
 from spec_lab.models.target import Target
 from spec_lab.propose.draft_loading import check_same_tokens
 from spec_lab.results.writer import Outcome
@@ -241,7 +241,7 @@ def as_transformers_runs_it(target: Target) -> Any:
     model = target.causal_lm.model
     weights = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     model = copy.deepcopy(model, weights)
-    model.set_attn_implementation(own_attention(model))
+    use_own_attention(model)
     model.generation_config = GenerationConfig()  # without the checkpoint's own sampling defaults
     return model
 

@@ -155,8 +155,8 @@ def test_kinds_are_read_from_the_config_of_the_model():
         layer_types=["chunked_attention", "full_attention"], attention_chunk_size=8, num_hidden_layers=2
     )
     assert layer_kinds(chunked) == {0: AttentionKind(chunk=8)}
-    with pytest.raises(NotImplementedError, match="linear_attention"):
-        layer_kinds(SimpleNamespace(layer_types=["linear_attention"], num_hidden_layers=1))
+    with pytest.raises(NotImplementedError, match="indexed_attention"):
+        layer_kinds(SimpleNamespace(layer_types=["indexed_attention"], num_hidden_layers=1))
 
 
 @pytest.mark.parametrize("asked", [{"sliding_window": 4}, {"position_bias": 0}, {"head_mask": 0}], ids=str)

@@ -136,10 +136,12 @@ def test_a_damaged_checkpoint_is_refused_with_the_file(folder, tmp_path, name, d
 @pytest.mark.parametrize(
     ("family", "settings", "says"),
     [
-        ("qwen3_next", {}, "linear_attention.* full_attention, sliding_attention"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "later tokens"),
-        ("mamba", {}, "does not attend"),
+        ("rwkv", {}, "does not attend"),
+        ("recurrent_gemma", {}, "does not attend"),
         ("gpt_neo", {}, "does not attend"),
+        ("minimax", {}, "cache of its own"),
+        ("kimi_linear", {}, "what the KV cache returns"),
         ("t5", {}, "encoder-decoder"),
         ("mistral", {"sliding_window": -1}, "sliding_attention must reach .* not -1"),
         ("gemma2", {"sliding_window": 0}, "sliding_attention must reach .* not 0"),
