@@ -159,9 +159,9 @@ def test_a_refusal_comes_through_load(folder, tmp_path):
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())
-    config["layer_types"] = ["full_attention", "linear_attention"]
+    config |= {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 0}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(Unsupported, match="linear_attention"):
+    with pytest.raises(Unsupported, match="sliding_attention must reach"):
         Target.load(str(tmp_path), dtype="float32")
 
 
