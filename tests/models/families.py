@@ -12,6 +12,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spec_lab.engine.attention import FULL, AttentionKind, layer_kinds
+from tests import recurrent
 from tests.models import families_positions
 from tests.tiny import COMMON, CONTEXT
 
@@ -151,7 +152,12 @@ def page() -> str:
         more.append(
             f"| `{positions.model_type}` | {positions.remark} | {'yes' if positions.dense else 'no'} | {dtype} |"
         )
-    return HEAD + "\n".join(rows) + "\n" + POSITIONS + "\n".join(more) + "\n"
+    states = []
+    for build in recurrent.FAMILIES.values():
+        (kind, *given), single = build.args, torch.float32
+        states.append(f"| `{kind}` | {'float32' if single in given else 'float64'} |")
+    tables = (HEAD, rows), (POSITIONS, more), (RECURRENT, states)
+    return "".join(head + "\n".join(found) + "\n" for head, found in tables)
 
 
 HEAD = """# Families of models
@@ -175,6 +181,14 @@ Families with positions or attention of their own, of which `tests/models/test_p
 
 | `model_type` | positions and attention | also with `target.attention=dense` | dtype |
 |---|---|---|---|
+"""
+RECURRENT = """
+Families with recurrent layers, which decode chains only (`tests/models/test_recurrent_families.py`): for a batch and with
+continuous batching, with drafts of which any number of tokens is accepted, and with the proposers `ngram`, `suffix` and
+`draft_chain`.
+
+| `model_type` | dtype |
+|---|---|
 """
 
 
