@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.plots import arms_by_place, bounds, kept, markdown, row_where, shown, speed_over, study, swept
-from experiments.policies.measure import FIXED, POLICIES
+from experiments.policies.measure import FIXED, POLICIES, PUBLISHED
 from spec_lab.analysis import metrics
 
 KEYS = ("prompts", "temperature", "batch_size")
@@ -84,7 +84,7 @@ def written(table: pd.DataFrame) -> str:
             fixed.append([name.removeprefix("fixed "), *map(shown, found)])
         else:
             own.append([name, *(f"{shown(row, OVER)}" for row in found)])
-    best = [row_where(table[here], arm=POLICIES[0]) for _, here in all_places]
+    best = [row_where(table[here], arm=PUBLISHED[0]) for _, here in all_places]
     own.append(["best fixed depth", *(row["best_fixed"].removeprefix("fixed_") if row else "-" for row in best)])
     return f"{markdown(fixed)}\n\n{markdown(own)}"
 
