@@ -183,9 +183,9 @@ Families with positions or attention of their own, of which `tests/models/test_p
 |---|---|---|---|
 """
 RECURRENT = """
-Families with recurrent layers, which decode chains only (`tests/models/test_recurrent_families.py`): for a batch and with
-continuous batching, with drafts of which any number of tokens is accepted, and with the proposers `ngram`, `suffix` and
-`draft_chain`.
+Families with recurrent layers, which decode chains only (`tests/models/test_recurrent_families.py`): for a batch and
+with continuous batching, with drafts of which any number of tokens is accepted, and with the proposers `ngram`,
+`suffix` and `draft_chain`.
 
 | `model_type` | dtype |
 |---|---|
