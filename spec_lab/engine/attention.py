@@ -146,7 +146,7 @@ class Pack:
         if self.dense:  # [1, heads, S * C, dim]; a mask does not remove NaN in a dead cell (0 x NaN)
             dead = torch.from_numpy(self.cells.references == 0).to(key.device)[:, None, :, None]
             all_keys, all_values = (
-                store[layer_idx].masked_fill(dead, 0.0).transpose(0, 1).flatten(1, 2)[None]
+                store[layer_idx].to(key.dtype).masked_fill(dead, 0.0).transpose(0, 1).flatten(1, 2)[None]
                 for store in (self.cells.keys, self.cells.values)
             )
             return all_keys, all_values
@@ -178,6 +178,8 @@ class Layer(NamedTuple):
         for span, start, stop, _slots, first, end, mask, causal in self.segments:
             keys = self.keys[span].narrow(2, first, end - first)
             values = self.values[span].narrow(2, first, end - first)
+            if keys.dtype != query.dtype:
+                keys, values = keys.to(query.dtype), values.to(query.dtype)
             q, rows = query if len(self.segments) == 1 else query.narrow(2, start, stop - start), stop - start
             heads, groups = q.shape[1], q.shape[1] // keys.shape[1]
             if groups > 1 and rows == 1:

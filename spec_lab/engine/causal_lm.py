@@ -56,7 +56,7 @@ class CausalLM:
         if attention == "spans" and model.config._attn_implementation != wanted:
             raise NotImplementedError("it does not take its attention from transformers' AttentionInterface")
         self.chunk = chunk
-        self.cells = Cells()
+        self.cells = Cells(uniform=fixed or attention == "dense")
         self.dtype: torch.dtype = self.model.dtype
         self.device: torch.device = self.model.device
         devices = getattr(model, "hf_device_map", None) or {}

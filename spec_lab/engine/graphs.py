@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from spec_lab.core.draft import Draft
 from spec_lab.engine.attention import FULL, AttentionKind
-from spec_lab.engine.kv_cache import GRAIN, Cells
+from spec_lab.engine.kv_cache import GRAIN, Cells, stored
 from spec_lab.engine.prepare import Planned
 
 MOST_ROWS = 256
@@ -188,6 +188,7 @@ class FixedPack:
             self.cells.allocate(layer_idx, key, value)
         found = []
         for store, new in ((self.cells.keys[layer_idx], key), (self.cells.values[layer_idx], value)):
+            new = stored(new, store.dtype)
             store.transpose(1, 2).index_put_((self.given.span, self.given.cell), new[0].transpose(0, 1))
             found.append(store[: self.bucket.spans, :, : self.bucket.cells])
         kind = self.kinds.get(layer_idx, FULL)
@@ -214,7 +215,8 @@ class FixedLayer(NamedTuple):
         q = query[0].unflatten(1, (spans, rows)).transpose(0, 1)
         q = q.reshape(spans, heads // groups, groups * rows, dim)
         mask = self.mask[:, None].expand(-1, groups, -1, -1).reshape(spans, 1, groups * rows, -1)
-        out = scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask, scale=scaling)
+        keys, values = self.keys.to(q.dtype), self.values.to(q.dtype)
+        out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scaling)
         return out.reshape(spans, heads, rows, dim).transpose(1, 2).reshape(1, spans * rows, heads, dim)
 
 
@@ -314,7 +316,7 @@ class Graphs:
             if size > self.cells.capacity:
                 size = self.cells.capacity
                 if size <= end or self.cells.references[:spans, size - 1].any():
-                    self.cells.reserve(self.cells.spans, size + GRAIN)
+                    self.cells.reserve([size + GRAIN])
                     size = self.cells.capacity
             if not self.cells.references[:spans, size - 1].any():
                 return size - 1

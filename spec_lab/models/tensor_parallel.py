@@ -138,7 +138,9 @@ class Link:
         cells = pack.cells
         if cells not in self._numbers:
             self._name(cells, next(self._counter))
-        return {"cells": self._numbers[cells], "size": [cells.spans, cells.capacity], "kinds": kinds}, tensors
+        dtype = None if cells.dtype is None else str(cells.dtype).removeprefix("torch.")
+        its = {"cells": self._numbers[cells], "capacities": cells.capacities, "dtype": dtype}
+        return its | {"kinds": kinds}, tensors
 
     def _name(self, thing: Any, number: int) -> None:
         self._numbers[thing] = number
@@ -186,8 +188,9 @@ class Link:
         _parts(model)[what["part"]](*given, **named)
 
     def _unpacked(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> Pack:
-        cells = self._things.setdefault(facts["cells"], Cells())
-        cells.reserve(*facts["size"])
+        dtype = None if facts["dtype"] is None else getattr(torch, facts["dtype"])
+        cells = self._things.setdefault(facts["cells"], Cells(dtype=dtype))
+        cells.reserve(facts["capacities"])
         kinds: dict[int, AttentionKind] = {}
         packed: dict[AttentionKind, list[Segment]] = {}
         for number, each in enumerate(facts["kinds"], start=1):
