@@ -25,7 +25,8 @@ from spec_lab.engine.draft_pass import Route, Sublayer
 from spec_lab.engine.graphs import Capture, CudaGraphs, FixedForward, FixedPack, Graphs, uncaptured
 from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence
 from spec_lab.engine.layer_ranges import LayerRanges, find_layers
-from spec_lab.engine.model_work import work_of
+from spec_lab.engine.memory import ModelMemory
+from spec_lab.engine.model_work import memory_of, work_of
 from spec_lab.engine.prepare import Packer, Prepared
 from spec_lab.engine.runner import Ability, Capabilities, Extended, Output
 
@@ -174,6 +175,11 @@ class CausalLM:
     def work(self) -> ForwardWork | None:
         """See ``runner.Runner``. None of a model on several devices, which no single device bounds."""
         return None if self._packer.split else work_of(self.model, self._packer.kinds)
+
+    @property
+    def memory(self) -> ModelMemory | None:
+        """See ``engine.memory.StatesMemory``."""
+        return memory_of(self.model, self.chunk, self.cells.uniform)
 
     def open(self, reserve: int = GRAIN) -> CellSequence:
         """An empty sequence with room for ``reserve`` cells (it grows on demand)."""

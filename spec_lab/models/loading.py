@@ -20,14 +20,20 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig,
 from transformers.distributed import DistributedConfig
 from transformers.utils import cached_file, logging
 
+from spec_lab.core import memory
 from spec_lab.models import checkpoint, ranks
 from spec_lab.models import tensor_parallel as parallel
 from spec_lab.models.checkpoint import weights_hash
-from spec_lab.models.placement import check_device_map, check_ranks, device_of, refuse_offloading
+from spec_lab.models.placement import (
+    DTYPES,
+    check_device_map,
+    check_ranks,
+    check_weights_fit,
+    device_of,
+    refuse_offloading,
+)
 from spec_lab.models.support import Unsupported, refuse_by_name
 from spec_lab.models.tokenizer import check_stop_tokens, check_vocabulary, read_tokenizer
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 
 def follow() -> None:
@@ -64,6 +70,8 @@ def load_model(
         else:
             model = _fill(path, folder, described, dtype).to("cuda" if torch.cuda.is_available() else "cpu")
     else:
+        for place in {torch.device("cpu"), where}:  # weights are read on the CPU, and copied from there
+            check_weights_fit(path, described, dtype, place, memory.available(place))
         model = _fill(path, folder, described, dtype).to(where)
     tokenizer, stops = read_texts(path, found)
     model.generation_config = GenerationConfig(eos_token_id=stops or None)

@@ -30,6 +30,7 @@ from spec_lab.engine.proposer import (
     check_sampling,
     draws_of,
     forget,
+    kv_bytes,
 )
 from spec_lab.engine.request import Request
 from spec_lab.engine.runner import DraftRunner
@@ -105,6 +106,10 @@ class ProposerParts:
     def target_cells(self) -> int:
         """See ``UsesTargetCells``; of all parts together, since one may hold its draft while another drafts."""
         return sum(one.target_cells for one in self.all if isinstance(one, UsesTargetCells))
+
+    def kv_bytes(self, positions: Sequence[int]) -> int:
+        """See ``HoldsKVCache``; of all parts together."""
+        return sum(kv_bytes(one, positions) for one in self.all)
 
     @property
     def sha256(self) -> str | None:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from spec_lab.analysis import metrics, show, tracking
 from spec_lab.analysis.names import names_in_manifest, renamed, with_names
+from spec_lab.core.memory import Peak
 from spec_lab.core.roofline import Roofline
 from spec_lab.engine.proposer import forget, most_at_once
 from spec_lab.engine.request import Request
@@ -31,6 +32,7 @@ from spec_lab.results.schema import DRAFT_COLUMNS
 from spec_lab.results.writer import Recorder
 from spec_lab.tasks.certify.certificate import in_short
 from spec_lab.tasks.lab import Arm, Lab, Loop, Settings
+from spec_lab.tasks.memory import check_memory
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.verify import Match
 
@@ -63,6 +65,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     many = settings.overrides is not None
     console = console or Console(quiet=many, markup=False)
     arms, requests = lab.arms(settings), lab.requests(settings)
+    memory = check_memory(lab, settings, requests)
     policies = any("policy" in one for one in lab.facts().values())
     optional = [*DRAFT_COLUMNS * settings.record_drafts, *["policy"] * policies]
     recorder, size = Recorder(settings.output_dir, optional), settings.batch_size
@@ -73,6 +76,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
             console.print(line, soft_wrap=True, highlight=False)
         finished, names = recorder.finished(), names_in_manifest(facts)
         todo = {number: group for number, group in groups.items() if number not in finished}
+        peak = Peak.start(lab.target.lm.device)
         total = sum(map(len, todo.values())) * len(arms)
         with tqdm(total=total, desc=settings.name, unit="prompt", disable=one_of_several()) as bar:
             if todo and settings.warmup:
@@ -86,9 +90,11 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
                 lab.tracker.group(number, seen)
                 speeds = {series.rpartition("/")[0]: f"{speed:.3g} tokens/s" for series, speed in seen.items()}
                 bar.set_postfix(renamed(speeds, names))
+        used = {"memory": {**(facts.get("memory") or {}), **peak.facts()}}
         tables = recorder.gather()
+        summary = _summary(lab, settings, arms, tables, config, facts.get("roofline"))
         return Done(
-            _summary(lab, settings, arms, tables, config, facts.get("roofline")) | margins(lab, requests, tables),
+            summary | margins(lab, requests, tables) | used,
             lambda: [] if many else _draw(with_names(tables, names), settings.output_dir / "figures"),
             lambda found: show.show(found, console, settings.verbose),
             tables,
@@ -100,7 +106,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
 
     named = {"overrides": settings.overrides, "groups": len(groups), "parts": _named(lab, next(iter(arms.values())))}
     roofline = lab.roofline()
-    named["roofline"] = None if roofline is None else roofline.facts()
+    named |= {"roofline": None if roofline is None else roofline.facts(), "memory": memory}
     return Task(lab, settings, config, arms, work, left, recorder.parts, named).run(console)
 
 

@@ -24,6 +24,7 @@ from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer, branches, check_sampling, draws_of
 from spec_lab.tasks.lab import Lab, Settings
+from spec_lab.tasks.memory import check_memory
 from spec_lab.text.detokenizer import Event, Finish, Held, Text, Withdrawn
 from spec_lab.text.prompts import Prompt
 from spec_lab.verify import Token as TokenVerifier
@@ -174,6 +175,7 @@ def engine_with_events(lab: Lab, settings: Settings) -> Engine:
     check_pair(lab.proposer.name, draws_of(lab.proposer), lab.verifier, branches(lab.proposer))
     check_sampling(lab.proposer, lab.sampling)
     requests = [replace(one, logprobs=True) for one in lab.requests(settings)]
+    check_memory(lab, settings, requests)
     draws = CounterDraws(settings.seed)
     return fixed_group(lab.target, lab.proposer, lab.verifier, requests, draws, lab.applied, lab.pieces, listen=True)
 

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.serving import draw, print_summary, summarise
+from spec_lab.core.memory import Peak
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.roofline import Roofline
@@ -36,6 +37,7 @@ from spec_lab.results.schema import REQUESTS
 from spec_lab.results.writer import computed_shares
 from spec_lab.tasks.arrivals import arrival_times, check_waits
 from spec_lab.tasks.lab import Lab, Loop, Settings
+from spec_lab.tasks.memory import check_memory
 from spec_lab.tasks.shell import Done, Task
 
 _TEXT, _WHOLE, _REAL = pa.string(), pa.int64(), pa.float64()
@@ -130,6 +132,7 @@ def serve(
     own = lab.requests(settings)
     count = len(own) if requests is None else whole("task.requests", requests, most=MAX_REQUESTS)
     stream = [replace(own[n % len(own)], id=n, name=f"request {n}") for n in range(count)]
+    needed = check_memory(lab, settings, stream)
     times = arrival_times(arrivals, count, rate, trace, settings.seed)
     check_waits(times, segment, arrivals, rate, trace)
     arms = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
@@ -158,18 +161,21 @@ def serve(
         measured = Roofline.of(facts.get("roofline"))  # of a resumed run, from when it began
         before = finished()
         todo = [one for one in segments if one.number not in before]
+        peak = Peak.start(lab.target.lm.device)
         if todo and settings.warmup:
             warm_up(arms, stream[: settings.batch_size], settings.warmup, limits)
         total = sum(len(one.requests) for one in todo) * len(arms)
         with tqdm(total=total, desc=settings.name, unit="request", disable=None) as bar:
             for one in todo:
                 tables.write(f"{one.number:06d}", {"served": serve_with_every_arm(arms, one, limits, bar, measured)})
+        used = {**(facts.get("memory") or {}), **peak.facts()}
         frame = tables.gather()["served"]
         complete = unbroken(frame)
         summary = {
             **about,
             "broken_segments": frame["segment"].nunique() - complete["segment"].nunique(),
             "roofline": facts.get("roofline"),
+            "memory": used,
             "arms": summarise(complete, list(arms), ttft_bound, tpot_bound, baseline),
             "errors": frame.loc[frame["error"] != "", "error"].tolist(),
         }
@@ -180,7 +186,7 @@ def serve(
         done = len(finished())
         return done, f"{done} of {len(segments)} segments are in {settings.output_dir}"
 
-    more = {"roofline": None if roofline is None else roofline.facts()}
+    more = {"roofline": None if roofline is None else roofline.facts(), "memory": needed}
     return Task(lab, settings, config, arms, work, left, tables, more).run(console)
 
 
