@@ -110,3 +110,9 @@ def losslessness(arm: Mapping[str, Any]) -> tuple[str, str]:
     missing = "; ".join(certificate.get("missing", ()))
     why = f"declared lossless, not enumerated ({missing}); +experiment=certify tests it by samples" if missing else ""
     return "not certified", why
+
+
+def cache_notes(shares: Mapping[str, float | None]) -> list[str]:
+    """Return a line that states how much of each arm's prompts came from the prefix cache; none without one."""
+    each = [f"{name} {share:.0%}" for name, share in shares.items() if share is not None]
+    return [f"Prompt tokens from the prefix cache: {', '.join(each)}."] if each else []

@@ -104,6 +104,8 @@ class CausalLM:
         abilities: set[Ability] = {"shared_prefix"}
         if not self.why_no_layer_ranges:
             abilities.add("layer_ranges")
+        if (getattr(self.model, "tp_size", None) or 1) == 1:  # other ranks are told of forwards only
+            abilities.add("copied_prefix")
         return Capabilities(self.layers, sequences=None, abilities=frozenset(abilities))
 
     @property
@@ -184,6 +186,10 @@ class CausalLM:
     def open(self, reserve: int = GRAIN) -> CellSequence:
         """An empty sequence with room for ``reserve`` cells (it grows on demand)."""
         return self.cells.open(reserve, clear=self.fixed)
+
+    def open_copy(self, source: CellSequence, length: int, reserve: int) -> CellSequence:
+        """See ``runner.CopiesPrefix``."""
+        return self.cells.copy(source, length, reserve, clear=self.fixed)
 
     def capture(self, layers: tuple[int, ...] = ()) -> None:
         """Return these hidden states from now on. Numbers as in ``runner.Capabilities``.

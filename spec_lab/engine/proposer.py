@@ -30,12 +30,15 @@ class Requires:
         logits: whether the raw logits (before masks, penalties and temperature) of all rows of a step are needed.
         top_k: how many of the likeliest tokens of all rows are needed; 0 for none.
         abilities: what the target's runner must be able to do besides (``runner.ABILITIES``).
+        every_position: whether ``hidden`` is needed of every committed position; False: only of those that the target
+            computes, so that the beginning of a prompt may come from a prefix cache.
     """
 
     hidden: tuple[int, ...] = ()
     logits: bool = False
     top_k: int = 0
     abilities: frozenset[Ability] = frozenset()
+    every_position: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +86,8 @@ class Proposer(Protocol):
     end. After a preemption the state is closed and a new one made; its tokens are computed and observed again as parts
     of a prompt, without the rows, logits and accepted nodes of earlier steps: what was learned from these is lost.
     In the first step of a request, and wherever several tokens are pending, hidden states of computed positions only
-    are known: a proposer may draft nothing then.
+    are known: a proposer may draft nothing then. Positions that come from a prefix cache are observed without hidden
+    states, when the sequence is admitted.
     """
 
     @property

@@ -92,9 +92,12 @@ class ProposerParts:
         """What any of them requires."""
         every = [one.requires for one in self.all]
         hidden = dict.fromkeys(layer for one in every for layer in one.hidden)
-        abilities = frozenset[Any]().union(*(one.abilities for one in every))
         return Requires(
-            tuple(hidden), any(one.logits for one in every), max((one.top_k for one in every), default=0), abilities
+            tuple(hidden),
+            any(one.logits for one in every),
+            max((one.top_k for one in every), default=0),
+            frozenset[Any]().union(*(one.abilities for one in every)),
+            not hidden or any(one.every_position for one in every if one.hidden),
         )
 
     @property

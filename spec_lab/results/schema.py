@@ -112,7 +112,10 @@ OPTIONAL = {
             "draft probability of each drafted token before any sibling was drawn; null where it was not sampled",
         ),
         "policy": (_TEXT, "what a policy decided for this step, as JSON"),
-    }
+    },
+    "requests": {
+        "cached_tokens": (_WHOLE, "of the prompt's tokens, those whose KV cache came from the prefix cache"),
+    },
 }
 """Columns that some runs write in addition; a row may be null there. Readers accept tables with and without them."""
 

@@ -24,7 +24,7 @@ from spec_lab.analysis import metrics, show, tracking
 from spec_lab.analysis.names import names_in_manifest, renamed, with_names
 from spec_lab.core.memory import Peak
 from spec_lab.core.roofline import Roofline
-from spec_lab.engine.proposer import forget, most_at_once
+from spec_lab.engine.proposer import most_at_once
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.results import writer
@@ -67,7 +67,8 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     arms, requests = lab.arms(settings), lab.requests(settings)
     memory = check_memory(lab, settings, requests)
     policies = any("policy" in one for one in lab.facts().values())
-    optional = [*DRAFT_COLUMNS * settings.record_drafts, *["policy"] * policies]
+    cached = ["cached_tokens"] * (settings.prefix_cache is not None)
+    optional = [*DRAFT_COLUMNS * settings.record_drafts, *["policy"] * policies, *cached]
     recorder, size = Recorder(settings.output_dir, optional), settings.batch_size
     groups = {start // size: requests[start : start + size] for start in range(0, len(requests), size)}
 
@@ -90,8 +91,10 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
                 lab.tracker.group(number, seen)
                 speeds = {series.rpartition("/")[0]: f"{speed:.3g} tokens/s" for series, speed in seen.items()}
                 bar.set_postfix(renamed(speeds, names))
-        used = {"memory": {**(facts.get("memory") or {}), **peak.facts()}}
+        used: dict[str, Any] = {"memory": {**(facts.get("memory") or {}), **peak.facts()}}
         tables = recorder.gather()
+        if settings.prefix_cache is not None:
+            used["cached_prompt_shares"] = metrics.cached_prompt_shares(tables.requests)
         summary = _summary(lab, settings, arms, tables, config, facts.get("roofline"))
         return Done(
             summary | margins(lab, requests, tables) | used,
@@ -139,7 +142,7 @@ def _warm_up(arms: Mapping[str, Arm], requests: Sequence[Request], tokens: int) 
     for arm in arms.values():
         arm.decode(short)
         if isinstance(arm, Loop):
-            forget(arm.proposer)
+            arm.forget()
 
 
 def _decode_group(

@@ -27,6 +27,8 @@ from spec_lab.core.protocols import Hashed, Threaded, facts_of
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.roofline import Roofline
 from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.prefix_cache import PrefixCache, check_prefix_cache
+from spec_lab.engine.proposer import forget
 from spec_lab.engine.request import Request
 from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
@@ -60,6 +62,8 @@ class Settings:
         min_new_tokens: before a text may end.
         token_healing: whether the prompts' last tokens are taken off and generated anew, beginning with the same bytes.
         max_prompt_tokens: of longer prompts the middle is left out; None leaves nothing out. At most 2**31 - 1.
+        prefix_cache: most tokens of finished requests whose KV cache each arm keeps, for later ones that begin with the
+            same tokens; at least 256, at most 2**31 - 1. None keeps none.
         record_drafts: whether the table ``steps`` keeps every drafted token with its target and draft probability.
         verbose: whether tables in the terminal have all their columns.
         overrides: of a job of a sweep, the options that differ between its jobs; None of a single run. A job of a sweep
@@ -81,6 +85,7 @@ class Settings:
     min_new_tokens: int = 0
     token_healing: bool = False
     max_prompt_tokens: int | None = None
+    prefix_cache: int | None = None
     record_drafts: bool = False
     verbose: bool = False
     overrides: Sequence[str] | None = None
@@ -93,6 +98,7 @@ class Settings:
         whole("seed", self.seed, 0)
         if self.max_prompt_tokens is not None:
             whole("max_prompt_tokens", self.max_prompt_tokens, most=2**31 - 1)
+        self.new_prefix_cache()
         if self.threads is not None:
             whole("threads", self.threads)
         most = 4 * (os.cpu_count() or 1)
@@ -119,6 +125,10 @@ class Settings:
         """
         if self.threads is not None:
             torch.set_num_threads(self.threads)
+
+    def new_prefix_cache(self) -> PrefixCache | None:
+        """An empty prefix cache for one arm; None where none is kept."""
+        return None if self.prefix_cache is None else PrefixCache(self.prefix_cache)
 
     @staticmethod
     def names() -> list[str]:
@@ -153,12 +163,19 @@ class Loop:
     applied: AppliedConstraint | None = None
     pieces: Sequence[bytes] | None = None
     record: bool = False
+    prefix_cache: PrefixCache | None = None
+
+    def forget(self) -> None:
+        """Forget what was learned and kept of earlier requests, as after a warm-up."""
+        forget(self.proposer)
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """See ``Arm``. Rows are built after the clock has stopped."""
         draws = CounterDraws(self.seed)
         parts = self.target, self.proposer, self.verifier, requests, draws, self.applied, self.pieces
-        engine = fixed_group(*parts, record=self.record)
+        engine = fixed_group(*parts, record=self.record, prefix_cache=self.prefix_cache)
         with torch.inference_mode():  # once, not in every step
             infos = [info.slim() for info in engine]
         self.target.lm.clock.synchronise()
@@ -205,7 +222,7 @@ class Lab:
         """
         null = Null.load(self.target)
         own = settings.seed, self.applied, self.pieces, settings.record_drafts
-        baseline = Loop(self.target, null, Match(), *own)
+        baseline = Loop(self.target, null, Match(), *own, settings.new_prefix_cache())
         arms: dict[str, Arm] = {}
         proposers = {"speculative": self.proposer, **self.more_proposers}
         if isinstance(self.proposer, Null):
@@ -214,13 +231,15 @@ class Lab:
             check_pair(proposer.name, draws_of(proposer), self.verifier, branches(proposer))
             check_sampling(proposer, self.sampling)
             check_requires(proposer, self.target)
+            if settings.prefix_cache is not None:
+                check_prefix_cache(proposer, self.target)
             if (nodes := settings.batch_size * proposer.nodes) > MOST_NODES:
                 raise ValueError(
                     f"batch_size={settings.batch_size} with up to {proposer.nodes} nodes each ({proposer.name}) makes "
                     f"{nodes} nodes a step. Memory grows with their square, so at most {MOST_NODES} are possible: "
                     "draft fewer nodes, or decode fewer prompts together"
                 )
-            arms[name] = Loop(self.target, proposer, self.verifier, *own)
+            arms[name] = Loop(self.target, proposer, self.verifier, *own, settings.new_prefix_cache())
         if self.peers and settings.batch_size > 1:
             raise ValueError(f"peers decode one prompt at a time; set batch_size=1, not {settings.batch_size}")
         if self.peers and (self.applied is not None or settings.stop_strings):

@@ -61,6 +61,7 @@ def _decoding(lab: Lab, settings: Settings, requests: Sequence[Request]) -> Deco
         context=lab.target.context,
         rows=max(most_rows(one, forces) for one in every),
         cells=max(most_cells(one, forces) for one in every),
+        prefix_cache=(settings.prefix_cache or 0) * (len(every) + settings.baseline),
     )
 
 
