@@ -11,7 +11,17 @@ from rich.table import Table
 from spec_lab.analysis.metrics import PHASES
 from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.roofline_text import roofline_notes
-from spec_lab.analysis.text import COLUMNS, WIDE, cache_notes, interval, losslessness, margin_notes, number, table
+from spec_lab.analysis.text import (
+    COLUMNS,
+    WIDE,
+    cache_notes,
+    interval,
+    kv_notes,
+    losslessness,
+    margin_notes,
+    number,
+    table,
+)
 from spec_lab.core.terminal import visible
 from spec_lab.results.manifest import with_parts
 
@@ -154,6 +164,7 @@ def _notes(summary: Mapping[str, Any], verbose: bool) -> list[str]:
         *(_estimates(arms) if verbose else []),
         f"{prefill}." if with_prefill["mean"] is None else
         f"{prefill}; with the prefill, the speed-up is {interval(with_prefill)}.",
+        *kv_notes(summary.get("kv_dtype")),
         *cache_notes(summary.get("cached_prompt_shares", {})),
         *roofline_notes(arms, summary.get("roofline")),
         *_losslessness(arms),

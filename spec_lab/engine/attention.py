@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from spec_lab.engine.kv_cache import Cells
+from spec_lab.engine.kv_cache import Cells, stored
 
 SPANS = "spec_lab_spans"
 """The name under which attention over spans of cells is registered with transformers."""
@@ -156,6 +156,27 @@ class Pack:
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Zero: positions are always explicit."""
+        return 0
+
+
+class RoundedCache:
+    """What stands in for transformers' cache in a plain forward whose keys and values are rounded as in cells.
+
+    Args:
+        dtype: of the cells.
+    """
+
+    is_compileable = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values, rounded."""
+        return stored(key, self.dtype).to(key.dtype), stored(value, self.dtype).to(value.dtype)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Zero: nothing was computed before."""
         return 0
 
 

@@ -19,7 +19,7 @@ from spec_lab.core.clock import Clock, Phase
 from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.inference import inference
 from spec_lab.core.roofline import ForwardWork
-from spec_lab.engine.attention import SPANS, Attention, layer_kinds
+from spec_lab.engine.attention import SPANS, Attention, RoundedCache, layer_kinds
 from spec_lab.engine.causal_draft_pass import CausalDraftPass, Continued, continue_from
 from spec_lab.engine.draft_pass import Route, Sublayer
 from spec_lab.engine.graphs import Capture, CudaGraphs, FixedForward, FixedPack, Graphs, uncaptured
@@ -40,6 +40,7 @@ class CausalLM:
             ``AttentionInterface``).
         chunk: longest part of a prompt computed in one forward.
         fixed: whether decoding steps run in fixed shapes (``graphs``), captured as CUDA graphs on a GPU.
+        kv_dtype: in which keys and values are stored; None: in the model's.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class CausalLM:
         attention: Attention = "spans",
         chunk: int = 512,
         fixed: bool = False,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -57,7 +59,8 @@ class CausalLM:
         if attention == "spans" and model.config._attn_implementation != wanted:
             raise NotImplementedError("it does not take its attention from transformers' AttentionInterface")
         self.chunk = chunk
-        self.cells = Cells(uniform=fixed or attention == "dense")
+        self.kv_dtype = None if kv_dtype == model.dtype else kv_dtype
+        self.cells = Cells(uniform=fixed or attention == "dense", dtype=self.kv_dtype)
         self.dtype: torch.dtype = self.model.dtype
         self.device: torch.device = self.model.device
         devices = getattr(model, "hf_device_map", None) or {}
@@ -93,6 +96,7 @@ class CausalLM:
             "devices": [torch.cuda.get_device_name(one) if one.type == "cuda" else str(one) for one in devices],
             "parameters": sum(one.numel() for one in parameters) - (head.numel() if copied else 0),
             "dtype": str(self.dtype).removeprefix("torch."),
+            "kv_dtype": str(self.kv_dtype or self.dtype).removeprefix("torch."),
             "attention": self.attention,
             "graphs": self.fixed,
             "packed": any(parameter.is_mkldnn for parameter in parameters),
@@ -176,12 +180,16 @@ class CausalLM:
     @property
     def work(self) -> ForwardWork | None:
         """See ``runner.Runner``. None of a model on several devices, which no single device bounds."""
-        return None if self._packer.split else work_of(self.model, self._packer.kinds)
+        return None if self._packer.split else work_of(self.model, self._packer.kinds, self._kv_itemsize)
 
     @property
     def memory(self) -> ModelMemory | None:
         """See ``engine.memory.StatesMemory``."""
-        return memory_of(self.model, self.chunk, self.cells.uniform)
+        return memory_of(self.model, self.chunk, self.cells.uniform, self._kv_itemsize)
+
+    @property
+    def _kv_itemsize(self) -> int:
+        return (self.kv_dtype or self.dtype).itemsize
 
     def open(self, reserve: int = GRAIN) -> CellSequence:
         """An empty sequence with room for ``reserve`` cells (it grows on demand)."""
@@ -212,6 +220,23 @@ class CausalLM:
         self._layers = layers
         if layers == (last,):
             self._hook = self.model.get_decoder().register_forward_hook(self._catch)  # OPT never calls its base_model
+
+    @torch.inference_mode()
+    def plain_logits(self, tokens: Sequence[int], rows: int) -> Tensor:  # [rows, V]
+        """Return the logits of the last rows of a forward over a text without cells, with keys and values rounded to
+        ``kv_dtype``.
+        """
+        ids = torch.tensor([list(tokens)], device=self.device)
+        if self.kv_dtype is None:
+            logits: Tensor = self.model(input_ids=ids, use_cache=False, logits_to_keep=rows).logits[0]
+            return logits
+        mask = None
+        if self.attention == "dense":
+            count = len(tokens)
+            mask = torch.full((count, count), -torch.inf, dtype=self.dtype, device=self.device).triu(1)[None, None]
+        cache = {cache_argument(self.model): RoundedCache(self.kv_dtype)}
+        logits = self.model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=rows, **cache).logits[0]
+        return logits
 
     def _catch(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self._final = output[0].flatten(0, 1)  # [N, H]

@@ -380,11 +380,9 @@ def allocated(reserves: Sequence[int], uniform: bool = False) -> int:
 
 
 def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return keys or values as a store of this dtype holds them; of 8-bit floats the largest stands for larger ones."""
-    if dtype.itemsize == 1:
-        most = torch.finfo(dtype).max
-        tensor = tensor.clamp(-most, most)
-    return tensor.to(dtype)
+    """Return keys or values as a store of this dtype holds them; its largest number stands for all larger ones."""
+    most = torch.finfo(dtype).max
+    return (tensor.clamp(-most, most) if most < torch.finfo(tensor.dtype).max else tensor).to(dtype)
 
 
 def _by_span(store: Tensor) -> list[Tensor]:  # [S, ..] -> S views [1, ..]

@@ -11,6 +11,7 @@ import torch
 from transformers.distributed import DistributedConfig
 
 from spec_lab.core.memory import readable
+from spec_lab.core.options import one_of
 from spec_lab.models import ranks
 from spec_lab.models.packed import packed_dtypes
 from spec_lab.models.support import Unsupported
@@ -34,6 +35,30 @@ def device_of(name: str | int) -> torch.device:
         seen = torch.cuda.device_count()
         raise ValueError(f"device {name!r} was requested, but this torch sees {seen or 'no'} GPU; use device=cpu")
     return where
+
+
+KV_DTYPES = {name: DTYPES[name] for name in ("float32", "bfloat16", "float16")} | {"float8_e4m3fn": torch.float8_e4m3fn}
+
+
+def kv_dtype_of(name: str | None, dtype: str) -> torch.dtype | None:
+    """Return the dtype in which keys and values are stored; None for the model's own.
+
+    Args:
+        name: as in ``Target.load``.
+        dtype: the model's.
+
+    Raises:
+        ValueError: an unknown name, or a dtype of more bytes than the model's.
+    """
+    if name is None or name == dtype:
+        return None
+    one_of("target.kv_dtype", name, tuple(KV_DTYPES))
+    if dtype in DTYPES and KV_DTYPES[name].itemsize > DTYPES[dtype].itemsize:
+        raise ValueError(
+            f"target.kv_dtype must have at most the bytes of target.dtype={dtype} (got {name}): set it to null, which "
+            "stores keys and values as they are computed"
+        )
+    return KV_DTYPES[name]
 
 
 def weight_bytes(model: Any, dtype: torch.dtype, device: torch.device) -> int:

@@ -28,6 +28,9 @@ LOG = logging.getLogger(__name__)
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Largest error of a logit that the self-check allows, in standard deviations of the plain forward's logits."""
 
+ROUNDING = {torch.float32: 0.0, torch.float16: 0.01, torch.bfloat16: 0.03, torch.float8_e4m3fn: 0.25}
+"""The same where keys and values are rounded to a dtype: two that differ by rounding may be rounded apart."""
+
 CHANGING_ROPE = {"dynamic", "longrope"}
 ALIBI = {"bloom", "mpt"}
 NOT_FULL_ATTENTION = {"mamba", "mamba2", "rwkv", "falcon_mamba", "recurrent_gemma", "jamba", "gpt_neo", "zamba"}
@@ -87,10 +90,14 @@ def refuse_by_name(config: Any) -> None:
         refuse(f"it has a sliding window of {config.sliding_window} tokens; null in its config means full attention")
 
 
-def self_check(model: nn.Module, attention: Attention, fixed: bool = False) -> float:
+def self_check(
+    model: nn.Module, attention: Attention, fixed: bool = False, kv_dtype: torch.dtype | None = None
+) -> float:
     """Decode a scattered forest of two draft trees and compare it with plain forwards over every path.
 
     Also check of every rotary embedding that a token's rotation does not change when a far position joins the batch.
+    With a ``kv_dtype``, decode a second time with keys and values in it, and compare with plain forwards in which they
+    are rounded.
 
     Returns:
         The largest error of a logit, in standard deviations of the plain logits.
@@ -102,6 +109,8 @@ def self_check(model: nn.Module, attention: Attention, fixed: bool = False) -> f
     try:
         lm = CausalLM(model, attention, fixed=fixed)
         error = max(forest_error(lm, partial(_plain_forward, model)), _rotation_error(model))
+        rounded = CausalLM(model, attention, fixed=fixed, kv_dtype=kv_dtype)
+        rounded_error = 0.0 if rounded.kv_dtype is None else forest_error(rounded, rounded.plain_logits)
     except Unsupported:
         raise
     except (
@@ -119,10 +128,24 @@ def self_check(model: nn.Module, attention: Attention, fixed: bool = False) -> f
             f"model type '{kind}' decodes forests wrongly with attention='{attention}': its logits differ from a plain "
             f"forward's by {error:.2g} standard deviations, allowed are {allowed:g} in {model.dtype}"
         )
-    return error
+    allowed = max(allowed, 0.0 if kv_dtype is None else ROUNDING[kv_dtype])
+    if not rounded_error <= allowed:
+        raise Unsupported(
+            f"model type '{kind}' decodes forests wrongly with keys and values in {kv_dtype}: its logits differ from "
+            f"those of a plain forward with the same rounding by {rounded_error:.2g} standard deviations, allowed are "
+            f"{allowed:g}; set target.kv_dtype=null"
+        )
+    return max(error, rounded_error)
 
 
-def checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache, fixed: bool = False) -> float:
+def checked(
+    model: Any,
+    attention: Attention,
+    sha256: str,
+    cache: ProcessCache,
+    fixed: bool = False,
+    kv_dtype: torch.dtype | None = None,
+) -> float:
     """Return ``self_check``'s error, measured once for the same weights in the same setting.
 
     Args:
@@ -131,16 +154,17 @@ def checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache, 
         sha256: of its weights (``checkpoint.weights_hash``); empty where it is not known: then it is always measured.
         cache: errors that were measured before; a new one is added.
         fixed: whether decoding steps run in fixed shapes.
+        kv_dtype: in which keys and values are stored; None for the model's.
 
     Raises:
         Unsupported: as ``self_check``.
     """
     places = f"{model.device} {getattr(model, 'hf_device_map', None)} {getattr(model, 'tp_size', None)}"
-    setting = (sha256, model.config.to_json_string(), str(model.dtype), places, attention, str(fixed))
+    setting = (sha256, model.config.to_json_string(), str(model.dtype), places, attention, str(fixed), str(kv_dtype))
     if sha256 and setting in cache.self_checks:
         return cache.self_checks[setting]
     LOG.info("Self-check: a forest of draft trees against plain forwards")
-    error = self_check(model, attention, fixed)
+    error = self_check(model, attention, fixed, kv_dtype)
     if sha256:
         cache.self_checks[setting] = error
     return error

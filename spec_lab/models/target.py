@@ -20,6 +20,7 @@ from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
 from spec_lab.models.merged import merge
 from spec_lab.models.packed import pack, unpack
+from spec_lab.models.placement import kv_dtype_of
 from spec_lab.models.services import ModelServices, TargetServices
 from spec_lab.models.support import Unsupported, checked, model_context
 
@@ -112,10 +113,7 @@ class Target:
         A model of transformers computes them in one forward; another runner decodes one token after the other.
         """
         if isinstance(self.lm, CausalLM):
-            ids = torch.tensor([list(tokens)], device=self.lm.device)
-            keep = len(tokens) - first + 1
-            logits: Tensor = self.lm.model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[0]
-            return logits
+            return self.lm.plain_logits(tokens, len(tokens) - first + 1)
         rows, kv, nothing = [], self.lm.open(len(tokens)), empty(1, self.lm.device)
         try:
             for pending in (tokens[:first], *([token] for token in tokens[first:])):
@@ -135,6 +133,7 @@ class Target:
         device_map: str | Mapping[str, str | int] | None = None,
         tensor_parallel: bool = False,
         graphs: bool = False,
+        kv_dtype: str | None = None,
         cache: ProcessCache | None = None,
     ) -> Target:
         """Load a target from a local folder or by hub name; safetensors only, no remote code.
@@ -161,6 +160,9 @@ class Target:
             graphs: run decoding steps in fixed shapes, which a GPU captures as CUDA graphs (``engine.graphs``), with
                 linear layers of the same input merged. On a CPU nothing is captured, and padding makes steps slower.
                 (All but the capture itself is tested on the CPU; not yet run on a GPU.)
+            kv_dtype: "float32", "bfloat16", "float16" or "float8_e4m3fn", in which keys and values are stored; None: in
+                ``dtype``. It is lossy: the target distribution is that of the model with such a KV cache, which is the
+                same for all ways of decoding. Attention converts what it reads, which takes time in every step.
             cache: facts that this process found before; None starts with none.
 
         Raises:
@@ -187,6 +189,9 @@ class Target:
         ):  # fmt: skip
             if graphs and other:
                 raise ValueError(f"target.graphs does not support target.{name}: set only one of them")
+        stored = kv_dtype_of(kv_dtype, dtype)
+        if stored is not None and tensor_parallel:
+            raise ValueError("target.kv_dtype does not support target.tensor_parallel: set only one of them")
         placed = {"device": device, "device_map": device_map, "tensor_parallel": tensor_parallel or None}
         if len(both := [f"target.{name}" for name, value in placed.items() if value is not None]) > 1:
             raise ValueError(f"{' and '.join(both)} both decide where the model is placed: set only one of them")
@@ -203,12 +208,19 @@ class Target:
         if tensor_parallel:  # other ranks would compute replicated layers otherwise
             error = checked(model, attention, sha256, cache, graphs)
         else:
-            error = _pack_checked(model, attention, sha256, cache, graphs)
-        lm = CausalLM(model, attention, chunk, graphs)
+            error = _pack_checked(model, attention, sha256, cache, graphs, stored)
+        lm = CausalLM(model, attention, chunk, graphs, stored)
         return Target(lm, tokenizer, path, context or limit, sha256, error, cache)
 
 
-def _pack_checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache, fixed: bool = False) -> float:
+def _pack_checked(
+    model: Any,
+    attention: Attention,
+    sha256: str,
+    cache: ProcessCache,
+    fixed: bool = False,
+    kv_dtype: torch.dtype | None = None,
+) -> float:
     """Pack a model's linear layers, and return its ``checked``; unpacked if its code reads the weights itself.
 
     Raises:
@@ -216,11 +228,11 @@ def _pack_checked(model: Any, attention: Attention, sha256: str, cache: ProcessC
     """
     pack(model)
     try:
-        return checked(model, attention, sha256, cache, fixed)
+        return checked(model, attention, sha256, cache, fixed, kv_dtype)
     except Unsupported:
         if not unpack(model):
             raise
-        return checked(model, attention, sha256, cache, fixed)
+        return checked(model, attention, sha256, cache, fixed, kv_dtype)
 
 
 def end_tokens(vocabulary: int, tokenizer: Any, model: Any, stops: Iterable[int] = ()) -> frozenset[int]:

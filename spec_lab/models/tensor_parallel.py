@@ -138,9 +138,7 @@ class Link:
         cells = pack.cells
         if cells not in self._numbers:
             self._name(cells, next(self._counter))
-        dtype = None if cells.dtype is None else str(cells.dtype).removeprefix("torch.")
-        its = {"cells": self._numbers[cells], "capacities": cells.capacities, "dtype": dtype}
-        return its | {"kinds": kinds}, tensors
+        return {"cells": self._numbers[cells], "capacities": cells.capacities, "kinds": kinds}, tensors
 
     def _name(self, thing: Any, number: int) -> None:
         self._numbers[thing] = number
@@ -188,8 +186,7 @@ class Link:
         _parts(model)[what["part"]](*given, **named)
 
     def _unpacked(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> Pack:
-        dtype = None if facts["dtype"] is None else getattr(torch, facts["dtype"])
-        cells = self._things.setdefault(facts["cells"], Cells(dtype=dtype))
+        cells = self._things.setdefault(facts["cells"], Cells())
         cells.reserve(facts["capacities"])
         kinds: dict[int, AttentionKind] = {}
         packed: dict[AttentionKind, list[Segment]] = {}

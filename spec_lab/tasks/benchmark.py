@@ -214,6 +214,7 @@ def _summary(
         "constraint": "none" if lab.applied is None else lab.applied.constraint.name,
         "constraint_facts": {} if lab.applied is None else lab.applied.facts,
         "temperature": lab.sampling.temperature,
+        "kv_dtype": (config.get("target") or {}).get("kv_dtype"),
         "batch_size": settings.batch_size,
         "roofline": roofline,
         "groups": tables.requests["group"].nunique(),

@@ -152,6 +152,7 @@ def serve(
         "experiment": settings.name,
         "target": lab.target.name,
         "temperature": lab.sampling.temperature,
+        "kv_dtype": (config.get("target") or {}).get("kv_dtype"),
         "arrivals": arrivals,
         "rate": rate if arrivals == "poisson" else None,
         "max_batch_size": settings.batch_size,
