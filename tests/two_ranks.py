@@ -34,7 +34,7 @@ def forests(target: Target) -> tuple[list[torch.Tensor], int]:
         found.append(lm.forward(paths, tokens, draft).logits)
         for path in paths:
             path.accept([1])
-    return found, lm.cells.keys[0].shape[1]
+    return found, lm.cells.views[0][0][0].shape[1]
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ from rich.console import Console
 from spec_lab.analysis.figures.style import STYLE, colours
 from spec_lab.analysis.metrics import Interval, cluster_interval, ratio, speedup_of_totals
 from spec_lab.analysis.roofline_text import roofline_notes
-from spec_lab.analysis.text import WIDE, interval, number, table
+from spec_lab.analysis.text import WIDE, cache_notes, interval, kv_notes, number, table
 from spec_lab.core.files import own_folder, replacing
 
 PERCENTILES = (50, 90, 99)
@@ -162,6 +162,8 @@ def print_summary(summary: Mapping[str, Any], console: Console, verbose: bool = 
         "per further token, of requests with more than one.",
         highlight=False,
     )
+    for note in (*kv_notes(summary.get("kv_dtype")), *cache_notes(summary.get("cached_prompt_shares", {}))):
+        console.print(note, highlight=False)
     shares = {name: {**own, "memory_bound_steps": own.get("memory_bound_share")} for name, own in arms.items()}
     console.print("\n".join(roofline_notes(shares, summary.get("roofline"))), highlight=False)
     if summary["broken_segments"]:

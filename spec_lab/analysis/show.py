@@ -11,7 +11,18 @@ from rich.table import Table
 from spec_lab.analysis.metrics import PHASES
 from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.roofline_text import roofline_notes
-from spec_lab.analysis.text import COLUMNS, WIDE, accuracy_notes, interval, losslessness, margin_notes, number, table
+from spec_lab.analysis.text import (
+    COLUMNS,
+    WIDE,
+    accuracy_notes,
+    cache_notes,
+    interval,
+    kv_notes,
+    losslessness,
+    margin_notes,
+    number,
+    table,
+)
 from spec_lab.core.terminal import visible
 from spec_lab.results.manifest import with_parts
 
@@ -32,8 +43,8 @@ def show(summary: Mapping[str, Any], console: Console, verbose: bool = False) ->
     """
     names = arm_names({arm: figures.get("proposer") for arm, figures in summary["arms"].items()})
     against = {peer: renamed(speedups, names) for peer, speedups in (summary["against"] or {}).items()}
-    margins = renamed(summary.get("output_margins", {}), names)
-    summary = {**summary, "arms": renamed(summary["arms"], names), "against": against, "output_margins": margins}
+    by_arm = {name: renamed(summary.get(name, {}), names) for name in ("output_margins", "cached_prompt_shares")}
+    summary = {**summary, "arms": renamed(summary["arms"], names), "against": against, **by_arm}
     verbose = verbose or console.width >= WIDE
     wide = console.width >= WIDE
     console.print(_arms(_title(summary), (*FIGURES, *MORE_FIGURES) if wide else FIGURES, summary["arms"]))
@@ -154,6 +165,8 @@ def _notes(summary: Mapping[str, Any], verbose: bool) -> list[str]:
         *(_estimates(arms) if verbose else []),
         f"{prefill}." if with_prefill["mean"] is None else
         f"{prefill}; with the prefill, the speed-up is {interval(with_prefill)}.",
+        *kv_notes(summary.get("kv_dtype")),
+        *cache_notes(summary.get("cached_prompt_shares", {})),
         *roofline_notes(arms, summary.get("roofline")),
         *_losslessness(arms),
         *accuracy_notes(arms),

@@ -136,3 +136,16 @@ def losslessness(arm: Mapping[str, Any]) -> tuple[str, str]:
     missing = "; ".join(certificate.get("missing", ()))
     why = f"declared lossless, not enumerated ({missing}); +experiment=certify tests it by samples" if missing else ""
     return "not certified", why
+
+
+def cache_notes(shares: Mapping[str, float | None]) -> list[str]:
+    """Return a line that states how much of each arm's prompts came from the prefix cache; none without one."""
+    each = [f"{name} {share:.0%}" for name, share in shares.items() if share is not None]
+    return [f"Prompt tokens from the prefix cache: {', '.join(each)}."] if each else []
+
+
+def kv_notes(dtype: str | None) -> list[str]:
+    """Return a line that labels a KV cache in a dtype of its own, which is lossy; none where it has the model's."""
+    if dtype is None:
+        return []
+    return [f"Keys and values in {dtype}: the target distribution of all arms is that of the model with this KV cache."]

@@ -206,7 +206,7 @@ class Pack:
         if self.dense:  # [1, heads, S * C, dim]; a mask does not remove NaN in a dead cell (0 x NaN)
             dead = torch.from_numpy(self.cells.references == 0).to(key.device)[:, None, :, None]
             all_keys, all_values = (
-                store[layer_idx].masked_fill(dead, 0.0).transpose(0, 1).flatten(1, 2)[None]
+                store[layer_idx].to(key.dtype).masked_fill(dead, 0.0).transpose(0, 1).flatten(1, 2)[None]
                 for store in (self.cells.keys, self.cells.values)
             )
             return all_keys, all_values
@@ -253,6 +253,8 @@ class Layer(NamedTuple):
         for span, start, stop, _slots, first, end, mask, causal in self.segments:
             keys = self.keys[span].narrow(2, first, end - first)
             values = self.values[span].narrow(2, first, end - first)
+            if keys.dtype != query.dtype:
+                keys, values = keys.to(query.dtype), values.to(query.dtype)
             q, rows = query if len(self.segments) == 1 else query.narrow(2, start, stop - start), stop - start
             if not softmax.plain:
                 outputs.append(softmax.attend(q, keys, values, causal_mask(q) if causal else mask).transpose(1, 2))
@@ -340,7 +342,7 @@ def cell_attention(
         raise NotImplementedError("its attention uses one of position_bias, head_mask")
     softmax = Softmax(scaling, softcap, s_aux)
     if isinstance(key, Tensor):
-        return _without_cells(query, key, value, softmax, AttentionKind(sliding_window, _chunk(module))), None
+        return text_attention(query, key, value, softmax, AttentionKind(sliding_window, _chunk(module))), None
     if sliding_window != key.kind.sliding_window:
         raise NotImplementedError(
             f"its attention uses sliding_window={sliding_window} where {key.kind.sliding_window} is expected"
@@ -348,8 +350,8 @@ def cell_attention(
     return key.attend(query, softmax), None
 
 
-def _without_cells(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, kind: AttentionKind) -> Tensor:
-    """Attention of a forward over texts ``[b, heads, n, dim]``, without a cache and without padding before them."""
+def text_attention(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, kind: AttentionKind) -> Tensor:
+    """Attention of a forward over texts ``[b, heads, n, dim]``, without cells and without padding before them."""
     rows, groups = query.shape[2], query.shape[1] // key.shape[1]
     mask = None
     if kind.first(rows - 1) or not softmax.plain:

@@ -36,9 +36,11 @@ from spec_lab.engine.draft_pass import Route, Sublayer
 from spec_lab.engine.graphs import Capture, CudaGraphs, FixedForward, FixedPack, Graphs, uncaptured
 from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence
 from spec_lab.engine.layer_ranges import LayerRanges, find_layers
-from spec_lab.engine.model_work import parameters_of, work_of
+from spec_lab.engine.memory import ModelMemory
+from spec_lab.engine.model_work import memory_of, parameters_of, work_of
 from spec_lab.engine.prepare import Packer, Prepared
 from spec_lab.engine.recurrent import Recurrence, refuse_branches, states_of
+from spec_lab.engine.rounded import RoundedCache, text_masks
 from spec_lab.engine.runner import Ability, Capabilities, Extended, Output
 from spec_lab.models.quantized import recorded
 
@@ -52,6 +54,7 @@ class CausalLM:
             ``AttentionInterface``).
         chunk: longest part of a prompt computed in one forward.
         fixed: whether decoding steps run in fixed shapes (``graphs``), captured as CUDA graphs on a GPU.
+        kv_dtype: in which keys and values are stored; None: in the model's.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class CausalLM:
         attention: Attention = "spans",
         chunk: int = 512,
         fixed: bool = False,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -67,6 +71,9 @@ class CausalLM:
         without, recurrent = layers_without_cells(model.config), recurrent_layers(model.config)
         if recurrent and (fixed or attention == "dense"):
             raise ValueError("recurrent layers require attention over spans, without forwards of fixed shapes")
+        self.kv_dtype = None if kv_dtype == model.dtype else kv_dtype
+        if self.kv_dtype is not None and (why := why_no_kv_dtype(model)):
+            raise ValueError(f"{why} require keys and values in the model's own data type")
         attends = len(without) < model.config.num_hidden_layers
         if attends and (attention == "dense" or getattr(model, "_can_set_attn_implementation", lambda: True)()):
             model.set_attn_implementation(wanted)
@@ -76,7 +83,7 @@ class CausalLM:
         if attends and attention == "spans" and not own and model.config._attn_implementation != wanted:
             raise NotImplementedError("it does not take its attention from transformers' AttentionInterface")
         self.chunk = chunk
-        self.cells = Cells(without)
+        self.cells = Cells(without, uniform=fixed or attention == "dense", dtype=self.kv_dtype)
         self.dtype: torch.dtype = self.model.dtype
         self.device: torch.device = self.model.device
         devices = getattr(model, "hf_device_map", None) or {}
@@ -113,6 +120,7 @@ class CausalLM:
             "devices": [torch.cuda.get_device_name(one) if one.type == "cuda" else str(one) for one in devices],
             "parameters": parameters_of(self.model) - (head.numel() if copied else 0),
             "dtype": str(self.dtype).removeprefix("torch."),
+            "kv_dtype": str(self.kv_dtype or self.dtype).removeprefix("torch."),
             "attention": self.attention,
             "graphs": self.fixed,
             "packed": any(parameter.is_mkldnn for parameter in parameters),
@@ -128,6 +136,8 @@ class CausalLM:
         abilities: set[Ability] = {"shared_prefix"}
         if not self.why_no_layer_ranges:
             abilities.add("layer_ranges")
+        if (getattr(self.model, "tp_size", None) or 1) == 1:  # other ranks are told of forwards only
+            abilities.add("copied_prefix")
         return Capabilities(self.layers, sequences=None, abilities=frozenset(abilities))
 
     @property
@@ -200,7 +210,17 @@ class CausalLM:
     @property
     def work(self) -> ForwardWork | None:
         """See ``runner.Runner``. None of a model on several devices, which no single device bounds."""
-        return None if self._packer.split else work_of(self.model, self._packer.kinds)
+        return None if self._packer.split else work_of(self.model, self._packer.kinds, self._kv_itemsize)
+
+    @property
+    def memory(self) -> ModelMemory | None:
+        """See ``engine.memory.StatesMemory``."""
+        dense = self.attention == "dense"
+        return memory_of(self.model, self.chunk, self.cells.uniform, self._kv_itemsize, dense)
+
+    @property
+    def _kv_itemsize(self) -> int:
+        return (self.kv_dtype or self.dtype).itemsize
 
     def open(self, reserve: int = GRAIN) -> CellSequence:
         """An empty sequence with room for ``reserve`` cells (it grows on demand)."""
@@ -208,6 +228,10 @@ class CausalLM:
         if self.recurrence is not None:
             sequence.states = self.recurrence.states()
         return sequence
+
+    def open_copy(self, source: CellSequence, length: int, reserve: int) -> CellSequence:
+        """See ``runner.CopiesPrefix``."""
+        return self.cells.copy(source, length, reserve, clear=self.fixed)
 
     def capture(self, layers: tuple[int, ...] = ()) -> None:
         """Return these hidden states from now on. Numbers as in ``runner.Capabilities``.
@@ -230,6 +254,25 @@ class CausalLM:
         self._layers = layers
         if layers == (last,):
             self._hook = self.model.get_decoder().register_forward_hook(self._catch)  # OPT never calls its base_model
+
+    @torch.inference_mode()
+    def plain_logits(self, tokens: Sequence[int], rows: int) -> Tensor:  # [rows, V]
+        """Return the logits of the last rows of a forward over a text without cells, with keys and values rounded to
+        ``kv_dtype``.
+        """
+        ids = torch.tensor([list(tokens)], device=self.device)
+        if self.kv_dtype is None:
+            logits: Tensor = self.model(input_ids=ids, use_cache=False, logits_to_keep=rows).logits[0]
+            return logits
+        kinds, dense = self._packer.kinds, self.attention == "dense"
+        positions = torch.arange(len(tokens), device=self.device)[None]
+        mask = text_masks(kinds, self.layers, len(tokens), self.dtype, self.device) if dense else None
+        cache = RoundedCache(self.kv_dtype, kinds, positions, dense)
+        logits = self.model(
+            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, logits_to_keep=rows,
+            **{cache_argument(self.model): cache},
+        ).logits[0]  # fmt: skip
+        return logits
 
     def _catch(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self._final = output[0].flatten(0, 1)  # [N, H]
@@ -436,3 +479,10 @@ class CausalLM:
 
 MOST_PENDING = 16
 """Most pending tokens of a sequence in a forward of fixed shape; longer ones are prompts."""
+
+
+def why_no_kv_dtype(model: Any) -> str:
+    """Return what of a model does not support keys and values in a narrower data type; empty where nothing does."""
+    if recurrent_layers(model.config):
+        return "recurrent layers"
+    return "ALiBi biases" if has_alibi(model) else ""  # stored in keys, which would round them

@@ -214,7 +214,7 @@ def act(
                     done.tokens.append(Emitted(token, "forced", True))
                 elif not action:
                     one.finish = "constraint"
-                elif len(action) > 1 and not len(one.kv):
+                elif len(action) > 1 and (one.prefill or not len(one.kv)):
                     break  # the next step computes the prompt: forks then share its cells
                 else:
                     # Check everything first, so that an error leaves no fork without its constraint.

@@ -17,7 +17,9 @@ from spec_lab.core.faults import attributed
 from spec_lab.core.options import whole
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.commit import Committed
+from spec_lab.engine.prefix_cache import PrefixCache, check_prefix_cache, copier
 from spec_lab.engine.proposer import (
+    Observation,
     Proposer,
     branches,
     check_requires,
@@ -26,7 +28,7 @@ from spec_lab.engine.proposer import (
     most_at_once,
     release,
 )
-from spec_lab.engine.request import Ended, Request, without_name
+from spec_lab.engine.request import BROKEN, Ended, Request, without_name
 from spec_lab.engine.runner import KVSequence
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import Chunk, Parts, StepInfo, settle, step
@@ -50,9 +52,9 @@ class Limits:
             rows that a draft may add (``Proposer.nodes``, and ``DraftsForcedTokens.forced_nodes`` where forced tokens
             are drafted), or the cells that drafting uses where these are more (``UsesTargetCells``). The cells in use
             are at most so many, since cells that forks share are counted for each of them; allocated memory is not
-            bounded, since it grows in blocks. None for no limit. Requests wait until there is room. Where decoding
-            needs more than there is, the sequence that was admitted last, or was forked last, is preempted: its KV
-            cache is freed, and computed again when it is admitted again.
+            bounded, since it grows in blocks, and a prefix cache has a limit of its own. None for no limit. Requests
+            wait until there is room. Where decoding needs more than there is, the sequence that was admitted last, or
+            was forked last, is preempted: its KV cache is freed, and computed again when it is admitted again.
     """
 
     max_batch_size: int | None = None
@@ -80,12 +82,15 @@ class Engine:
         listen: whether every sequence is read as text (``SequenceState.events``).
         limits: how much is done at once.
         record: whether each step records the drafted tokens with their probabilities (``StepInfo.recorded``).
+        prefix_cache: KV caches of earlier requests that begin with the same tokens; finished sequences are kept in it.
+            None: every prompt is computed.
 
     After decoding, ``sequences`` holds every sequence in the order of admission, forks after them, and ``errors`` the
     error of each sequence that has one.
 
     Raises:
         Misfit: a verifier that does not support what the proposer draws.
+        ValueError: a prefix cache that the target or the proposer does not support.
     """
 
     target: Target
@@ -97,12 +102,15 @@ class Engine:
     listen: bool = False
     limits: Limits = field(default_factory=Limits)
     record: bool = False
+    prefix_cache: PrefixCache | None = None
     sequences: list[SequenceState] = field(init=False, default_factory=list)
     errors: dict[SequenceState, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         check_requires(self.proposer, self.target)
         check_pair(self.proposer.name, draws_of(self.proposer), self.verifier, branches(self.proposer))
+        if self.prefix_cache is not None:
+            check_prefix_cache(self.proposer, self.target)
         applied = self.applied
         constraint = None if applied is None else StepConstraint(applied)
         self.parts = Parts(self.target, self.proposer, self.verifier, self.draws, constraint, record=self.record)
@@ -230,24 +238,38 @@ class Engine:
                 self._open(first)
 
     def _open(self, request: Request) -> None:
-        kv, state = self._begin(request)
-        sequence = SequenceState(request, kv, list(request.tokens), state=state, born=len(request.tokens))
+        kv, state = self._begin(request, request.tokens)
+        sequence = SequenceState(
+            request, kv, list(request.tokens), state=state, born=len(request.tokens), reused=len(kv)
+        )
         self._live.append(sequence)
         self.sequences.append(sequence)
         if self.pieces is not None and (request.stop_strings or self.listen):
             rules = Rules(request.stop, request.stop_strings, request.banned_strings, request.min_new_tokens)
             sequence.stream = Stream(self.pieces, rules, request.healed)
+        self._observe_reused(sequence)
         self._constrain(sequence)
 
-    def _begin(self, request: Request) -> tuple[KVSequence, Any]:
+    def _begin(self, request: Request, tokens: Sequence[int]) -> tuple[KVSequence, Any]:
         """Return a KV cache and a proposer's state for a sequence of the request; if one fails, neither is kept."""
-        kv = self.target.lm.open(self._tokens(request))
+        reserve = self._tokens(request)
+        if self.prefix_cache is None:
+            kv = self.target.lm.open(reserve)
+        else:
+            live = [(one.tokens, one.kv) for one in self._live]
+            kv = self.prefix_cache.open(copier(self.target), tokens, reserve, live)
         try:
             with attributed("proposer", self.proposer):
                 return kv, self.proposer.init(request)
         except BaseException:
             kv.close()
             raise
+
+    def _observe_reused(self, sequence: SequenceState) -> None:
+        """Let the proposer observe the positions that came from the prefix cache."""
+        if end := len(sequence.kv):
+            with attributed("proposer", self.proposer):
+                self.proposer.observe([Observation(sequence, 0, sequence.tokens[: end + 1])])
 
     def _constrain(self, sequence: SequenceState) -> None:
         """Start the constraint at the end of the prompt, and carry out its first actions."""
@@ -277,9 +299,10 @@ class Engine:
 
     def _reopen(self, sequence: SequenceState) -> None:
         """Admit a preempted sequence again: all its tokens are pending."""
-        sequence.kv, sequence.state = self._begin(sequence.request)
+        sequence.kv, sequence.state = self._begin(sequence.request, sequence.tokens)
         sequence.prefill = True
         self._live.append(sequence)
+        self._observe_reused(sequence)
 
     def _tokens(self, request: Request) -> int:
         """Most tokens of the KV cache that a sequence of the request needs."""
@@ -327,6 +350,10 @@ class Engine:
             return
         for sequence in over:
             _end_text(sequence)
+        if self.prefix_cache is not None:
+            for sequence in live:
+                if sequence.finish not in BROKEN:
+                    self.prefix_cache.keep(copier(self.target), sequence.tokens, sequence.kv)
         self._live = [one for one in self._live if one.finish is None]
         release(self.proposer, live)
         left = {id(one.request) for one in self._live}
@@ -383,13 +410,16 @@ def fixed_group(
     pieces: Sequence[bytes] | None = None,
     listen: bool = False,
     record: bool = False,
+    prefix_cache: PrefixCache | None = None,
 ) -> Engine:
     """An engine with requests that are decoded together from the first step on. Arguments as of ``Engine``.
 
     Raises:
         ValueError: see ``Engine`` and ``Engine.add``.
     """
-    engine = Engine(target, proposer, verifier, draws, applied, pieces, listen, record=record)
+    engine = Engine(
+        target, proposer, verifier, draws, applied, pieces, listen, record=record, prefix_cache=prefix_cache
+    )
     for request in requests:
         engine.add(request)
     return engine

@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from spec_lab.core.draft import Draft
 from spec_lab.engine.attention import FULL, AttentionKind, uncounted
-from spec_lab.engine.kv_cache import GRAIN, Cells
+from spec_lab.engine.kv_cache import GRAIN, Cells, stored
 from spec_lab.engine.prepare import Planned
 from spec_lab.engine.softmax import Softmax
 
@@ -191,6 +191,7 @@ class FixedPack:
             self.cells.allocate(layer_idx, key, value)
         found = []
         for store, new in ((self.cells.keys[layer_idx], key), (self.cells.values[layer_idx], value)):
+            new = stored(new, store.dtype)
             store.transpose(1, 2).index_put_((self.given.span, self.given.cell), new[0].transpose(0, 1))
             found.append(store[: self.bucket.spans, :, : self.bucket.cells])
         kind = self.kinds.get(layer_idx, FULL)
@@ -228,12 +229,13 @@ class FixedLayer(NamedTuple):
         (spans, rows, _), (heads, dim) = self.mask.shape, (query.shape[1], query.shape[3])
         groups = heads // self.keys.shape[1]
         q = query[0].unflatten(1, (spans, rows)).transpose(0, 1)
+        keys, values = self.keys.to(q.dtype), self.values.to(q.dtype)
         if softmax.plain:
             q = q.reshape(spans, heads // groups, groups * rows, dim)
             mask = self.mask[:, None].expand(-1, groups, -1, -1).reshape(spans, 1, groups * rows, -1)
-            out = scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask, scale=softmax.scaling)
+            out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=softmax.scaling)
         else:
-            out = softmax.attend(q, self.keys, self.values, self.mask[:, None, None])
+            out = softmax.attend(q, keys, values, self.mask[:, None, None])
         return out.reshape(spans, heads, rows, -1).transpose(1, 2).reshape(1, spans * rows, heads, -1)
 
 
@@ -335,7 +337,7 @@ class Graphs:
             if size > self.cells.capacity:
                 size = self.cells.capacity
                 if size <= end or self.cells.references[:spans, size - 1].any():
-                    self.cells.reserve(self.cells.spans, size + GRAIN)
+                    self.cells.reserve([size + GRAIN])
                     size = self.cells.capacity
             if not self.cells.references[:spans, size - 1].any():
                 return size - 1

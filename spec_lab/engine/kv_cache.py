@@ -1,9 +1,9 @@
 """Keys and values as cells in spans. Bookkeeping moves; keys and values never do.
 
-Each request owns one span of cells; its forks share the span and their common prefix. A cell holds one token's key and
-value in every layer. Which cells make up a sequence, and in which order, is a ``CellSequence``: accepting, rejecting,
-forking and backtracking only edit these lists and reference counts. A cell in use is never handed out again, so nothing
-is ever overwritten.
+Each request owns one span of cells, as many as it may need; its forks share the span and their common prefix. A cell
+holds one token's key and value in every layer. Which cells make up a sequence, and in which order, is a
+``CellSequence``: accepting, rejecting, forking and backtracking only edit these lists and reference counts. A cell in
+use is never handed out again, so nothing is ever overwritten.
 """
 
 from __future__ import annotations
@@ -150,77 +150,91 @@ class Ahead:
 
 
 class Cells:
-    """The store: ``keys`` and ``values`` of each layer ``[S, heads, C, dim]``, allocated when written.
+    """The store: keys and values of each layer and span ``[1, heads, C, dim]``, allocated when written.
 
-    ``views`` has them by layer and span, since a view costs time in every layer of every forward.
+    Each span has a capacity C of its own, so that a batch of requests of different lengths takes what each of them
+    needs. ``views`` has the spans by layer, since making a view costs time in every layer of every forward.
 
     Args:
         unused: layers that have no keys and values; no memory is allocated for them.
+        uniform: whether all spans have the largest capacity and lie in one tensor for each layer, ``keys`` and
+            ``values`` ``[S, heads, C, dim]``: dense masks and forwards of fixed shapes read all of them at once.
+        dtype: in which keys and values are stored; None: in that in which they are computed.
 
     Attributes:
         generation: how often memory was allocated anew; a captured graph knows the old addresses.
     """
 
-    def __init__(self, unused: frozenset[int] = frozenset()) -> None:
-        self.unused = unused
-        self.keys: list[Tensor] = []
+    def __init__(
+        self, unused: frozenset[int] = frozenset(), uniform: bool = False, dtype: torch.dtype | None = None
+    ) -> None:
+        self.unused, self.uniform, self.dtype = unused, uniform, dtype
+        self.keys: list[Tensor] = []  # of each layer, of a uniform store
         self.values: list[Tensor] = []
         self.views: list[tuple[list[Tensor], list[Tensor]]] = []  # [layer] ([1, heads, C, dim] of each span) twice
         self.generation = 0
-        self.references = np.zeros((0, 0), dtype=np.int32)  # [S, C]
+        self.references = np.zeros((0, 0), dtype=np.int32)  # [S, largest C]
+        self.capacities: list[int] = []  # [S]
         self._users: list[int] = []  # open sequences of each span
 
     @property
     def spans(self) -> int:
         """S, allocated spans."""
-        return self.references.shape[0]
+        return len(self.capacities)
 
     @property
     def capacity(self) -> int:
-        """C, allocated cells of each span."""
-        return self.references.shape[1]
+        """Allocated cells of the largest span."""
+        return max(self.capacities, default=0)
 
     # Sequences -------------------------------------------------------------------------------------------------------
 
     def open(self, reserve: int = GRAIN, clear: bool = False) -> CellSequence:
         """A new, empty sequence in a span of its own with room for ``reserve`` cells (it grows beyond on demand).
 
+        The span is the smallest unused one with room; if there is none the largest unused one, which grows, or a new
+        one.
+
         Args:
             reserve: how many cells.
             clear: whether to overwrite what an earlier sequence left there with zeros, for attention that reads cells
                 beyond its own: a mask does not remove NaN (0 x NaN).
         """
-        span = next((number for number, users in enumerate(self._users) if users == 0), self.spans)
-        if span == self.spans or reserve > self.capacity:
-            self._grow(max(self.spans, span + 1), max(reserve, self.capacity, 1))
-        elif clear:
-            with torch.inference_mode():
-                for store in (*self.keys, *self.values):
-                    store[span].zero_()
+        unused = [number for number, users in enumerate(self._users) if users == 0]
+        room = self.capacities.__getitem__
+        if fitting := [number for number in unused if room(number) >= reserve]:
+            span = min(fitting, key=room)
+            if clear:
+                with torch.inference_mode():
+                    for store in self._of_span(span):
+                        store.zero_()
+        else:
+            span = max(unused, key=room) if unused else self.spans
+            self._grow(span, max(reserve, 1), keep=False)
         self._users[span] += 1
-        return CellSequence(
-            self, span, np.empty(self.capacity, dtype=np.int64), np.full(self.capacity, -np.inf, dtype=np.float32)
-        )
+        own = self.capacities[span]
+        return CellSequence(self, span, np.empty(own, dtype=np.int64), np.full(own, -np.inf, dtype=np.float32))
 
     def take(self, sequence: CellSequence, count: int) -> np.ndarray:
         """``count`` free cells of the sequence's span, lowest first. They are held until kept or dropped."""
-        used, end = self.references[sequence.span], sequence.extent
+        span, end = sequence.span, sequence.extent
+        used = self.references[span, : self.capacities[span]]
         if end == len(sequence) and end + count <= len(used) and not np.count_nonzero(used[end : end + count]):
             used[end : end + count] = 1  # no hole below: what the search would find
             return np.arange(end, end + count)
         free = np.flatnonzero(used == 0)[:count]
         if len(free) < count:
-            self._grow(self.spans, self.capacity + count - len(free))
-            free = np.flatnonzero(self.references[sequence.span] == 0)[:count]
-        self.references[sequence.span, free] = 1
+            self._grow(span, len(used) + count - len(free))
+            free = np.flatnonzero(self.references[span, : self.capacities[span]] == 0)[:count]
+        self.references[span, free] = 1
         return free
 
     def take_next(self, sequence: CellSequence) -> int:
         """``take`` of the one cell after all others of a sequence without holes; -1 if there are some or it is used."""
-        end = sequence.extent
-        if end != sequence._length or end >= self.references.shape[1] or self.references.item(sequence.span, end):
+        end, span = sequence.extent, sequence.span
+        if end != sequence._length or end >= self.capacities[span] or self.references.item(span, end):
             return -1
-        self.references[sequence.span, end] = 1
+        self.references[span, end] = 1
         return end
 
     def keep_next(self, sequence: CellSequence, cell: int) -> None:
@@ -235,7 +249,8 @@ class Cells:
         """Append held cells to the sequence: their tokens are committed."""
         end = len(sequence) + len(slots)
         if end > len(sequence._slots):
-            sequence._slots = np.concatenate([sequence._slots, np.empty(max(self.capacity, end), dtype=np.int64)])
+            more = max(self.capacities[sequence.span], end)
+            sequence._slots = np.concatenate([sequence._slots, np.empty(more, dtype=np.int64)])
         sequence._slots[len(sequence) : end] = slots
         sequence._length = end
         if len(slots):
@@ -246,11 +261,11 @@ class Cells:
         """Give up held cells: their tokens were rejected."""
         self.references[sequence.span, slots] -= 1
 
+    @torch.inference_mode()
     def clear(self, sequence: CellSequence, slots: np.ndarray) -> None:
         """Overwrite cells with zeros."""
-        with torch.inference_mode():
-            for store in (*self.keys, *self.values):
-                store[sequence.span].index_fill_(1, torch.from_numpy(slots).to(store.device), 0)
+        for store in self._of_span(sequence.span):
+            store[:, :, torch.from_numpy(slots).to(store.device)] = 0
 
     def backtrack(self, sequence: CellSequence, length: int) -> None:
         """Shorten the sequence to its first ``length`` cells."""
@@ -270,6 +285,26 @@ class Cells:
         twin._length, twin.extent = len(sequence), sequence.extent
         return twin
 
+    def copy(self, source: CellSequence, length: int, reserve: int, clear: bool = False) -> CellSequence:
+        """A sequence in a span of its own with copies of the first ``length`` cells of another one.
+
+        Args:
+            source: the other one.
+            length: how many of its cells.
+            reserve, clear: as of ``open``.
+        """
+        made = self.open(max(reserve, length), clear)
+        if length:
+            self.keep(made, self.take(made, length).tolist())
+            with torch.inference_mode():
+                for layer in self.views:
+                    for store in layer:
+                        old = store[source.span]
+                        index = as_index(source.slots[:length], old.device)
+                        found = old[:, :, index] if isinstance(index, slice) else old.index_select(2, index)
+                        store[made.span].narrow(2, 0, length).copy_(found)
+        return made
+
     def close(self, sequence: CellSequence) -> None:
         """Give up the sequence and all its cells. Its span is free once every fork is closed."""
         if sequence.open:
@@ -279,10 +314,11 @@ class Cells:
             if not self._users[sequence.span]:  # cells held by a forward that failed go with the span
                 self.references[sequence.span] = 0
 
-    def reserve(self, spans: int, capacity: int) -> None:
-        """Grow to at least ``spans`` spans of ``capacity`` cells, for callers that keep the references elsewhere."""
-        if spans > self.spans or capacity > self.capacity:
-            self._grow(max(spans, self.spans), max(capacity, self.capacity))
+    def reserve(self, capacities: Sequence[int]) -> None:
+        """Grow to spans of at least these capacities, for callers that keep the references elsewhere."""
+        for span, capacity in enumerate(capacities):
+            if span >= self.spans or capacity > self.capacities[span]:
+                self._grow(span, capacity)
 
     # Contents ------------------------------------------------------------------------------------------------------
 
@@ -292,9 +328,11 @@ class Cells:
         Args:
             places: for each sequence of the forward (span, first row, last row + 1, cells).
         """
-        if len(self.keys) <= layer:
+        if len(self.views) <= layer:
             self.allocate(layer, key, value)
         keys, values = self.views[layer]
+        if self.dtype is not None:
+            key, value = stored(key, self.dtype), stored(value, self.dtype)
         for span, start, stop, cells in places:
             if len(places) > 1:
                 new_keys, new_values = key[:, :, start:stop], value[:, :, start:stop]
@@ -303,39 +341,82 @@ class Cells:
             if isinstance(cells, slice):
                 keys[span].narrow(2, cells.start, stop - start).copy_(new_keys)
                 values[span].narrow(2, cells.start, stop - start).copy_(new_values)
+            elif key.dtype.itemsize == 1:  # index_copy_ has no 8-bit floats
+                keys[span][:, :, cells], values[span][:, :, cells] = new_keys, new_values
             else:
                 keys[span].index_copy_(2, cells, new_keys)
                 values[span].index_copy_(2, cells, new_values)
 
     def allocate(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Allocate the memory of the layers up to this one, for keys and values ``[.., heads, .., dim]`` like these."""
-        while len(self.keys) <= layer:  # zeros, not empty: a dead cell must never hold NaN
-            heads = 0 if len(self.keys) in self.unused else key.shape[1]
-            for store, like in ((self.keys, key), (self.values, value)):
-                store.append(like.new_zeros(self.spans, heads, self.capacity, like.shape[-1]))
-            self.views.append((_by_span(self.keys[-1]), _by_span(self.values[-1])))
+        while len(self.views) <= layer:
+            heads = 0 if len(self.views) in self.unused else key.shape[1]
+            if self.uniform:
+                for stores, like in ((self.keys, key), (self.values, value)):
+                    stores.append(self._zeros(like, self.spans, heads, self.capacity))
+                self.views.append((_by_span(self.keys[-1]), _by_span(self.values[-1])))
+            else:
+                own = [[self._zeros(like, 1, heads, capacity) for capacity in self.capacities] for like in (key, value)]
+                self.views.append((own[0], own[1]))
         self.generation += 1
 
-    def _grow(self, spans: int, capacity: int) -> None:
-        """Grow layer by layer; where memory runs out, some layers are larger than needed, and nothing else changes.
+    def _zeros(self, like: Tensor, spans: int, heads: int, capacity: int) -> Tensor:
+        """(Zeros, not empty: a dead cell must never hold NaN.)"""
+        return like.new_zeros(spans, heads, capacity, like.shape[-1], dtype=self.dtype or like.dtype)
 
-        Each growth copies everything, so spans grow by half at least.
+    def _of_span(self, span: int) -> list[Tensor]:
+        return [store[span] for layer in self.views for store in layer]
+
+    def _grow(self, span: int, capacity: int, keep: bool = True) -> None:
+        """Give a span at least ``capacity`` cells, and unless not ``keep`` its contents; the number after the last span
+        adds one.
+
+        It grows layer by layer; where memory runs out, some layers are larger than needed, and nothing else changes. In
+        a uniform store each growth copies everything, so spans grow by half at least.
         """
-        capacity = max(self.capacity, -(-capacity // GRAIN) * GRAIN)
-        old_spans, old_capacity = self.references.shape
-        if spans > old_spans:
-            spans = max(spans, old_spans * 3 // 2)
+        capacity, spans = -(-capacity // GRAIN) * GRAIN, max(self.spans, span + 1)
+        if self.uniform:
+            capacity = max(self.capacity, capacity)
+            spans = max(spans, self.spans * 3 // 2) if spans > self.spans else spans
         self.generation += 1
-        for layer in range(len(self.keys)):
-            for store in (self.keys, self.values):
-                old = store[layer]
-                store[layer] = old.new_zeros(spans, old.shape[1], capacity, old.shape[-1])
-                store[layer][: old.shape[0], :, : old.shape[2]] = old
-            self.views[layer] = (_by_span(self.keys[layer]), _by_span(self.values[layer]))
-        references = np.zeros((spans, capacity), dtype=np.int32)
-        references[:old_spans, :old_capacity] = self.references
+        for layer, views in enumerate(self.views):
+            if self.uniform:
+                for stores in (self.keys, self.values):
+                    old = stores[layer]
+                    stores[layer] = self._zeros(old, spans, old.shape[1], capacity)
+                    stores[layer][: old.shape[0], :, : old.shape[2]] = old
+                self.views[layer] = (_by_span(self.keys[layer]), _by_span(self.values[layer]))
+            else:
+                for store in views:
+                    if span == len(store):
+                        store.append(self._zeros(store[0], 1, store[0].shape[1], capacity))
+                        continue
+                    old = store[span]
+                    store[span] = self._zeros(old, 1, old.shape[1], capacity)
+                    if keep:
+                        store[span][:, :, : old.shape[2]] = old
+        self.capacities += [0] * (spans - self.spans)
+        self.capacities = [capacity] * spans if self.uniform else self.capacities
+        self.capacities[span] = capacity
+        references = np.zeros((spans, self.capacity), dtype=np.int32)
+        references[: len(self.references), : self.references.shape[1]] = self.references
         self.references = references
-        self._users += [0] * (spans - old_spans)
+        self._users += [0] * (spans - len(self._users))
+
+
+def allocated(reserves: Sequence[int], uniform: bool = False) -> int:
+    """Return how many cells a store has in all once sequences with these reserves are open together."""
+    each = [-(-max(reserve, 1) // GRAIN) * GRAIN for reserve in reserves]
+    spans = 0
+    while uniform and spans < len(each):
+        spans = max(spans + 1, spans * 3 // 2)
+    return spans * max(each, default=0) if uniform else sum(each)
+
+
+def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return keys or values as a store of this dtype holds them; its largest number stands for all larger ones."""
+    most = torch.finfo(dtype).max
+    return (tensor.clamp(-most, most) if most < torch.finfo(tensor.dtype).max else tensor).to(dtype)
 
 
 def _by_span(store: Tensor) -> list[Tensor]:  # [S, ..] -> S views [1, ..]

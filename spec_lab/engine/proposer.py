@@ -13,6 +13,7 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.faults import attributed
 from spec_lab.core.probabilities import Sampling
+from spec_lab.engine.memory import StatesMemory
 from spec_lab.engine.request import Request
 from spec_lab.engine.runner import ABILITIES, Ability, DraftRunner
 from spec_lab.engine.sequence import Batch, SequenceState
@@ -29,12 +30,15 @@ class Requires:
         logits: whether the raw logits (before masks, penalties and temperature) of all rows of a step are needed.
         top_k: how many of the likeliest tokens of all rows are needed; 0 for none.
         abilities: what the target's runner must be able to do besides (``runner.ABILITIES``).
+        every_position: whether ``hidden`` is needed of every committed position; False: only of those that the target
+            computes, so that the beginning of a prompt may come from a prefix cache.
     """
 
     hidden: tuple[int, ...] = ()
     logits: bool = False
     top_k: int = 0
     abilities: frozenset[Ability] = frozenset()
+    every_position: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +73,9 @@ class Proposer(Protocol):
     """Drafts a tree below each sequence. It never sees the verifier. ``Lifecycle`` has defaults for most methods.
 
     Further abilities are Protocols of their own, asked for with ``isinstance``: ``Branching``, ``DrawsSeveralWays``,
-    ``DraftsForcedTokens``, ``UsesTargetCells``, ``LearnsAcrossRequests``, ``StopsEarly``, ``ChoosesPart``,
-    ``ChecksSampling``, ``CertifiableProposer``, and ``Described`` and ``Hashed`` of ``core.protocols``.
+    ``DraftsForcedTokens``, ``UsesTargetCells``, ``HoldsKVCache``, ``LearnsAcrossRequests``, ``StopsEarly``,
+    ``ChoosesPart``, ``ChecksSampling``, ``CertifiableProposer``, and ``Described`` and ``Hashed`` of
+    ``core.protocols``.
 
     A draft must follow from the sequences, from the states, from stores that are declared, and from the random choices
     of the batch (``batch.draws``) only: the same text gets the same draft when it is replayed. Stores that requests
@@ -81,7 +86,8 @@ class Proposer(Protocol):
     end. After a preemption the state is closed and a new one made; its tokens are computed and observed again as parts
     of a prompt, without the rows, logits and accepted nodes of earlier steps: what was learned from these is lost.
     In the first step of a request, and wherever several tokens are pending, hidden states of computed positions only
-    are known: a proposer may draft nothing then.
+    are known: a proposer may draft nothing then. Positions that come from a prefix cache are observed without hidden
+    states, when the sequence is admitted.
     """
 
     @property
@@ -192,6 +198,15 @@ class UsesTargetCells(Protocol):
     @property
     def target_cells(self) -> int:
         """Most cells in use below one root while it drafts, those of pending tokens not counted."""
+        ...
+
+
+@runtime_checkable
+class HoldsKVCache(Protocol):
+    """A proposer with a KV cache of its own, whose size is known."""
+
+    def kv_bytes(self, positions: Sequence[int]) -> int:
+        """Bytes for sequences of so many positions that are decoded together."""
         ...
 
 
@@ -359,6 +374,17 @@ def most_cells(proposer: Proposer, forces: bool) -> int:
     """Return how many of the target's KV cells are in use below one root at most. Arguments as of ``most_rows``."""
     own = proposer.target_cells if isinstance(proposer, UsesTargetCells) else 0
     return max(own, most_rows(proposer, forces))
+
+
+def kv_bytes(proposer: Proposer, positions: Sequence[int]) -> int:
+    """Return the bytes of a proposer's own KV cache (``HoldsKVCache``); 0 where they are not known."""
+    return proposer.kv_bytes(positions) if isinstance(proposer, HoldsKVCache) else 0
+
+
+def runner_kv_bytes(lm: DraftRunner, reserves: Sequence[int]) -> int:
+    """Return the bytes of a draft model's KV cache for sequences with these reserves; 0 where they are not known."""
+    memory = lm.memory if isinstance(lm, StatesMemory) else None
+    return 0 if memory is None else memory.kv_bytes(reserves)
 
 
 def draws_of(proposer: Proposer) -> frozenset[Drawn]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -42,12 +42,13 @@ class KVSequence(Protocol):
         ...
 
 
-Ability = Literal["layer_ranges", "state_snapshots", "shared_prefix"]
+Ability = Literal["layer_ranges", "state_snapshots", "shared_prefix", "copied_prefix"]
 
 ABILITIES: Mapping[Ability, str] = {
     "layer_ranges": "running a range of layers from given hidden states, on the KV cache of a sequence",
     "state_snapshots": "saving and restoring the states of recurrent layers",
     "shared_prefix": "sharing the KV cache of a common prefix among requests",
+    "copied_prefix": "copying the KV cache of a common prefix to another request",
 }
 """What some runners can do and some proposers require; drafting by early exit (2404.16710) requires layer ranges."""
 
@@ -212,6 +213,22 @@ class Runner(Protocol):
 
     def run(self, prepared: Any) -> Output:
         """The forward: pending tokens become part of their sequences, nodes are held (``KVSequence.accept``)."""
+        ...
+
+
+@runtime_checkable
+class CopiesPrefix(Protocol):
+    """A runner with the ability ``copied_prefix``."""
+
+    def open(self, reserve: int = ...) -> KVSequence:
+        """As of ``Runner``."""
+        ...
+
+    def open_copy(self, source: Any, length: int, reserve: int) -> KVSequence:
+        """A sequence with copies of the first ``length`` positions of another one, and room for ``reserve``.
+
+        Neither of them changes what the other holds.
+        """
         ...
 
 

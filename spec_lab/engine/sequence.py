@@ -56,6 +56,7 @@ class SequenceState:
         logprobs: of each emitted token, where the request needs them.
         origins: where each emitted token comes from (``ORIGINS``), where a stream reads it.
         kept: False where its constraint, asked once the whole request had finished, chose others (``Ended``).
+        reused: positions whose keys and values came from a prefix cache when it was admitted first.
         prefill: whether the next step in which it is decoded computes its prompt, or all that a preemption freed.
     """
 
@@ -77,6 +78,7 @@ class SequenceState:
     logprobs: list[float] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
     kept: bool = True
+    reused: int = 0
     prefill: bool = True
 
     def unwatch(self, why: str) -> None:

@@ -15,12 +15,20 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
+from spec_lab.core import memory
 from spec_lab.models import checkpoint, quantized, ranks
 from spec_lab.models import tensor_parallel as parallel
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.configs import Config, read_model_config
 from spec_lab.models.hub import fetch_weights, folder_of
-from spec_lab.models.placement import check_device_map, check_ranks, device_of, refuse_offloading
+from spec_lab.models.placement import (
+    DTYPES,
+    check_device_map,
+    check_ranks,
+    check_weights_fit,
+    device_of,
+    refuse_offloading,
+)
 from spec_lab.models.quantization import SKIPPED, Quantization, arguments, carried, chosen, own_config
 from spec_lab.models.support import Unsupported
 from spec_lab.models.text_part import text_modules, text_tensors
@@ -31,8 +39,6 @@ LOG = logging.getLogger(__name__)
 
 PACKED = 8
 """Maximum number of quantized weights in one number of a weight file: 4 bits in an int32."""
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 
 def follow() -> None:
@@ -75,6 +81,9 @@ def load_model(
         else:
             model = _fill(path, found, dtype).to("cuda" if torch.cuda.is_available() else "cpu")
     else:
+        if found.quantization is None:  # of others the size is known once they are read
+            for place in {torch.device("cpu"), where}:  # weights are read on the CPU, and copied from there
+                check_weights_fit(path, found.model, dtype, place, memory.available(place))
         model = _fill(path, found, dtype, where=where).to(where)
     tokenizer, stops = read_texts(path, found)
     model.generation_config = GenerationConfig(eos_token_id=stops or None)

@@ -54,7 +54,7 @@ def pack(module: nn.Module) -> int:
     hooks or another forward, those that are not plain ``nn.Linear`` (quantised ones, say), and those of ``READ``. A
     weight that is tied to an embedding is copied, since the embedding still reads its rows.
     """
-    dtypes = _dtypes()
+    dtypes = packed_dtypes()
 
     def packed(layer: nn.Module) -> PackedLinear | None:
         return PackedLinear(layer) if type(layer) is nn.Linear and _plain(layer, dtypes) else None
@@ -88,7 +88,7 @@ def linear_of(weight: Tensor, bias: Tensor) -> nn.Module:
     """A layer of a weight ``[out, in]`` and a bias ``[out]``, packed where that is possible."""
     made = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
     made.weight, made.bias = (nn.Parameter(one, requires_grad=False) for one in (weight, bias))
-    return PackedLinear(made) if _plain(made, _dtypes()) else made
+    return PackedLinear(made) if _plain(made, packed_dtypes()) else made
 
 
 def dense_copy(layer: nn.Module) -> nn.Module:
@@ -103,7 +103,8 @@ def dense_copy(layer: nn.Module) -> nn.Module:
     return made
 
 
-def _dtypes() -> set[torch.dtype]:
+def packed_dtypes() -> set[torch.dtype]:
+    """Return the dtypes for which oneDNN has kernels here."""
     if not torch.backends.mkldnn.is_available():
         return set()
     found = {torch.float32}

@@ -10,8 +10,13 @@ from typing import Any
 import torch
 from transformers.distributed import DistributedConfig
 
+from spec_lab.core.memory import readable
+from spec_lab.core.options import one_of
 from spec_lab.models import ranks
+from spec_lab.models.packed import packed_dtypes
 from spec_lab.models.support import Unsupported
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 
 def device_of(name: str | int) -> torch.device:
@@ -30,6 +35,74 @@ def device_of(name: str | int) -> torch.device:
         seen = torch.cuda.device_count()
         raise ValueError(f"device {name!r} was requested, but this torch sees {seen or 'no'} GPU; use device=cpu")
     return where
+
+
+KV_DTYPES = {name: DTYPES[name] for name in ("float32", "bfloat16", "float16")} | {"float8_e4m3fn": torch.float8_e4m3fn}
+
+
+def kv_dtype_of(name: str | None, dtype: str) -> torch.dtype | None:
+    """Return the dtype in which keys and values are stored; None for the model's own.
+
+    Args:
+        name: as in ``Target.load``.
+        dtype: the model's.
+
+    Raises:
+        ValueError: an unknown name, or a dtype of more bytes than the model's.
+    """
+    if name is None or name == dtype:
+        return None
+    one_of("target.kv_dtype", name, tuple(KV_DTYPES))
+    if dtype in DTYPES and KV_DTYPES[name].itemsize > DTYPES[dtype].itemsize:
+        raise ValueError(
+            f"target.kv_dtype must have at most the bytes of target.dtype={dtype} (got {name}): set it to null, which "
+            "stores keys and values as they are computed"
+        )
+    return KV_DTYPES[name]
+
+
+def weight_bytes(model: Any, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the bytes of a model's weights, and of the largest one again, which is held twice while it is laid out.
+
+    Args:
+        model: as its config describes it, without weights.
+        dtype: of the weights.
+        device: where they will be. On the CPU a tied LM head is a copy of the embedding (``models.packed``).
+    """
+    sizes = [one.numel() for one in model.parameters()]
+    total = sum(sizes) + sum(one.numel() for one in model.buffers())
+    if device.type == "cpu":
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        tied = head is not None and embedding is not None and head.weight is embedding.weight
+        total += max(sizes, default=0) + (head.weight.numel() if tied and dtype in packed_dtypes() else 0)
+    return total * dtype.itemsize
+
+
+def check_weights_fit(path: str, model: Any, dtype: str, device: torch.device, room: int | None) -> None:
+    """Refuse a model whose weights do not fit the memory, before they are read.
+
+    Args:
+        path: as given.
+        model: as its config describes it, without weights.
+        dtype: of ``DTYPES``.
+        device: where the weights will be.
+        room: available bytes there; None where they are not known.
+
+    Raises:
+        ValueError: states what is needed, what is available, and which dtype fits.
+    """
+    needed = weight_bytes(model, DTYPES[dtype], device)
+    if room is None or needed <= room:
+        return
+    smaller = [
+        f"target.dtype={name} needs {readable(size)}" for name, one in DTYPES.items()
+        if one.itemsize < DTYPES[dtype].itemsize and (size := weight_bytes(model, one, device)) <= room
+    ]  # fmt: skip
+    advice = " or ".join(smaller) or "no smaller target.dtype fits: choose a smaller model, or more memory"
+    raise ValueError(
+        f"the weights of {path} need {readable(needed)} in {dtype}, and {readable(room)} of memory are available on "
+        f"{device}: {advice}"
+    )
 
 
 def check_device_map(model: Any, device_map: Any) -> None:

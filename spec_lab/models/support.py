@@ -41,6 +41,9 @@ ROUNDED = 0.25
 quantized activations, bitsandbytes' and gptqmodel's kernels. A difference of rounding in the last bit can move an
 activation to the next of its 256 values."""
 
+ROUNDING = {torch.float32: 0.0, torch.float16: 0.01, torch.bfloat16: 0.03, torch.float8_e4m3fn: 0.25}
+"""The same where keys and values are rounded to a dtype: two that differ by rounding may be rounded apart."""
+
 CHANGING_ROPE = {"dynamic", "longrope"}
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", *RECURRENT, *WITHOUT_ATTENTION}
 """The types of layers, as transformers' configs name them, that this engine computes."""
@@ -80,10 +83,15 @@ def model_context(config: Any) -> int:
     raise Unsupported(f"{config.model_type}: the config names no maximum context; set max_position_embeddings in it")
 
 
-def tolerance(model: Any) -> float:
-    """Return the largest error that the self-check allows of a model, by its data type and quantization."""
+def tolerance(model: Any, kv_dtype: torch.dtype | None = None) -> float:
+    """Return the largest error that the self-check allows of a model, by its data type and quantization.
+
+    Args:
+        model: the model.
+        kv_dtype: in which keys and values are stored; None for the model's.
+    """
     facts = recorded(model)
-    allowed = TOLERANCE[model.dtype]
+    allowed = max(TOLERANCE[model.dtype], 0.0 if kv_dtype is None else ROUNDING[kv_dtype])
     if is_recurrent(model.config):  # recurrent layers compute in float32 in any dtype
         allowed = max(allowed, TOLERANCE[torch.float32])
     return max(allowed, ROUNDED) if facts is not None and facts["rounds"] else allowed
@@ -190,11 +198,12 @@ FAILURES = (
 """What a model's code raises where it does not fit the engine."""
 
 
-def self_check(model: Any, attention: Attention, fixed: bool = False) -> float:
+def self_check(model: Any, attention: Attention, fixed: bool = False, kv_dtype: torch.dtype | None = None) -> float:
     """Decode a scattered forest of two draft trees and compare it with plain forwards over every path.
 
     Also check of every rotary embedding that a token's rotation does not change when a far position joins the batch,
-    and of layers with windows that they ask for the windows that their config names.
+    and of layers with windows that they ask for the windows that their config names. With a ``kv_dtype``, decode a
+    second time with keys and values in it, and compare with plain forwards in which they are rounded.
 
     Returns:
         The largest error of a logit, in standard deviations of the plain logits.
@@ -220,7 +229,7 @@ def self_check(model: Any, attention: Attention, fixed: bool = False) -> float:
             f"forward's by {error:.2g} standard deviations, allowed are {tolerance(model):g} in "
             f"{model.dtype}{_quantized(model)}{_advice(model, attention, fixed)}"
         )
-    return error
+    return error if kv_dtype is None else max(error, _rounded_check(model, attention, fixed, kv_dtype))
 
 
 def _measured(model: Any, attention: Attention, fixed: bool) -> float:
@@ -234,6 +243,32 @@ def _measured(model: Any, attention: Attention, fixed: bool) -> float:
     with shortened(model, None if parallel else SHORT):
         lm = CausalLM(model, attention, fixed=fixed)
         return max(forest_error(lm, partial(_plain_forward, model)), _rotation_error(model))
+
+
+def _rounded_check(model: Any, attention: Attention, fixed: bool, kv_dtype: torch.dtype) -> float:
+    """``self_check`` with keys and values in another data type.
+
+    Raises:
+        Unsupported: as of ``self_check``.
+    """
+    kind = getattr(model.config, "model_type", type(model).__name__)
+    try:
+        with shortened(model, SHORT):
+            lm = CausalLM(model, attention, fixed=fixed, kv_dtype=kv_dtype)
+            error = 0.0 if lm.kv_dtype is None else forest_error(lm, lm.plain_logits)
+    except FAILURES as failure:
+        raise Unsupported(
+            f"model type '{kind}' cannot decode forests with keys and values in {kv_dtype} "
+            f"({type(failure).__name__}: {failure}); set target.kv_dtype=null"
+        ) from failure
+    allowed = tolerance(model, kv_dtype)
+    if not error <= allowed:
+        raise Unsupported(
+            f"model type '{kind}' decodes forests wrongly with keys and values in {kv_dtype}: its logits differ from "
+            f"those of a plain forward with the same rounding by {error:.2g} standard deviations, allowed are "
+            f"{allowed:g}; set target.kv_dtype=null"
+        )
+    return error
 
 
 def _allowed(model: Any, error: float) -> bool:
@@ -311,7 +346,14 @@ def _quantized(model: Any) -> str:
     return "" if facts is None else f" with quantization {facts['method']}"
 
 
-def checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache, fixed: bool = False) -> float:
+def checked(
+    model: Any,
+    attention: Attention,
+    sha256: str,
+    cache: ProcessCache,
+    fixed: bool = False,
+    kv_dtype: torch.dtype | None = None,
+) -> float:
     """Return ``self_check``'s error, measured once for the same weights in the same setting.
 
     Args:
@@ -320,17 +362,21 @@ def checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache, 
         sha256: of its weights (``checkpoint.weights_hash``); empty where it is not known: then it is always measured.
         cache: errors that were measured before; a new one is added.
         fixed: whether decoding steps run in fixed shapes.
+        kv_dtype: in which keys and values are stored; None for the model's.
 
     Raises:
         Unsupported: as ``self_check``.
     """
     places = f"{model.device} {getattr(model, 'hf_device_map', None)} {getattr(model, 'tp_size', None)}"
     packed = any(one.is_mkldnn for one in model.parameters())
-    setting = (sha256, model.config.to_json_string(), str(model.dtype), places, attention, str(fixed), str(packed))
+    setting = (
+        sha256, model.config.to_json_string(), str(model.dtype), places, attention, str(fixed), str(packed),
+        str(kv_dtype),
+    )  # fmt: skip
     if sha256 and setting in cache.self_checks:
         return cache.self_checks[setting]
     LOG.info("Self-check: a forest of draft trees against plain forwards")
-    error = self_check(model, attention, fixed)
+    error = self_check(model, attention, fixed, kv_dtype)
     if sha256:
         cache.self_checks[setting] = error
     return error

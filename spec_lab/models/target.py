@@ -16,13 +16,14 @@ from spec_lab.core.draft import empty
 from spec_lab.core.options import whole
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.engine.attention import Attention
-from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.causal_lm import CausalLM, why_no_kv_dtype
 from spec_lab.engine.runner import Runner
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.hub import loaded_folder
 from spec_lab.models.loading import load_model
 from spec_lab.models.merged import merge
 from spec_lab.models.packed import pack, unpack
+from spec_lab.models.placement import kv_dtype_of
 from spec_lab.models.quantized import recorded
 from spec_lab.models.services import ModelServices, TargetServices
 from spec_lab.models.support import Unsupported, checked, is_recurrent, model_context, one_rotation, tolerance
@@ -128,10 +129,7 @@ class Target:
         A model of transformers computes them in one forward; another runner decodes one token after the other.
         """
         if isinstance(self.lm, CausalLM):
-            ids = torch.tensor([list(tokens)], device=self.lm.device)
-            keep = len(tokens) - first + 1
-            logits: Tensor = self.lm.model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[0]
-            return logits
+            return self.lm.plain_logits(tokens, len(tokens) - first + 1)
         rows, kv, nothing = [], self.lm.open(len(tokens)), empty(1, self.lm.device)
         try:
             for pending in (tokens[:first], *([token] for token in tokens[first:])):
@@ -153,6 +151,7 @@ class Target:
         graphs: bool = False,
         quantization: str | None = None,
         quantization_group_size: int | None = None,
+        kv_dtype: str | None = None,
         cache: ProcessCache | None = None,
     ) -> Target:
         """Load a target from a local folder or by hub name; safetensors only, no remote code.
@@ -184,6 +183,9 @@ class Target:
                 "torchao_int4", "bnb_int8" or "bnb_int4" (``models.quantization.OPTIONS``). The target is the quantized
                 model. Checkpoints that are quantized already are recognised by their config.json.
             quantization_group_size: 32, 64 or 128 inputs of a layer share a scale with "torchao_int4"; None is 128.
+            kv_dtype: "float32", "bfloat16", "float16" or "float8_e4m3fn", in which keys and values are stored; None: in
+                ``dtype``. It is lossy: the target distribution is that of the model with such a KV cache, which is the
+                same for all ways of decoding. Attention converts what it reads, which takes time in every step.
             cache: facts that this process found before; None starts with none.
 
         Raises:
@@ -197,7 +199,8 @@ class Target:
                 be fetched. The message names the file.
             Unsupported: the model fails the self-check, or is of a kind that is known to fail; a package is missing
                 that the quantization requires; a quantization that is not supported; the model has recurrent layers,
-                and ``attention`` is "dense", or ``tensor_parallel`` or ``graphs`` is set.
+                and ``attention`` is "dense", or ``tensor_parallel``, ``graphs`` or ``kv_dtype`` is set; it has ALiBi
+                biases, and ``kv_dtype`` is set.
         """
         if attention not in ("spans", "dense"):
             raise ValueError(f"target.attention must be spans or dense, not {attention!r}")
@@ -213,6 +216,9 @@ class Target:
         ):  # fmt: skip
             if graphs and other:
                 raise ValueError(f"target.graphs does not support target.{name}: set only one of them")
+        stored = kv_dtype_of(kv_dtype, dtype)
+        if stored is not None and tensor_parallel:
+            raise ValueError("target.kv_dtype does not support target.tensor_parallel: set only one of them")
         placed = {"device": device, "device_map": device_map, "tensor_parallel": tensor_parallel or None}
         if len(both := [f"target.{name}" for name, value in placed.items() if value is not None]) > 1:
             raise ValueError(f"{' and '.join(both)} both decide where the model is placed: set only one of them")
@@ -229,6 +235,10 @@ class Target:
                         f"target.{name} does not support models with recurrent layers (model type "
                         f"'{model.config.model_type}'): leave it out"
                     )
+        if stored is not None and (why := why_no_kv_dtype(model)):
+            raise Unsupported(
+                f"target.kv_dtype does not support {why} (model type '{model.config.model_type}'): set it to null"
+            )
         limit = model_context(model.config)
         if context is not None and (
             isinstance(context, bool) or not isinstance(context, int) or not 0 < context <= limit
@@ -253,15 +263,22 @@ class Target:
         if tensor_parallel:  # other ranks would compute replicated layers otherwise
             error = checked(model, attention, sha256, cache, graphs)
         else:
-            error = _pack_checked(model, attention, sha256, cache, graphs)
-        lm = CausalLM(model, attention, chunk, graphs)
+            error = _pack_checked(model, attention, sha256, cache, graphs, stored)
+        lm = CausalLM(model, attention, chunk, graphs, stored)
         return Target(
             lm, tokenizer, path, context or limit, sha256, error, cache, folder=loaded_folder(path),
-            tolerance=tolerance(model),
+            tolerance=tolerance(model, lm.kv_dtype),
         )  # fmt: skip
 
 
-def _pack_checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache, fixed: bool = False) -> float:
+def _pack_checked(
+    model: Any,
+    attention: Attention,
+    sha256: str,
+    cache: ProcessCache,
+    fixed: bool = False,
+    kv_dtype: torch.dtype | None = None,
+) -> float:
     """Pack a model's linear layers, and return its ``checked``; unpacked if its code reads the weights itself.
 
     Raises:
@@ -269,11 +286,11 @@ def _pack_checked(model: Any, attention: Attention, sha256: str, cache: ProcessC
     """
     pack(model)
     try:
-        return checked(model, attention, sha256, cache, fixed)
+        return checked(model, attention, sha256, cache, fixed, kv_dtype)
     except Unsupported:
         if not unpack(model):
             raise
-        return checked(model, attention, sha256, cache, fixed)
+        return checked(model, attention, sha256, cache, fixed, kv_dtype)
 
 
 def end_tokens(vocabulary: int, tokenizer: Any, model: Any, stops: Iterable[int] = ()) -> frozenset[int]:

@@ -139,8 +139,8 @@ class Link:
         cells = pack.cells
         if cells not in self._numbers:
             self._name(cells, next(self._counter))
-        size, counting = [cells.spans, cells.capacity], [*pack.counting]
-        return {"cells": self._numbers[cells], "size": size, "kinds": kinds, "counting": counting}, tensors
+        facts = {"cells": self._numbers[cells], "capacities": cells.capacities, "kinds": kinds}
+        return {**facts, "counting": [*pack.counting]}, tensors
 
     def _name(self, thing: Any, number: int) -> None:
         self._numbers[thing] = number
@@ -190,7 +190,7 @@ class Link:
 
     def _unpacked(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> Pack:
         cells = self._things.setdefault(facts["cells"], Cells())
-        cells.reserve(*facts["size"])
+        cells.reserve(facts["capacities"])
         kinds: dict[int, AttentionKind] = {}
         packed: dict[AttentionKind, list[Segment]] = {}
         for number, each in enumerate(facts["kinds"], start=1):

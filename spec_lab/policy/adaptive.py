@@ -135,6 +135,10 @@ class Adaptive:
         """See ``Proposer``."""
         return self.proposer.requires
 
+    def kv_bytes(self, positions: Sequence[int]) -> int:
+        """See ``HoldsKVCache``."""
+        return self.parts.kv_bytes(positions)
+
     @property
     def sha256(self) -> str | None:
         """See ``Hashed``."""

@@ -147,6 +147,10 @@ class BestOf:
         """What any part requires."""
         return self.parts.requires
 
+    def kv_bytes(self, positions: Sequence[int]) -> int:
+        """See ``HoldsKVCache``."""
+        return self.parts.kv_bytes(positions)
+
     @property
     def sha256(self) -> str | None:
         """See ``Hashed``."""

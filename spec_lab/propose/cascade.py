@@ -38,7 +38,9 @@ from spec_lab.engine.proposer import (
     Requires,
     check_sampling,
     forget,
+    kv_bytes,
     most_at_once,
+    runner_kv_bytes,
 )
 from spec_lab.engine.request import Request
 from spec_lab.engine.runner import DraftRunner, KVSequence, Runner
@@ -279,6 +281,12 @@ class DraftCascade(Lifecycle):
         except BaseException:
             kv.close()
             raise
+
+    def kv_bytes(self, positions: Sequence[int]) -> int:
+        """See ``HoldsKVCache``; with that of the inner proposer."""
+        model, inner = self.parts.target, self.parts.proposer
+        own = runner_kv_bytes(cast(DraftRunner, model.lm), [min(one, model.context + inner.nodes) for one in positions])
+        return own + kv_bytes(inner, positions)
 
     def fork(self, state: DraftedText) -> DraftedText:
         """A copy that shares the KV cache of the tokens so far."""

@@ -6,6 +6,7 @@ and Sequoia (2402.12374), deterministic top-k siblings EAGLE-2 (2406.16858); noi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Unpack
 
@@ -15,7 +16,7 @@ from spec_lab.core.draft import Draft, Drawn, Shape, empty
 from spec_lab.core.inference import inference
 from spec_lab.core.options import one_of
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.proposer import Lifecycle
+from spec_lab.engine.proposer import Lifecycle, runner_kv_bytes
 from spec_lab.engine.request import Request
 from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch
@@ -122,6 +123,10 @@ class DraftModel(Lifecycle):
         """The draft's KV cache for a sequence, empty."""
         tokens = min(len(request.tokens) + request.max_new_tokens, self.context)
         return DraftCache(self.lm.open(tokens + self.plan.computed))
+
+    def kv_bytes(self, positions: Sequence[int]) -> int:
+        """See ``HoldsKVCache``."""
+        return runner_kv_bytes(self.lm, [min(one, self.context) + self.plan.computed for one in positions])
 
     def fork(self, state: DraftCache) -> DraftCache:
         """See ``DraftCache.fork``."""

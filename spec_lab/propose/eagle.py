@@ -10,8 +10,8 @@ from typing import Unpack
 
 from spec_lab.core.options import one_of
 from spec_lab.models.eagle_files import read_eagle
-from spec_lab.models.loading import DTYPES
 from spec_lab.models.packed import pack
+from spec_lab.models.placement import DTYPES
 from spec_lab.models.target import Target
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan

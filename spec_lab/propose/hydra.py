@@ -63,7 +63,6 @@ class Hydra(Lifecycle):
     """
 
     name = "hydra"
-    requires = Requires(hidden=(-1,))
 
     def __init__(self, network: HydraHeads, target: Target, plan: TreePlan, sha256: str | None = "") -> None:
         if plan.depth > len(network):
@@ -79,6 +78,7 @@ class Hydra(Lifecycle):
         self.lm: FeatureLM | None = None
         if network.prefix is not None:
             self.lm = FeatureLM(network.prefix, 1, target.lm.device, target.lm.dtype)
+        self.requires = Requires(hidden=(-1,), every_position=network.prefix is not None)
 
     @staticmethod
     def load(target: Target, path: str, **options: Unpack[TreeOptions]) -> Hydra:

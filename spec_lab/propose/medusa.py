@@ -59,7 +59,7 @@ class Medusa(Lifecycle):
         self.sha256 = heads.sha256
         self.nodes = len(tree)
         self.branches = width_of(tree) > 1
-        self.requires = Requires(hidden=(-1,) if tree else ())
+        self.requires = Requires(hidden=(-1,) if tree else (), every_position=not tree)
         self._depth, self._width = depth_of(tree), width_of(tree)
         self._cut = [shape_of(tuple(path for path in tree if len(path) <= depth)) for depth in range(self._depth + 1)]
         self._plan = lru_cache(maxsize=256)(self._make_plan)

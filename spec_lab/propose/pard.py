@@ -9,6 +9,7 @@ still apply along each path.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Unpack
 
@@ -20,7 +21,7 @@ from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
 from spec_lab.core.inference import inference
 from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.proposer import Lifecycle
+from spec_lab.engine.proposer import Lifecycle, runner_kv_bytes
 from spec_lab.engine.request import Request
 from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch
@@ -113,6 +114,10 @@ class Pard(Lifecycle):
         """The draft's KV cache for a sequence, empty."""
         tokens = min(len(request.tokens) + request.max_new_tokens, self.context)
         return DraftCache(self.lm.open(tokens + self.plan.depth))
+
+    def kv_bytes(self, positions: Sequence[int]) -> int:
+        """See ``HoldsKVCache``."""
+        return runner_kv_bytes(self.lm, [min(one, self.context) + self.plan.depth for one in positions])
 
     def fork(self, state: DraftCache) -> DraftCache:
         """See ``DraftCache.fork``."""

@@ -30,6 +30,7 @@ from spec_lab.engine.proposer import (
     check_sampling,
     draws_of,
     forget,
+    kv_bytes,
 )
 from spec_lab.engine.request import Request
 from spec_lab.engine.runner import DraftRunner
@@ -91,9 +92,12 @@ class ProposerParts:
         """What any of them requires."""
         every = [one.requires for one in self.all]
         hidden = dict.fromkeys(layer for one in every for layer in one.hidden)
-        abilities = frozenset[Any]().union(*(one.abilities for one in every))
         return Requires(
-            tuple(hidden), any(one.logits for one in every), max((one.top_k for one in every), default=0), abilities
+            tuple(hidden),
+            any(one.logits for one in every),
+            max((one.top_k for one in every), default=0),
+            frozenset[Any]().union(*(one.abilities for one in every)),
+            not hidden or any(one.every_position for one in every if one.hidden),
         )
 
     @property
@@ -105,6 +109,10 @@ class ProposerParts:
     def target_cells(self) -> int:
         """See ``UsesTargetCells``; of all parts together, since one may hold its draft while another drafts."""
         return sum(one.target_cells for one in self.all if isinstance(one, UsesTargetCells))
+
+    def kv_bytes(self, positions: Sequence[int]) -> int:
+        """See ``HoldsKVCache``; of all parts together."""
+        return sum(kv_bytes(one, positions) for one in self.all)
 
     @property
     def sha256(self) -> str | None:

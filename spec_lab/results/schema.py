@@ -124,6 +124,7 @@ OPTIONAL = {
         "turn": (_WHOLE, "which of the model's answers in its conversation, from 1; recorded ones do not count"),
         "checker": (_TEXT, "the checker of this answer (text.checkers.CHECKERS); empty where it is not checked"),
         "correct": (_FLAG, "whether the checker finds the answer correct; null where it is not checked"),
+        "cached_tokens": (_WHOLE, "of the prompt's tokens, those whose KV cache came from the prefix cache"),
     },
 }
 """Columns that some runs write in addition; a row may be null there. Readers accept tables with and without them."""

@@ -95,7 +95,7 @@ class Outcome:
         error: why it failed; else empty.
         sequence: its number in the request.
         parent: the number of the sequence that it was forked from; -1 for none.
-        violated, kept, queue_seconds: see ``schema.REQUESTS``.
+        violated, kept, queue_seconds: see ``schema.REQUESTS``; ``cached``: "cached_tokens" of ``schema.OPTIONAL``.
     """
 
     request: Request
@@ -112,6 +112,7 @@ class Outcome:
     violated: int = -1
     kept: bool = True
     queue_seconds: float = 0.0
+    cached: int = 0
 
 
 def computed_shares(info: StepInfo) -> dict[SequenceState, float]:
@@ -177,6 +178,7 @@ def outcomes(sequences: Seq[SequenceState], infos: Seq[StepInfo], errors: dict[S
                 parent=parent,
                 violated=-1 if sequence.violated is None else sequence.violated,
                 kept=sequence.kept,
+                cached=sequence.reused,
             )
         )
     return found
@@ -227,6 +229,7 @@ def request_row(
         "order": order,
         "prompt": prompt.text,
         "prompt_tokens": len(outcome.request.tokens),
+        "cached_tokens": outcome.cached,
         "text": shown,
         "tokens": outcome.tokens,
         "ends": list(ends),

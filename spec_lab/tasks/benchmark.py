@@ -22,9 +22,10 @@ from tqdm import tqdm
 
 from spec_lab.analysis import metrics, show, tracking
 from spec_lab.analysis.names import names_in_manifest, renamed, with_names
+from spec_lab.core.memory import Peak
 from spec_lab.core.options import one_of
 from spec_lab.core.roofline import Roofline
-from spec_lab.engine.proposer import forget, most_at_once
+from spec_lab.engine.proposer import most_at_once
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.results.schema import CHECK_COLUMNS, DRAFT_COLUMNS, TURN_COLUMNS
@@ -32,6 +33,7 @@ from spec_lab.results.writer import Recorder
 from spec_lab.tasks.certify.certificate import in_short
 from spec_lab.tasks.groups import BASELINE, decode_group
 from spec_lab.tasks.lab import Arm, Lab, Loop, Settings
+from spec_lab.tasks.memory import check_memory
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.verify import Match
 
@@ -73,10 +75,12 @@ def run(
         raise ValueError("task.history=baseline requires the baseline's answers: set baseline=true")
     lab.check_later_turns(settings)
     requests = [one.request for one in turns]
+    memory = check_memory(lab, settings, lab.longest_prompts(settings, turns))
     policies = any("policy" in one for one in lab.facts().values())
     chat, checks = lab.chat_facts(), any(one.checker for one in lab.prompts)
     optional = [*DRAFT_COLUMNS * settings.record_drafts, *["policy"] * policies]
     optional += [*TURN_COLUMNS * (chat is not None), *CHECK_COLUMNS * checks]
+    optional += ["cached_tokens"] * (settings.prefix_cache is not None)
     recorder, size = Recorder(settings.output_dir, optional), settings.batch_size
     groups = {start // size: turns[start : start + size] for start in range(0, len(turns), size)}
 
@@ -85,6 +89,7 @@ def run(
             console.print(line, soft_wrap=True, highlight=False)
         finished, names = recorder.finished(), names_in_manifest(facts)
         todo = {number: group for number, group in groups.items() if number not in finished}
+        peak = Peak.start(lab.target.lm.device)
         total = sum(lab.prompts[one.conversation].turns for group in todo.values() for one in group) * len(arms)
         with tqdm(total=total, desc=settings.name, unit="prompt", disable=one_of_several()) as bar:
             if todo and settings.warmup:
@@ -98,9 +103,13 @@ def run(
                 lab.tracker.group(number, seen)
                 speeds = {series.rpartition("/")[0]: f"{speed:.3g} tokens/s" for series, speed in seen.items()}
                 bar.set_postfix(renamed(speeds, names))
+        used: dict[str, Any] = {"memory": {**(facts.get("memory") or {}), **peak.facts()}}
         tables = recorder.gather()
+        if settings.prefix_cache is not None:
+            used["cached_prompt_shares"] = metrics.cached_prompt_shares(tables.requests)
+        summary = _summary(lab, settings, arms, tables, config, facts.get("roofline"))
         return Done(
-            _summary(lab, settings, arms, tables, config, facts.get("roofline")) | margins(lab, requests, tables),
+            summary | margins(lab, requests, tables) | used,
             lambda: [] if many else _draw(with_names(tables, names), settings.output_dir / "figures"),
             lambda found: show.show(found, console, settings.verbose),
             tables,
@@ -114,7 +123,7 @@ def run(
     if chat is not None:  # a template may show the date, or be changed
         named["prompt_tokens_sha256"] = sha256(json.dumps([one.tokens for one in requests]).encode()).hexdigest()
     roofline = lab.roofline()
-    named["roofline"] = None if roofline is None else roofline.facts()
+    named |= {"roofline": None if roofline is None else roofline.facts(), "memory": memory}
     return Task(lab, settings, config, arms, work, left, recorder.parts, named).run(console)
 
 
@@ -147,7 +156,7 @@ def _warm_up(arms: Mapping[str, Arm], requests: Sequence[Request], tokens: int) 
     for arm in arms.values():
         arm.decode(short)
         if isinstance(arm, Loop):
-            forget(arm.proposer)
+            arm.forget()
 
 
 def _draw(tables: metrics.Tables, folder: Path) -> list[Path]:
@@ -183,6 +192,7 @@ def _summary(
         "constraint_facts": {} if lab.applied is None else lab.applied.facts,
         "temperature": lab.sampling.temperature,
         "sampling": asdict(lab.sampling),
+        "kv_dtype": (config.get("target") or {}).get("kv_dtype"),
         "batch_size": settings.batch_size,
         "roofline": roofline,
         "groups": tables.requests["group"].nunique(),

@@ -18,12 +18,14 @@ from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, fixed_group
+from spec_lab.engine.prefix_cache import PrefixCache
 from spec_lab.engine.request import BROKEN
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer, branches, check_sampling, draws_of
 from spec_lab.tasks.lab import Lab, Settings
+from spec_lab.tasks.memory import check_memory
 from spec_lab.text.detokenizer import Event, Finish, Held, Text, Withdrawn
 from spec_lab.text.prompts import Prompt
 from spec_lab.verify import Token as TokenVerifier
@@ -102,6 +104,7 @@ def generate(
     token_healing: bool = False,
     seed: int = 0,
     vocabulary: Vocabulary | None = None,
+    prefix_cache: PrefixCache | None = None,
 ) -> Generator[SequenceEvent, None, None]:
     """Continue prompts, yielding text as soon as it is certain.
 
@@ -118,6 +121,8 @@ def generate(
         sampling: default greedy.
         max_new_tokens, stop_strings, banned_strings, min_new_tokens, token_healing, seed: as of ``lab.Settings``.
         vocabulary: of the target, if it is built already.
+        prefix_cache: KV caches of earlier calls with the same target, as between the turns of a chat, which keep theirs
+            in it (``engine.prefix_cache``). None: every prompt is computed.
 
     Raises:
         ValueError: at the call, an option that cannot be, parts that do not fit each other, or a prompt that does not
@@ -153,7 +158,7 @@ def generate(
         target, proposer or Null(), verifier or TokenVerifier(), sampling or Sampling(), named, Files(),
         applied=applied, pieces=text_bytes(target) if vocabulary is None else vocabulary.bytes,
     )  # fmt: skip
-    group = engine_with_events(lab, settings)
+    group = engine_with_events(lab, settings, prefix_cache)
     return _events(group)
 
 
@@ -163,7 +168,7 @@ def _events(group: Engine) -> Generator[SequenceEvent, None, None]:
             yield from events
 
 
-def engine_with_events(lab: Lab, settings: Settings) -> Engine:
+def engine_with_events(lab: Lab, settings: Settings, prefix_cache: PrefixCache | None = None) -> Engine:
     """Return an engine with all prompts as one group, whose sequences have events. Errors as in ``generate``."""
     if lab.pieces is None or len(lab.pieces) != lab.target.vocabulary:
         raise ValueError(f"text needs the bytes of each of the {lab.target.vocabulary} tokens of the target")
@@ -175,8 +180,10 @@ def engine_with_events(lab: Lab, settings: Settings) -> Engine:
     check_pair(lab.proposer.name, draws_of(lab.proposer), lab.verifier, branches(lab.proposer))
     check_sampling(lab.proposer, lab.sampling)
     requests = [replace(one, logprobs=True) for one in lab.requests(settings)]
+    check_memory(lab, settings, [len(one.tokens) for one in requests])
     draws = CounterDraws(settings.seed)
-    return fixed_group(lab.target, lab.proposer, lab.verifier, requests, draws, lab.applied, lab.pieces, listen=True)
+    parts = lab.target, lab.proposer, lab.verifier, requests, draws, lab.applied, lab.pieces
+    return fixed_group(*parts, listen=True, prefix_cache=prefix_cache)
 
 
 def steps_with_events(group: Engine) -> Generator[tuple[StepInfo | None, list[SequenceEvent]], None, None]:

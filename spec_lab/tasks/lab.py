@@ -25,6 +25,8 @@ from spec_lab.core.protocols import Hashed, Threaded, facts_of
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.roofline import Roofline
 from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.prefix_cache import PrefixCache, check_prefix_cache
+from spec_lab.engine.proposer import forget
 from spec_lab.engine.request import Request
 from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
@@ -87,12 +89,19 @@ class Loop:
     applied: AppliedConstraint | None = None
     pieces: Sequence[bytes] | None = None
     record: bool = False
+    prefix_cache: PrefixCache | None = None
+
+    def forget(self) -> None:
+        """Forget what was learned and kept of earlier requests, as after a warm-up."""
+        forget(self.proposer)
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """See ``Arm``. Rows are built after the clock has stopped."""
         draws = CounterDraws(self.seed)
         parts = self.target, self.proposer, self.verifier, requests, draws, self.applied, self.pieces
-        engine = fixed_group(*parts, record=self.record)
+        engine = fixed_group(*parts, record=self.record, prefix_cache=self.prefix_cache)
         with torch.inference_mode():  # once, not in every step
             infos = [info.slim() for info in engine]
         self.target.lm.clock.synchronise()
@@ -138,8 +147,10 @@ class Lab:
                 strings.
         """
         null = Null.load(self.target)
+        if settings.prefix_cache is not None:
+            check_prefix_cache(null, self.target)
         own = settings.seed, self.applied, self.pieces, settings.record_drafts
-        baseline = Loop(self.target, null, Match(), *own)
+        baseline = Loop(self.target, null, Match(), *own, settings.new_prefix_cache())
         arms: dict[str, Arm] = {}
         proposers = {"speculative": self.proposer, **self.more_proposers}
         if isinstance(self.proposer, Null):
@@ -148,13 +159,15 @@ class Lab:
             check_pair(proposer.name, draws_of(proposer), self.verifier, branches(proposer))
             check_sampling(proposer, self.sampling)
             check_requires(proposer, self.target)
+            if settings.prefix_cache is not None:
+                check_prefix_cache(proposer, self.target)
             if (nodes := settings.batch_size * proposer.nodes) > MOST_NODES:
                 raise ValueError(
                     f"batch_size={settings.batch_size} with up to {proposer.nodes} nodes each ({proposer.name}) makes "
                     f"{nodes} nodes a step. Memory grows with their square, so at most {MOST_NODES} are possible: "
                     "draft fewer nodes, or decode fewer prompts together"
                 )
-            arms[name] = Loop(self.target, proposer, self.verifier, *own)
+            arms[name] = Loop(self.target, proposer, self.verifier, *own, settings.new_prefix_cache())
         if self.peers and settings.batch_size > 1:
             raise ValueError(f"peers decode one prompt at a time; set batch_size=1, not {settings.batch_size}")
         if self.peers and (self.applied is not None or settings.stop_strings):
@@ -224,6 +237,24 @@ class Lab:
         decoded = replace(prompt, text=text, checker=prompt.checker if last else "")
         return Turn(number, len(answers) + 1, decoded, request)
 
+    def longest_prompts(self, settings: Settings, turns: Sequence[Turn]) -> list[int]:
+        """Return how many tokens each prompt may have, of conversations the last turn's.
+
+        Args:
+            settings: the scalars.
+            turns: as of ``first_turns``.
+        """
+        lengths = []
+        for number, prompt in enumerate(self.prompts):
+            length = len(turns[number].request.tokens) if not prompt.later else self._last_turn(settings, number)
+            lengths.append(min(length, settings.max_prompt_tokens or length))
+        return lengths
+
+    def _last_turn(self, settings: Settings, number: int) -> int:
+        """How many tokens the last prompt of a conversation may have."""
+        answers = ["."] * len(self.prompts[number].later)
+        return len(self.turn(settings, number, answers).request.tokens) + len(answers) * settings.max_new_tokens
+
     def check_later_turns(self, settings: Settings) -> None:
         """Refuse conversations whose last turn may not fit the context.
 
@@ -234,13 +265,11 @@ class Lab:
             return
         for number, prompt in enumerate(self.prompts):
             if prompt.later:
-                answers = ["."] * len(prompt.later)
-                tokens = len(self.turn(settings, number, answers).request.tokens)
-                if tokens + len(answers) * settings.max_new_tokens >= self.target.context:
+                tokens = self._last_turn(settings, number)
+                if tokens >= self.target.context:
                     raise ValueError(
-                        f"prompt '{prompt.name}': its {prompt.turns} turns have up to "
-                        f"{tokens + len(answers) * settings.max_new_tokens} tokens and the context holds "
-                        f"{self.target.context}, one of them for the output: set prompts.turns=1, a smaller "
+                        f"prompt '{prompt.name}': its {prompt.turns} turns have up to {tokens} tokens and the context "
+                        f"holds {self.target.context}, one of them for the output: set prompts.turns=1, a smaller "
                         "max_new_tokens, or max_prompt_tokens"
                     )
 

@@ -21,21 +21,23 @@ import pyarrow as pa
 from rich.console import Console
 from tqdm import tqdm
 
+from spec_lab.analysis.metrics import cached_prompt_shares
 from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.serving import draw, print_summary, summarise
+from spec_lab.core.memory import Peak
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.roofline import Roofline
 from spec_lab.engine.engine import Engine, Limits
-from spec_lab.engine.proposer import forget
 from spec_lab.engine.request import BROKEN, Request
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import StepInfo
 from spec_lab.results.parts import Rows, TableParts
-from spec_lab.results.schema import REQUESTS
+from spec_lab.results.schema import OPTIONAL, REQUESTS
 from spec_lab.results.writer import computed_shares
 from spec_lab.tasks.arrivals import arrival_times, check_waits
 from spec_lab.tasks.lab import Lab, Loop, Settings
+from spec_lab.tasks.memory import check_memory
 from spec_lab.tasks.shell import Done, Task
 
 _TEXT, _WHOLE, _REAL = pa.string(), pa.int64(), pa.float64()
@@ -69,6 +71,9 @@ ROOFLINE = {
     "forward_seconds": (_REAL, "seconds inside the target's module calls of these steps, likewise"),
 }
 """Optional columns: not in older runs, and not where the runner does not state its work."""
+
+CACHED = {"cached_tokens": OPTIONAL["requests"]["cached_tokens"]}
+"""The optional column of runs with a prefix cache."""
 
 NOTHING_YET = {"steps": 0, "prefill_compute_seconds": 0.0}
 
@@ -131,6 +136,7 @@ def serve(
     own = lab.requests(settings)
     count = len(own) if requests is None else whole("task.requests", requests, most=MAX_REQUESTS)
     stream = [replace(own[n % len(own)], id=n, name=f"request {n}") for n in range(count)]
+    needed = check_memory(lab, settings, [len(one.tokens) for one in stream])
     times = arrival_times(arrivals, count, rate, trace, settings.seed)
     check_waits(times, segment, arrivals, rate, trace)
     arms = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
@@ -140,12 +146,14 @@ def serve(
         check_requests(arm, stream, limits)
     segments = segments_of(stream, times, segment)
     roofline = lab.roofline()
-    written = () if roofline is None else ROOFLINE
-    tables = TableParts(settings.output_dir, {"served": SERVED}, optional={"served": ROOFLINE}, written=written)
+    written = [*({} if roofline is None else ROOFLINE), *({} if settings.prefix_cache is None else CACHED)]
+    optional = {"served": ROOFLINE | CACHED}
+    tables = TableParts(settings.output_dir, {"served": SERVED}, optional=optional, written=written)
     about = {
         "experiment": settings.name,
         "target": lab.target.name,
         "temperature": lab.sampling.temperature,
+        "kv_dtype": (config.get("target") or {}).get("kv_dtype"),
         "arrivals": arrivals,
         "rate": rate if arrivals == "poisson" else None,
         "max_batch_size": settings.batch_size,
@@ -159,18 +167,22 @@ def serve(
         measured = Roofline.of(facts.get("roofline"))  # of a resumed run, from when it began
         before = finished()
         todo = [one for one in segments if one.number not in before]
+        peak = Peak.start(lab.target.lm.device)
         if todo and settings.warmup:
             warm_up(arms, stream[: settings.batch_size], settings.warmup, limits)
         total = sum(len(one.requests) for one in todo) * len(arms)
         with tqdm(total=total, desc=settings.name, unit="request", disable=None) as bar:
             for one in todo:
                 tables.write(f"{one.number:06d}", {"served": serve_with_every_arm(arms, one, limits, bar, measured)})
+        used = {**(facts.get("memory") or {}), **peak.facts()}
         frame = tables.gather()["served"]
         complete = unbroken(frame)
         summary = {
             **about,
             "broken_segments": frame["segment"].nunique() - complete["segment"].nunique(),
             "roofline": facts.get("roofline"),
+            "memory": used,
+            **({} if settings.prefix_cache is None else {"cached_prompt_shares": cached_prompt_shares(complete)}),
             "arms": summarise(complete, list(arms), ttft_bound, tpot_bound, baseline),
             "errors": frame.loc[frame["error"] != "", "error"].tolist(),
         }
@@ -181,7 +193,7 @@ def serve(
         done = len(finished())
         return done, f"{done} of {len(segments)} segments are in {settings.output_dir}"
 
-    more = {"roofline": None if roofline is None else roofline.facts()}
+    more = {"roofline": None if roofline is None else roofline.facts(), "memory": needed}
     return Task(lab, settings, config, arms, work, left, tables, more).run(console)
 
 
@@ -249,7 +261,7 @@ def warm_up(arms: Mapping[str, Loop], requests: Sequence[Request], tokens: int, 
     short = [replace(one, max_new_tokens=min(tokens, one.max_new_tokens)) for one in requests]
     for arm in arms.values():
         serve_segment(arm, short, [0.0] * len(short), limits)
-        forget(arm.proposer)
+        arm.forget()
 
 
 def serve_with_every_arm(
@@ -285,7 +297,8 @@ def unbroken(frame: pd.DataFrame) -> pd.DataFrame:
 def engine_of(arm: Loop, limits: Limits) -> Engine:
     """Return an empty engine with the arm's parts."""
     draws = CounterDraws(arm.seed)
-    return Engine(arm.target, arm.proposer, arm.verifier, draws, arm.applied, arm.pieces, limits=limits)
+    parts = arm.target, arm.proposer, arm.verifier, draws, arm.applied, arm.pieces
+    return Engine(*parts, limits=limits, prefix_cache=arm.prefix_cache)
 
 
 def serve_segment(
@@ -299,9 +312,13 @@ def serve_segment(
 ) -> Rows:
     """Serve requests that arrive ``due`` seconds after the start; return a row for each, in their order.
 
+    A prefix cache is empty when the segment begins, so that its figures depend on no other segment's.
+
     With a ``roofline`` the rows have the columns of ``ROOFLINE``, computed after the last step.
     """
     engine = engine_of(arm, limits)
+    if arm.prefix_cache is not None:
+        arm.prefix_cache.clear()
     rows: dict[int, dict[str, Any]] = {
         one.id: {"request": one.id, "prompt_tokens": len(one.tokens), "arrival": at} | NOTHING_YET
         for one, at in zip(requests, due, strict=True)
@@ -343,6 +360,8 @@ def serve_segment(
         _add_roofline(rows, decoded, roofline)
     for number, row in rows.items():
         row |= outcome(sequences[number], engine.errors)
+        if arm.prefix_cache is not None:
+            row["cached_tokens"] = max((one.reused for one in sequences[number]), default=0)
         for name in ("admitted", "first_token", "end"):  # a constraint may end a request before its first step
             row.setdefault(name, row["arrival"])
     return list(rows.values())

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from spec_lab.core.options import brief, file_name, strings, whole
+from spec_lab.engine.prefix_cache import PrefixCache
 from spec_lab.text.strings import check_strings
 
 
@@ -31,6 +32,8 @@ class Settings:
         min_new_tokens: before a text may end.
         token_healing: whether the prompts' last tokens are taken off and generated anew, beginning with the same bytes.
         max_prompt_tokens: of longer prompts the middle is left out; None leaves nothing out. At most 2**31 - 1.
+        prefix_cache: most tokens of finished requests whose KV cache each arm keeps, for later ones that begin with the
+            same tokens; at least 256, at most 2**31 - 1. None keeps none.
         record_drafts: whether the table ``steps`` keeps every drafted token with its target and draft probability.
         verbose: whether tables in the terminal have all their columns.
         overrides: of a job of a sweep, the options that differ between its jobs; None of a single run. A job of a sweep
@@ -52,6 +55,7 @@ class Settings:
     min_new_tokens: int = 0
     token_healing: bool = False
     max_prompt_tokens: int | None = None
+    prefix_cache: int | None = None
     record_drafts: bool = False
     verbose: bool = False
     overrides: Sequence[str] | None = None
@@ -64,6 +68,7 @@ class Settings:
         whole("seed", self.seed, 0)
         if self.max_prompt_tokens is not None:
             whole("max_prompt_tokens", self.max_prompt_tokens, most=2**31 - 1)
+        self.new_prefix_cache()
         if self.threads is not None:
             whole("threads", self.threads)
         most = 4 * (os.cpu_count() or 1)
@@ -90,6 +95,10 @@ class Settings:
         """
         if self.threads is not None:
             torch.set_num_threads(self.threads)
+
+    def new_prefix_cache(self) -> PrefixCache | None:
+        """An empty prefix cache for one arm; None where none is kept."""
+        return None if self.prefix_cache is None else PrefixCache(self.prefix_cache)
 
     @staticmethod
     def names() -> list[str]:

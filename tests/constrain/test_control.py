@@ -120,7 +120,7 @@ def test_forks_share_the_cells_of_their_past_and_no_cell_moves(target):
         used = set()
         for one in live:
             for place, slot in enumerate(one.kv.slots.tolist()):
-                key = cells.keys[0][one.kv.span, :, slot].clone()
+                key = cells.views[0][0][one.kv.span][0, :, slot].clone()
                 text = tuple(one.tokens[: place + 1])
                 assert torch.equal(key, before.setdefault((slot, text), key))
                 used.add(slot)

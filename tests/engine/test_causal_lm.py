@@ -141,17 +141,21 @@ def test_long_prompts_are_prefilled_in_chunks_with_the_same_logits(chunk):
     assert_rows_match(model, tokens, empty(2), output.logits)
 
 
+def stores(lm):
+    return [span for layer in lm.cells.views for store in layer for span in store]
+
+
 def test_accepting_rejecting_forking_and_backtracking_move_no_key():
     lm = CausalLM(tiny_model())
     world = World(lm, np.random.default_rng(0))
     world.add(9)
     world.step([TREE], [(0, 0)])
-    before = [store.clone() for store in (*lm.cells.keys, *lm.cells.values)]
-    addresses = [store.data_ptr() for store in (*lm.cells.keys, *lm.cells.values)]
+    before = [store.clone() for store in stores(lm)]
+    addresses = [store.data_ptr() for store in stores(lm)]
     world.fork(0)
     world.backtrack(0, 4)
     world.close(0)
-    after = [*lm.cells.keys, *lm.cells.values]
+    after = stores(lm)
     assert addresses == [store.data_ptr() for store in after]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

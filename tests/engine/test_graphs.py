@@ -71,7 +71,7 @@ def test_cells_that_are_allocated_anew_are_captured_anew():
     world = started(lm, [9])
     world.step([TREE], [()])
     before = captures.call_count
-    lm.cells.reserve(lm.cells.spans, lm.cells.capacity + 1)
+    lm.cells.reserve([lm.cells.capacity + 1])
     world.step([TREE], [()])
     assert captures.call_count == before + 1
     world.add(4)  # a second span

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from spec_lab.engine.kv_cache import GRAIN, Cells, as_index
+from spec_lab.engine.kv_cache import GRAIN, Cells, allocated, as_index
 
 CPU = torch.device("cpu")
 
@@ -16,10 +16,11 @@ class CellsAgainstLists(RuleBasedStateMachine):
     """Each sequence is mirrored by a list of labels; a cell holds the label of the token written there."""
 
     sequences = Bundle("sequences")
+    uniform = False
 
     def __init__(self):
         super().__init__()
-        self.cells = Cells()
+        self.cells = Cells(uniform=self.uniform)
         first = self.cells.open(1)
         self.write(torch.zeros(0), [(first.span, 0, 0, slice(0, 0))])  # the stores are there from the start
         self.cells.close(first)
@@ -54,6 +55,14 @@ class CellsAgainstLists(RuleBasedStateMachine):
         self.lists[twin] = list(self.lists[sequence])
         return twin
 
+    @rule(target=sequences, sequence=sequences, share=st.floats(0, 1), reserve=st.sampled_from([1, GRAIN + 1]))
+    def copy(self, sequence, share, reserve):
+        length = int(share * len(sequence))
+        made = self.cells.copy(sequence, length, reserve)
+        assert made.slots.tolist() == list(range(length))
+        self.lists[made] = self.lists[sequence][:length]
+        return made
+
     @rule(sequence=sequences, back=st.integers(0, 4))
     def backtrack(self, sequence, back):
         length = max(0, len(self.lists[sequence]) - back)
@@ -69,8 +78,9 @@ class CellsAgainstLists(RuleBasedStateMachine):
     def sequences_hold_what_the_lists_say(self):
         for sequence, labels in self.lists.items():
             held = torch.tensor(labels, dtype=torch.float32)
-            assert torch.equal(self.cells.keys[0][sequence.span, 0, sequence.slots, 0], held)
-            assert torch.equal(self.cells.values[0][sequence.span, 0, sequence.slots, 0], -held)
+            keys, values = (store[sequence.span] for store in self.cells.views[0])
+            assert torch.equal(keys[0, 0, sequence.slots, 0], held)
+            assert torch.equal(values[0, 0, sequence.slots, 0], -held)
 
     @invariant()
     def bias_shows_exactly_the_own_cells(self):
@@ -87,7 +97,20 @@ class CellsAgainstLists(RuleBasedStateMachine):
 
 
 TestCellsAgainstLists = CellsAgainstLists.TestCase
-TestCellsAgainstLists.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCellsAgainstLists.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+class UniformCellsAgainstLists(CellsAgainstLists):
+    uniform = True
+
+    @invariant()
+    def the_spans_lie_in_one_tensor(self):
+        assert self.cells.keys[0].shape[0] == self.cells.spans
+        assert {*self.cells.capacities} == {self.cells.keys[0].shape[2]}
+
+
+TestUniformCellsAgainstLists = UniformCellsAgainstLists.TestCase
+TestUniformCellsAgainstLists.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 
 
 def filled(cells, count=3):
@@ -95,6 +118,48 @@ def filled(cells, count=3):
     sequence = cells.open(8)
     cells.keep(sequence, cells.take(sequence, count).tolist())
     return sequence
+
+
+def test_each_span_has_the_cells_that_its_request_needs():
+    cells = Cells()
+    sequences = [cells.open(reserve) for reserve in (100, 5000, 300)]
+    assert cells.capacities == [GRAIN, 20 * GRAIN, 2 * GRAIN] and sum(cells.capacities) == allocated([100, 5000, 300])
+    for one in sequences:
+        cells.close(one)
+    assert [cells.open(reserve).span for reserve in (300, 200, 300)] == [2, 0, 1], "the smallest with room"
+    cells.open(600)
+    assert cells.capacities == [GRAIN, 20 * GRAIN, 2 * GRAIN, 3 * GRAIN]
+
+
+def test_the_largest_unused_span_grows_where_none_has_room():
+    cells = Cells()
+    sequences = [cells.open(100), cells.open(700)]
+    cells.write(0, torch.zeros(1, 1, 0, 1), torch.zeros(1, 1, 0, 1), [])
+    for one in [*sequences, cells.open(300)]:
+        cells.close(one)
+    assert cells.open(1000).span == 1 and cells.capacities == [GRAIN, 4 * GRAIN, 2 * GRAIN]
+    assert [store.shape[2] for store in cells.views[0][0]] == cells.capacities
+
+
+@pytest.mark.parametrize("reserves", [[100], [100] * 8, [100, 600, 30, 30, 30]])
+def test_a_uniform_store_has_the_spans_that_are_estimated(reserves):
+    cells = Cells(uniform=True)
+    for one in sorted(reserves, reverse=True):
+        cells.open(one)
+    assert sum(cells.capacities) == allocated(reserves, uniform=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("cells", [slice(0, 3), torch.tensor([4, 0, 2])])
+def test_keys_and_values_are_rounded_to_the_dtype_of_the_store(dtype, cells):
+    """Those beyond the largest 8-bit float become that one; in this format they would become NaN."""
+    store, key = Cells(dtype=dtype), torch.tensor([1.2345678, -3000.0, 1e-3]).reshape(1, 1, 3, 1)
+    store.open(8)
+    store.write(0, key, -key, [(0, 0, 3, cells)])
+    keys, values = (spans[0][0, 0, cells, 0] for spans in store.views[0])
+    most = torch.finfo(dtype).max
+    assert keys.dtype == dtype and torch.equal(keys, key.flatten().clamp(-most, most).to(dtype))
+    assert torch.equal(values, (-keys.float()).to(dtype))
 
 
 def test_cells_are_handed_out_lowest_first_and_only_while_nobody_uses_them():

@@ -294,9 +294,10 @@ def test_skipped_sublayers_add_nothing_to_the_residual_stream(skipped):
     pair.tokens = [[*one, 3, 1] for one in pair.tokens]
     theirs = [prefix.open() for _ in pair.own]
     prefix.forward(theirs, [one[:-2] for one in pair.tokens], empty(2))
-    for mine, store in ((prefix.cells.keys, pair.lm.cells.keys), (prefix.cells.values, pair.lm.cells.values)):
-        for layer in range(4):
-            mine[layer].copy_(store[layer])
+    for mine, their in zip(prefix.cells.views, pair.lm.cells.views, strict=True):
+        for spans, other_spans in zip(mine, their, strict=True):
+            for span, other_span in zip(spans, other_spans, strict=True):
+                span.copy_(other_span)
     wanted = prefix.forward(theirs, pair.pending, draft).logits
     one = pair.lm.draft_pass(Route(skipped=frozenset(Sublayer(*each) for each in skipped)))
     before = pair.lm.cells.references.sum()

@@ -367,7 +367,7 @@ def test_a_copy_of_a_model_has_mixers_of_its_own(model):
 def test_layers_without_attention_have_no_cells():
     lm = runner(FAMILIES["lfm2"]())
     forward(lm, [lm.open()], [[1, 2, 3]])
-    assert [store.shape[1] for store in lm.cells.keys] == [0, 2, 0, 2]
+    assert [keys[0].shape[1] for keys, _ in lm.cells.views] == [0, 2, 0, 2]
 
 
 # What is refused -----------------------------------------------------------------------------------------------------

@@ -338,4 +338,12 @@ def test_a_model_of_transformers_drafts_for_a_target_with_another_runner():
 def test_the_costs_of_steps_depend_on_what_the_runner_states():
     target, _ = lookups()
     found, other = (conditions(one, "heads", parse("0 1"), 1, COLD) for one in (target, tiny_target()))
-    assert other.keys() - found.keys() == {"devices", "parameters", "dtype", "attention", "graphs", "packed"}
+    assert other.keys() - found.keys() == {
+        "devices",
+        "parameters",
+        "dtype",
+        "kv_dtype",
+        "attention",
+        "graphs",
+        "packed",
+    }

@@ -134,7 +134,7 @@ def test_the_self_check_finds_states_that_are_not_restored(name, monkeypatch):
         self_check(FAMILIES[name](), "spans")
 
 
-@pytest.mark.parametrize("option", ["attention=dense", "graphs=true"])
+@pytest.mark.parametrize("option", ["attention=dense", "graphs=true", "kv_dtype=float16"])
 def test_options_that_recurrent_layers_rule_out_are_refused_by_name(option, tmp_path):
     name, value = option.split("=")
     saved(tmp_path, FAMILIES["lfm2"]())

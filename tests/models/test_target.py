@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from spec_lab.engine.attention import layer_kinds
 from spec_lab.engine.graphs import FixedPack
+from spec_lab.models import loading
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.support import Unsupported, model_context, refuse_by_name, self_check
 from spec_lab.models.target import Target
@@ -79,6 +81,19 @@ def test_a_checkpoint_that_cannot_be_loaded_is_named(folder, change, says):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(folder, monkeypatch):
+    """With the dtypes that fit; on the CPU a tied LM head is copied, and the largest weight is held twice."""
+    monkeypatch.setattr(loading, "_fill", Mock(side_effect=AssertionError("read")))
+    monkeypatch.setattr(loading.memory, "available", lambda _: 150_000)
+    with pytest.raises(
+        ValueError, match=r"need \d+ KiB in float64, and 146 KiB of memory .* on cpu: target.dtype=bfloat16 needs"
+    ):
+        Target.load(str(folder), dtype="float64")
+    monkeypatch.setattr(loading.memory, "available", lambda _: 1000)
+    with pytest.raises(ValueError, match="no smaller target.dtype fits"):
+        Target.load(str(folder), dtype="float32")
+
+
 def test_a_missing_gpu_is_named(folder):
     with pytest.raises(ValueError, match="device=cpu"):
         Target.load(str(folder), device="cuda")

@@ -49,6 +49,20 @@ def test_a_run_writes_every_file(done):
     assert names == tables | drawn | {"summary.json", "manifest.json"}
 
 
+def test_a_prefix_cache_of_each_arm_changes_no_token_and_is_recorded(done, tmp_path):
+    """What the warm-up kept is forgotten, and the prompts are decoded one after the other."""
+    texts, console = tuple(f"a long and common beginning of {end}" for end in ("one", "two", "three")), quiet()
+    for name, more in (("plain", {}), ("cached", {"prefix_cache": 4096})):
+        assert run(lab(texts), settings(tmp_path / name, batch_size=1, warmup=2, **more), CONFIG, console) == 0
+    plain, cached = (metrics.load(tmp_path / name).requests.set_index("id") for name in ("plain", "cached"))
+    assert plain["text"].to_dict() == cached["text"].to_dict() and "cached_tokens" not in plain
+    for _, arm in cached.groupby("arm"):
+        assert arm["cached_tokens"].tolist() == [0, 31, 32], "the second and the third both begin with t"
+    shares = json.loads((tmp_path / "cached" / "summary.json").read_text())["cached_prompt_shares"]
+    assert shares == dict.fromkeys(("speculative", "baseline"), pytest.approx(63 / sum(map(len, texts))))
+    assert "Prompt tokens from the prefix cache: repeat 61%, baseline 61%" in " ".join(console.file.getvalue().split())
+
+
 def test_arms_alternate_on_every_prompt(done):
     requests = metrics.load(done[0]).requests
     assert sorted(requests["arm"].unique()) == ["baseline", "speculative"]

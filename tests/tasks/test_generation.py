@@ -21,6 +21,7 @@ from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.constrain.load import regex
 from spec_lab.constrain.vocabulary import Vocabulary, text_bytes
 from spec_lab.core.probabilities import Sampling
+from spec_lab.engine.prefix_cache import PrefixCache
 from spec_lab.engine.sequence import ORIGINS
 from spec_lab.models.target import Target
 from spec_lab.propose.ngram import Ngram
@@ -136,6 +137,14 @@ def test_a_log_probability_is_that_of_the_plain_forward(target):
     rows = logits.log_softmax(-1)
     expected = [float(rows[place, token.id]) for place, token in enumerate(tokens)]
     torch.testing.assert_close([token.logprob for token in tokens], expected, rtol=0, atol=1e-6)
+
+
+def test_the_next_call_takes_the_prompt_from_the_prefix_cache(target):
+    prefixes, prompt = PrefixCache(1024), "once upon a time there was"
+    calls = [decode_events(prompt, target, prefix_cache=one) for one in (None, prefixes, prefixes)]
+    assert calls[0] == calls[1] == calls[2] and len(prefixes.texts) == 1
+    prefixes.clear()
+    assert target.lm.cells.references.sum() == 0
 
 
 def test_a_stop_string_across_tokens_ends_the_text_before_it(target):

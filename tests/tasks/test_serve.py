@@ -18,6 +18,7 @@ from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.roofline import ForwardWork, MachineLimits, Roofline
 from spec_lab.engine.engine import Engine, Limits, fixed_group
+from spec_lab.engine.prefix_cache import PrefixCache
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.tasks import serve as module
@@ -68,6 +69,18 @@ class Time:
 
     def serve(self, arm, requests, due, limits=None):
         return serve_segment(arm, requests, due, limits or Limits(), clock=self, sleep=self.sleep)
+
+
+def test_prompts_come_from_the_prefix_cache_within_a_segment(monkeypatch):
+    target, prefix = tiny_target(), tuple(range(20))
+    requests = [Request(n, f"r{n}", (*prefix, 30 + n), COLD, 3) for n in range(3)]
+    plain = Loop(target, Null(), Match(), 0)
+    cached = replace(plain, prefix_cache=PrefixCache(1024))
+    for _ in range(2):  # the cache is empty when a segment begins
+        found = [Time(monkeypatch).serve(arm, requests, [0, 0, 0], Limits(1)) for arm in (plain, cached)]
+        assert "cached_tokens" not in found[0][0]
+        assert [one["cached_tokens"] for one in found[1]] == [0, 20, 20]
+        assert [one["tokens"] for one in found[0]] == [one["tokens"] for one in found[1]]
 
 
 @pytest.fixture
@@ -420,7 +433,7 @@ def test_every_arm_warms_up_with_a_full_batch_of_short_requests(tmp_path, monkey
 
 def test_what_a_proposer_learned_in_the_warm_up_is_forgotten(tmp_path, monkeypatch):
     forgetful = []
-    monkeypatch.setattr(module, "forget", lambda proposer: forgetful.append(proposer.name))
+    monkeypatch.setattr(Loop, "forget", lambda arm: forgetful.append(arm.proposer.name))
     run(tmp_path / "out", changes={"warmup": 2})
     assert len(forgetful) == 2  # once for each arm
 

@@ -210,11 +210,33 @@ class Growing(Letters):
 def test_a_later_turn_that_does_not_fit_after_all_is_recorded(tmp_path, monkeypatch, capsys):
     one = chats(CHATS[:1])
     one = replace(one, target=replace(one.target, tokenizer=Growing(), context=70))
-    monkeypatch.setattr(Lab, "check_later_turns", lambda *_: None)
+    monkeypatch.setattr(Lab, "_last_turn", lambda *_: 0)
     assert run(one, settings(tmp_path), CONFIG, quiet()) == 0
     last = rows(tmp_path)["baseline", "a", 3]
     assert last["finish"] == "stuck" and "the context holds 70" in last["error"] and len(last["tokens"]) == 0
     assert "prompt 'a, turn 3'" in capsys.readouterr().err
+
+
+def test_the_memory_of_a_run_is_that_of_the_last_turns(tmp_path):
+    one, own = chats(), settings(tmp_path)
+    longest = one.longest_prompts(own, one.first_turns(own))
+    assert run(one, own, CONFIG, quiet()) == 0
+    table = metrics.load(tmp_path).requests
+    most = table.groupby("conversation")["prompt_tokens"].max()
+    for number, prompt in enumerate(CHATS):
+        assert most[prompt.name] <= longest[number] <= most[prompt.name] + own.max_new_tokens * len(prompt.later)
+    short = settings(tmp_path, max_prompt_tokens=20)
+    assert max(one.longest_prompts(short, one.first_turns(short))) == 20
+
+
+def test_later_turns_reuse_the_kv_cache_of_earlier_ones(tmp_path):
+    for name, more in (("plain", {}), ("cached", {"prefix_cache": 4096})):
+        assert run(chats(), settings(tmp_path / name, **more), CONFIG, quiet()) == 0
+    plain, cached = (rows(tmp_path / name) for name in ("plain", "cached"))
+    assert plain.keys() == cached.keys()
+    for key, row in cached.items():
+        assert row["text"] == plain[key]["text"]
+        assert (row["cached_tokens"] > 0) == (key[2] > 1), key
 
 
 def test_turns_that_may_not_fit_the_context_are_refused_before_anything_runs(tmp_path):

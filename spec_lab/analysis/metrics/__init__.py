@@ -79,5 +79,10 @@ from spec_lab.analysis.metrics.speed import (
     walltime_speedup_paired,
 )
 from spec_lab.analysis.metrics.summary import SCHEMA_VERSION, arms, main_arm, speedups_over_peers, summarise
-from spec_lab.analysis.metrics.texts import first_differences, identical_outputs, repeated_8gram_share
+from spec_lab.analysis.metrics.texts import (
+    cached_prompt_shares,
+    first_differences,
+    identical_outputs,
+    repeated_8gram_share,
+)
 from spec_lab.results.writer import Tables, load

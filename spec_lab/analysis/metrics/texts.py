@@ -53,6 +53,22 @@ def first_differences(requests: pd.DataFrame, arm: str, baseline: str = "baselin
     return found
 
 
+def cached_prompt_shares(requests: pd.DataFrame) -> dict[str, float]:
+    """Return, for each arm, the share of the prompts' tokens whose KV cache came from the prefix cache.
+
+    Args:
+        requests: rows of the table ``requests``, or of a served stream; without the column ``cached_tokens`` the result
+            is empty. Forks count once.
+    """
+    if "cached_tokens" not in requests:
+        return {}
+    first = requests.drop_duplicates(["arm", "request"])
+    return {
+        str(arm): ratio(own["cached_tokens"].sum(), own["prompt_tokens"].sum())
+        for arm, own in first.groupby("arm", sort=False)
+    }
+
+
 def _pairs(requests: pd.DataFrame, arm: str, baseline: str) -> list[tuple[int, list[int], list[int]]]:
     """Return the number of the prompt and both outputs, of each sequence that both arms have after the same prompt."""
     complete = requests[~requests["group"].isin(broken_groups(requests))]
