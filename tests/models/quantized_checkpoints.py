@@ -1,4 +1,4 @@
-"""Quantized checkpoints on disk, made from a tiny one by hand: fp8 in blocks, and int8 of compressed-tensors."""
+"""Quantized checkpoints on disk, made from a tiny one by hand: fp8 in blocks, int8 of compressed-tensors, GPTQ, AWQ."""
 
 import json
 import shutil
@@ -64,3 +64,57 @@ def int8(source: Path, folder: Path, activations: bool, **more: Any) -> dict[str
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     change(folder, quantization_config=compressed(activations, **more))
     return meant
+
+
+GROUP = 128
+"""Inputs with one scale in checkpoints of GPTQ and AWQ."""
+
+GROUPED = dict(hidden_size=256, intermediate_size=512)
+"""Of the tiny model for them."""
+
+FOUR_BITS = {
+    "gptq": {
+        "quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False,
+        "checkpoint_format": "gptq",
+    },
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+}  # fmt: skip
+
+
+def four_bits(source: Path, folder: Path, method: str) -> dict[str, torch.Tensor]:
+    """Write a checkpoint of GPTQ (AutoGPTQ's layout) or AWQ (AutoAWQ's); returns the weights that it stands for.
+
+    Both hold whole numbers from 0 to 15, eight in an int32, with a scale and a zero point for each group of inputs.
+    """
+    shutil.copytree(source, folder)
+    stored, meant = {}, {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        stored[name] = weight.half()
+        meant[name] = stored[name].float()
+        if ".layers." in name and weight.dim() == 2:
+            stem = name.removesuffix("weight")
+            del stored[name]
+            groups = weight.T.reshape(-1, GROUP, weight.shape[0])  # [in / GROUP, GROUP, out]
+            least, most = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0)
+            scale = ((most - least) / 15).half().float()
+            zero = (-least / scale).round().clamp(0, 15)
+            numbers = (groups / scale + zero).round().clamp(0, 15)
+            meant[name] = ((numbers - zero) * scale).reshape(-1, weight.shape[0]).T.contiguous()
+            numbers, zeros = numbers.reshape(-1, weight.shape[0]).long(), zero[:, 0].long()
+            stored[f"{stem}scales"] = scale[:, 0].half().contiguous()
+            if method == "gptq":  # packed along the inputs; zero points are stored less one
+                stored[f"{stem}qweight"] = packed(numbers.T).T.contiguous()
+                stored[f"{stem}qzeros"] = packed((zeros - 1) & 15)
+                stored[f"{stem}g_idx"] = (torch.arange(weight.shape[1]) // GROUP).int()
+            else:
+                order = (0, 2, 4, 6, 1, 3, 5, 7)
+                stored[f"{stem}qweight"], stored[f"{stem}qzeros"] = packed(numbers, order), packed(zeros, order)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    change(folder, quantization_config=FOUR_BITS[method])
+    return meant
+
+
+def packed(numbers: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Pack numbers of 4 bits, ``[n, m] -> [n, m / 8]`` int32; ``order`` says which of eight has which place."""
+    words = sum(numbers[:, one::8] << (4 * place) for place, one in enumerate(order))
+    return torch.where(words < 2**31, words, words - 2**32).int()

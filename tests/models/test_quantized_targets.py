@@ -19,7 +19,7 @@ from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.ngram import Ngram
 from spec_lab.verify import Token
 from tests.checkpoints import checkpoint
-from tests.models.quantized_checkpoints import SIZES, int8
+from tests.models.quantized_checkpoints import GROUPED, SIZES, four_bits, int8
 
 PACKAGE = {"torchao": "torchao", "bnb": "bitsandbytes"}
 OPTIONS = ("torchao_int8", "torchao_int4", "bnb_int8", "bnb_int4")
@@ -245,3 +245,24 @@ def test_a_checkpoint_of_compressed_tensors_loads(source, tmp_path, activations)
     for name in meant:
         torch.testing.assert_close(read[name].to_dense(), meant[name])
     assert target.lm.facts["parameters"] == load(source).lm.facts["parameters"]
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_checkpoint_of_gptq_or_awq_loads(tmp_path, method):
+    pytest.importorskip("gptqmodel")
+    pytest.importorskip("optimum")
+    source = checkpoint(tmp_path / "source", **GROUPED)
+    meant = four_bits(source, tmp_path / "target", method)
+    plain = shutil.copytree(source, tmp_path / "plain")
+    save_file(meant, plain / "model.safetensors", {"format": "pt"})
+    for dtype, allowed in (("float32", 0.02), ("bfloat16", 0.2)):
+        target, same_weights = load(tmp_path / "target", dtype=dtype), load(plain, dtype=dtype)
+        found, expected = (one.plain_logits(list(range(9)), 1).float() for one in (target, same_weights))
+        assert (found - expected).abs().max() < allowed * expected.std()
+        assert target.facts["quantization"]["method"] == method and target.facts["quantization"]["share"] == 1.0
+        assert target.self_check <= target.tolerance == ROUNDED
+        assert target.lm.facts["parameters"] == same_weights.lm.facts["parameters"]
+        work, dense = target.lm.work, same_weights.lm.work
+        matrices = dense.row_flops // 2
+        assert work.row_flops == dense.row_flops
+        assert work.weight_bytes < dense.weight_bytes - matrices * (4 if dtype == "float32" else 2) + 0.6 * matrices
