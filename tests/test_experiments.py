@@ -4,6 +4,7 @@ import importlib.util
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -113,3 +114,25 @@ def test_host_work_is_the_time_of_a_step_outside_module_calls():
 def test_a_balanced_tree_has_two_children_below_each_row():
     shape = script("gpu").balanced(7)
     assert shape.parent.tolist() == [0, 0, 1, 1, 2, 2, 3]
+
+
+@pytest.mark.nightly
+def test_long_context_measures_every_way_at_every_length(monkeypatch):
+    """Each way is left with the text of the length that is measured, whatever was decoded at the one before."""
+    module = script("long_context")
+    monkeypatch.setattr(module, "LENGTHS", (20, 700))
+    ways = ("autoregressive", f"tree of {module.TREE.nodes}", "n-grams, 4", "draft model, 4")
+    options = dict(layers=1, hidden=64, vocabulary=61, dtype="float32", steps=4, longest=700, cpu=True, ways=ways)
+    extend, lengths = module.Ours.extend, []
+
+    def watched(own, length):
+        extend(own, length)
+        lengths.append((length, len(own.sequence.kv)))
+        assert own.sequence.tokens[:length] == own.tokens[:length]
+
+    monkeypatch.setattr(module.Ours, "extend", watched)
+    frame = module.measure(SimpleNamespace(**options))
+    assert {kv - length for length, kv in lengths} <= {*range(12)} and len(lengths) == 2 * len(ways)
+    assert list(frame["way"]) == [*ways, *ways] and (frame[["step", "forward"]] > 0).all(axis=None)
+    grown = module.growth(frame)
+    assert grown["ratio"].to_dict() == pytest.approx((grown["step"] / grown["forward"]).to_dict())

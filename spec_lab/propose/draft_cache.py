@@ -73,6 +73,7 @@ class DraftCache:
                 found = self.tentative.find(tokens[end:-1])
                 found = self.tentative.shape.places[np.array(found, dtype=np.int64)].tolist()
             self.kv.accept(found)
+            self.tokens += tokens[end:]
         else:
             common = 0
             for mine, theirs in zip(self.tokens, tokens[:-1], strict=False):
@@ -80,8 +81,8 @@ class DraftCache:
                     break
                 common += 1
             self.kv.truncate(min(common, len(self.kv)))
+            self.tokens = list(tokens)
         self.tentative = None
-        self.tokens = list(tokens)
         return tokens[len(self.kv) :]
 
     def fork(self) -> DraftCache:

@@ -62,7 +62,7 @@ class Index:
             for n in self.lengths:
                 if n <= end:
                     self.ends.setdefault(tuple(tokens[end - n : end]), []).append(end)
-        self.tokens = tokens[:-1]
+        self.tokens += tokens[len(self.tokens) : -1]
 
     def _rewind(self, tokens: list[int]) -> None:
         common = 0
