@@ -130,6 +130,7 @@ def test_two_ranks_share_the_heads_of_latent_attention_and_each_has_all_latents(
     assert found["kv_heads"] == [1, 1] and found["share_of_a_matrix"] == 0.5
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", WINDOWS)
 def test_two_ranks_share_layers_with_windows_chunks_soft_caps_and_sinks(answers, family):
     found = answers[family]

@@ -205,8 +205,9 @@ def test_other_kinds_of_multimodal_models_are_refused_by_name(folder):
 
 def test_what_the_text_model_cannot_do_is_refused(folder):
     text = json.loads((folder / "config.json").read_text())["text_config"]
-    change(folder, text_config=text | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}})
-    with pytest.raises(Unsupported, match="dynamic RoPE"):
+    layers = ["sliding_attention"] * text["num_hidden_layers"]
+    change(folder, text_config=text | {"layer_types": layers, "sliding_window": 0})
+    with pytest.raises(Unsupported, match="sliding_attention must reach"):
         Target.load(str(folder), dtype="float32")
 
 
