@@ -48,13 +48,14 @@ def test_the_least_of_machine_and_groups_is_available(tmp_path, monkeypatch):
     assert available(CPU) is None and available(torch.device("meta")) is None
 
 
-def test_the_peak_of_the_process_is_at_least_what_it_allocates():
+def test_the_peak_of_the_process_is_at_least_what_it_holds():
+    """How much a block adds depends on what the allocator still holds of earlier ones."""
     peak = Peak.start(CPU)
     block = torch.ones(2**24)  # 64 MiB
     facts = peak.facts()
-    del block
     if facts["before_bytes"] is not None:
-        assert facts["peak_bytes"] >= facts["before_bytes"] + 2**25
+        assert facts["peak_bytes"] >= facts["before_bytes"]
+        assert facts["peak_bytes"] >= block.numel() * block.element_size()
 
 
 def test_bytes_are_readable():
