@@ -66,6 +66,7 @@ def test_a_checkpoint_is_quantized_while_it_is_loaded(source, option, dtype):
     assert 0 < difference < 20, "another distribution"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("proposer", ["ngram", "chain", "tree"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_greedy_output_is_that_of_the_quantized_model(source, option, proposer):
@@ -247,6 +248,7 @@ def test_a_checkpoint_of_compressed_tensors_loads(source, tmp_path, activations)
     assert target.lm.facts["parameters"] == load(source).lm.facts["parameters"]
 
 
+@pytest.mark.nightly  # gptqmodel compiles its kernels when it is first used
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_a_checkpoint_of_gptq_or_awq_loads(tmp_path, method):
     pytest.importorskip("gptqmodel")
