@@ -1,16 +1,20 @@
 """Chat templates: from the messages of a conversation to the text that the model continues.
 
 A template is a program in Jinja that a checkpoint brings. It runs in the sandbox of transformers'
-``apply_chat_template``, and reads the messages, the tools and its options only; the length of its text is bounded, its
-running time is not.
+``apply_chat_template``, and reads the messages, the tools and its options only. Its running time and the
+length of its text are bounded.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 from spec_lab.core.options import brief
@@ -27,6 +31,9 @@ RESERVED = {
     "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
 }  # fmt: skip
 """Names that are arguments of ``apply_chat_template``, and no options of a template."""
+
+SECONDS = 10.0
+"""A template that runs for longer is stopped."""
 
 
 @runtime_checkable
@@ -84,7 +91,8 @@ def render(
         where: names the prompt, for messages.
 
     Raises:
-        ValueError: the template refuses the messages; it does not read the tools or an option that are given.
+        ValueError: the template refuses the messages, or runs for too long; it does not read the tools or an option
+            that are given.
     """
     source = "" if template is None else template.of(tokenizer, bool(tools))
     options = {} if template is None else dict(template.options)
@@ -94,14 +102,40 @@ def render(
     if not isinstance(tokenizer, HasTemplate):
         raise ValueError(f"{where}: the target's tokenizer applies no chat templates; set prompts.template=none")
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(one) for one in messages], tools=list(tools) or None, chat_template=source, tokenize=False,
-            add_generation_prompt=True, **options,
-        )  # fmt: skip
+        with _at_most(SECONDS):
+            text = tokenizer.apply_chat_template(
+                [dict(one) for one in messages], tools=list(tools) or None, chat_template=source, tokenize=False,
+                add_generation_prompt=True, **options,
+            )  # fmt: skip
     except Exception as error:  # those of Jinja, of transformers, and of whatever the template does
         why = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{where}: the chat template refuses its messages ({brief(why)})") from error
     return text, True
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Stop Python code that runs for longer: a template's loops, whose length its messages and literals decide.
+
+    It looks at the clock before each call and each line of a template. (A thread cannot be stopped from outside, and a
+    signal reaches the main thread only.) A single operation inside the interpreter is not interrupted.
+
+    Raises:
+        TimeoutError: raised in the code.
+    """
+    end = time.monotonic() + seconds
+
+    def look(frame: FrameType, event: str, argument: Any) -> Any:
+        if time.monotonic() > end:
+            raise TimeoutError(f"it runs for more than {seconds:g} seconds")
+        return look if frame.f_code.co_filename == "<template>" else None
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _check_read(source: str, options: Mapping[str, Any], tools: bool, where: str) -> None:

@@ -1,13 +1,14 @@
 """Conversations: files of them, chat templates, and what reaches the tokenizer."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from spec_lab.text import conversations, records
+from spec_lab.text import chat_template, conversations, records
 from spec_lab.text.chat_template import ChatTemplate, template_facts
 from spec_lab.text.conversations import chat, chat_options
 from spec_lab.text.prompts import Prompt, digest, encode_turn
@@ -138,6 +139,14 @@ def test_a_template_cannot_write_more_than_a_prompt_may_have(monkeypatch):
     long = "{% for a in range(10) %}{% for b in range(100) %}x{% endfor %}{% endfor %}"
     with pytest.raises(ValueError, match="prompt 'p': .*1000 characters"):
         text(Prompt("p", "a", template=ChatTemplate()), template=long)
+
+
+def test_a_template_that_loops_for_too_long_is_stopped(monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
+    endless = "{% set n = range(90000) | list %}" + "{% for a in n %}" * 4 + "{% endfor %}" * 4
+    with pytest.raises(ValueError, match=r"prompt 'p': .*runs for more than 0.2 seconds"):
+        text(Prompt("p", "a", template=ChatTemplate()), template=endless)
+    assert sys.gettrace() is None or sys.gettrace().__name__ != "look"
 
 
 @pytest.mark.parametrize(
