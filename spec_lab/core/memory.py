@@ -40,7 +40,7 @@ def group_room(groups: Path = GROUPS, mount: Path = MOUNT) -> Iterator[int]:
         mount: where they are mounted.
     """
     try:
-        lines = groups.read_text().split()
+        lines = groups.read_text().splitlines()
     except OSError:
         return
     for line in lines:
@@ -49,14 +49,14 @@ def group_room(groups: Path = GROUPS, mount: Path = MOUNT) -> Iterator[int]:
             continue
         root = mount / "memory" if kinds else mount
         names = "memory.limit_in_bytes memory.usage_in_bytes" if kinds else "memory.max memory.current"
-        cache = "total_inactive_file" if kinds else "inactive_file"  # of the groups inside as well
+        prefix = "total_" if kinds else ""  # of the groups inside as well
         folder = root / own.lstrip("/")
         for one in (folder, *folder.parents):
             with suppress(OSError, ValueError):  # no limit ("max"), or not visible from inside a container
                 limit, used = (int((one / name).read_text()) for name in names.split())
                 stat = (one / "memory.stat").read_text()
-                cached = re.search(rf"^{cache} (\d+)$", stat, re.MULTILINE)
-                yield limit - used + (int(cached[1]) if cached else 0)
+                cached = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", stat, re.MULTILINE)
+                yield limit - used + sum(map(int, cached))
             if one == root:
                 break
 
@@ -83,8 +83,14 @@ class Peak:
             CLEAR.write_text("5")
         return Peak(device, _field(STATUS, "VmRSS"))
 
-    def facts(self) -> dict[str, int | None]:
-        """What a record should keep: the bytes in use before, and at most since then."""
+    def facts(self, decoded: bool = True) -> dict[str, int | None]:
+        """What a record should keep: the bytes in use before, and at most since then.
+
+        Args:
+            decoded: whether anything was; if not, there is no peak (a finished run's tables are written again).
+        """
+        if not decoded:
+            return {"before_bytes": None, "peak_bytes": None}
         most = _field(STATUS, "VmHWM")
         if self.device.type == "cuda":
             most = torch.cuda.max_memory_allocated(self.device)

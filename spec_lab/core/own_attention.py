@@ -6,7 +6,7 @@ from typing import Any
 
 
 def own_attention(model: Any) -> str:
-    """Return "sdpa", or "eager" for a model that says that it does not support it.
+    """Return "sdpa", or "eager" for a model without support for it.
 
     Such models use soft caps or sinks, which torch's function does not have.
     """

@@ -81,7 +81,7 @@ class CausalLM:
             raise NotImplementedError("its ALiBi biases require target.attention=spans")
         own = attends and attention == "spans" and adapt(model)
         if attends and attention == "spans" and not own and model.config._attn_implementation != wanted:
-            raise NotImplementedError("it does not take its attention from transformers' AttentionInterface")
+            raise NotImplementedError("it does not compute attention by transformers' AttentionInterface")
         self.chunk = chunk
         self.cells = Cells(without, uniform=fixed or attention == "dense", dtype=self.kv_dtype)
         self.dtype: torch.dtype = self.model.dtype
@@ -161,6 +161,8 @@ class CausalLM:
             return "its forwards have fixed shapes (graphs=true)"
         if self._packer.split or (getattr(self.model, "tp_size", None) or 1) > 1:
             return "it is split over devices or ranks"
+        if getattr(self.model.config, "num_kv_shared_layers", 0):
+            return "its last layers share keys and values"
         try:
             find_layers(self.model)
         except (AttributeError, NotImplementedError) as error:
@@ -177,7 +179,7 @@ class CausalLM:
         packer = replace(self._packer, cells=Cells())
         prepared = packer.prepare([packer.cells.open(1)], [[0]], empty(1, self.device), (), self.chunk)
         try:
-            self._forward(self.model, prepared, {"logits_to_keep": prepared.keep})
+            self._forward(self.model, prepared, {"logits_to_keep": self._wanted(prepared.keep, prepared.ids.numel())})
         finally:
             self._final = None
 
@@ -215,8 +217,12 @@ class CausalLM:
     @property
     def memory(self) -> ModelMemory | None:
         """See ``engine.memory.StatesMemory``."""
+        recurrent, chunk = None, self.chunk
+        if self.recurrence is not None:
+            recurrent, chunk = self.recurrence.memory, self.recurrence.chunk(chunk)
         dense = self.attention == "dense"
-        return memory_of(self.model, self.chunk, self.cells.uniform, self._kv_itemsize, dense)
+        found = memory_of(self.model, chunk, self.cells.uniform, self._kv_itemsize, dense, recurrent)
+        return None if found is None else replace(found, narrower=not why_no_kv_dtype(self.model))
 
     @property
     def _kv_itemsize(self) -> int:
@@ -229,9 +235,9 @@ class CausalLM:
             sequence.states = self.recurrence.states()
         return sequence
 
-    def open_copy(self, source: CellSequence, length: int, reserve: int) -> CellSequence:
+    def open_copy(self, source: CellSequence, length: int, reserve: int, exact: bool = False) -> CellSequence:
         """See ``runner.CopiesPrefix``."""
-        return self.cells.copy(source, length, reserve, clear=self.fixed)
+        return self.cells.copy(source, length, reserve, clear=self.fixed, exact=exact)
 
     def capture(self, layers: tuple[int, ...] = ()) -> None:
         """Return these hidden states from now on. Numbers as in ``runner.Capabilities``.
@@ -261,15 +267,16 @@ class CausalLM:
         ``kv_dtype``.
         """
         ids = torch.tensor([list(tokens)], device=self.device)
+        wanted = self._wanted(rows, len(tokens))
         if self.kv_dtype is None:
-            logits: Tensor = self.model(input_ids=ids, use_cache=False, logits_to_keep=rows).logits[0]
+            logits: Tensor = self.model(input_ids=ids, use_cache=False, logits_to_keep=wanted).logits[0]
             return logits
         kinds, dense = self._packer.kinds, self.attention == "dense"
         positions = torch.arange(len(tokens), device=self.device)[None]
         mask = text_masks(kinds, self.layers, len(tokens), self.dtype, self.device) if dense else None
         cache = RoundedCache(self.kv_dtype, kinds, positions, dense)
         logits = self.model(
-            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, logits_to_keep=rows,
+            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, logits_to_keep=wanted,
             **{cache_argument(self.model): cache},
         ).logits[0]  # fmt: skip
         return logits
@@ -412,7 +419,11 @@ class CausalLM:
         own = () if route.end is None else (*taps, route.end)
         with self._ranges.running(route, frozenset(own)) as caught:
             module = self.model if logits else self._ranges.decoder
-            output = self._forward(module, prepared, {"logits_to_keep": prepared.keep} if logits else {})
+            output = self._forward(
+                module,
+                prepared,
+                {"logits_to_keep": self._wanted(prepared.keep, prepared.ids.numel())} if logits else {},
+            )
         self._final = None
         states = torch.cat([caught[layer] for layer in own], -1) if own else None
         return output.logits.flatten(0, 1) if logits else None, states
@@ -433,7 +444,9 @@ class CausalLM:
             own = self._ranges.decoder.register_forward_hook(self._catch) if self._hook is None else None
             try:
                 with self._ranges.running(Route(end), later, hidden[end]) as caught:
-                    output = self._forward(self.model, whole, {"logits_to_keep": whole.keep})
+                    output = self._forward(
+                        self.model, whole, {"logits_to_keep": self._wanted(whole.keep, whole.ids.numel())}
+                    )
             finally:
                 if own is not None:
                     own.remove()
@@ -443,6 +456,15 @@ class CausalLM:
             hidden |= {**caught, last: final}
         captured = torch.cat([hidden[layer] for layer in self._layers], -1) if self._layers else None
         return output.logits.flatten(0, 1), captured
+
+    def _wanted(self, keep: Tensor | int, rows: int) -> Tensor | int:
+        """``logits_to_keep``, as an index where the last layers share keys and values (Gemma 4).
+
+        Given a number, transformers computes these layers of the wanted rows alone, which a ``Pack`` does not foresee.
+        """
+        if isinstance(keep, Tensor) or not getattr(self.model.config, "num_kv_shared_layers", 0):
+            return keep
+        return torch.arange(rows - keep if keep else 0, rows, device=self.device)
 
     def _forward(self, module: Any, prepared: Prepared, more: dict[str, Any]) -> Any:
         return module(
@@ -464,7 +486,7 @@ class CausalLM:
             position_ids=positions,
             attention_mask=mask,
             use_cache=True,
-            logits_to_keep=keep,
+            logits_to_keep=self._wanted(keep, ids.numel()),
             **{cache_argument(self.model): pack},
             **more,
         )

@@ -33,6 +33,8 @@ class CellSequence:
         self._length = 0
         self._bias = bias  # [>= extent] float32
         self.extent = 0  # one past the highest own cell
+        self.in_order = True  # whether cell i is known to hold position i
+        self.exact = False  # see ``Cells.open``
         self.open = True
         self.held = NONE_HELD  # [nodes of the tree], the cell of each node; -1 where it is not computed
         self.ahead: Ahead | None = None
@@ -189,7 +191,7 @@ class Cells:
 
     # Sequences -------------------------------------------------------------------------------------------------------
 
-    def open(self, reserve: int = GRAIN, clear: bool = False) -> CellSequence:
+    def open(self, reserve: int = GRAIN, clear: bool = False, exact: bool = False) -> CellSequence:
         """A new, empty sequence in a span of its own with room for ``reserve`` cells (it grows beyond on demand).
 
         The span is the smallest unused one with room; if there is none the largest unused one, which grows, or a new
@@ -199,9 +201,13 @@ class Cells:
             reserve: how many cells.
             clear: whether to overwrite what an earlier sequence left there with zeros, for attention that reads cells
                 beyond its own: a mask does not remove NaN (0 x NaN).
+            exact: whether the span is to be no larger than that and is freed with the sequence (of no uniform store).
         """
         unused = [number for number, users in enumerate(self._users) if users == 0]
         room = self.capacities.__getitem__
+        exact = exact and not self.uniform
+        if exact:
+            unused = [number for number in unused if not room(number)]
         if fitting := [number for number in unused if room(number) >= reserve]:
             span = min(fitting, key=room)
             if clear:
@@ -213,7 +219,9 @@ class Cells:
             self._grow(span, max(reserve, 1), keep=False)
         self._users[span] += 1
         own = self.capacities[span]
-        return CellSequence(self, span, np.empty(own, dtype=np.int64), np.full(own, -np.inf, dtype=np.float32))
+        opened = CellSequence(self, span, np.empty(own, dtype=np.int64), np.full(own, -np.inf, dtype=np.float32))
+        opened.exact = exact
+        return opened
 
     def take(self, sequence: CellSequence, count: int) -> np.ndarray:
         """``count`` free cells of the sequence's span, lowest first. They are held until kept or dropped."""
@@ -252,6 +260,7 @@ class Cells:
             more = max(self.capacities[sequence.span], end)
             sequence._slots = np.concatenate([sequence._slots, np.empty(more, dtype=np.int64)])
         sequence._slots[len(sequence) : end] = slots
+        sequence.in_order = sequence.in_order and list(slots) == list(range(len(sequence), end))
         sequence._length = end
         if len(slots):
             sequence.extent = max(sequence.extent, max(slots) + 1)
@@ -276,24 +285,27 @@ class Cells:
         sequence.bias(sequence.extent)[gone] = -np.inf
         sequence._length = length
         sequence.extent = int(sequence.slots.max()) + 1 if length else 0
+        sequence.in_order = sequence.in_order or not length
 
     def fork(self, sequence: CellSequence) -> CellSequence:
         """A second sequence over the same cells, which it shares."""
         self.references[sequence.span, sequence.slots] += 1
         self._users[sequence.span] += 1
         twin = CellSequence(self, sequence.span, sequence._slots.copy(), sequence._bias.copy())
-        twin._length, twin.extent = len(sequence), sequence.extent
+        twin._length, twin.extent, twin.in_order = len(sequence), sequence.extent, sequence.in_order
         return twin
 
-    def copy(self, source: CellSequence, length: int, reserve: int, clear: bool = False) -> CellSequence:
+    def copy(
+        self, source: CellSequence, length: int, reserve: int, clear: bool = False, exact: bool = False
+    ) -> CellSequence:
         """A sequence in a span of its own with copies of the first ``length`` cells of another one.
 
         Args:
             source: the other one.
             length: how many of its cells.
-            reserve, clear: as of ``open``.
+            reserve, clear, exact: as of ``open``.
         """
-        made = self.open(max(reserve, length), clear)
+        made = self.open(max(reserve, length), clear, exact)
         if length:
             self.keep(made, self.take(made, length).tolist())
             with torch.inference_mode():
@@ -313,6 +325,16 @@ class Cells:
             sequence.open = False
             if not self._users[sequence.span]:  # cells held by a forward that failed go with the span
                 self.references[sequence.span] = 0
+                if sequence.exact:
+                    self._free(sequence.span)
+
+    def _free(self, span: int) -> None:
+        """Free the memory of an unused span; its number remains."""
+        for layer in self.views:
+            for store in layer:
+                store[span] = store[span].new_zeros(1, store[span].shape[1], 0, store[span].shape[3])
+        self.capacities[span] = 0
+        self.generation += 1
 
     def reserve(self, capacities: Sequence[int]) -> None:
         """Grow to spans of at least these capacities, for callers that keep the references elsewhere."""
@@ -398,7 +420,7 @@ class Cells:
         self.capacities += [0] * (spans - self.spans)
         self.capacities = [capacity] * spans if self.uniform else self.capacities
         self.capacities[span] = capacity
-        references = np.zeros((spans, self.capacity), dtype=np.int32)
+        references = np.zeros((spans, max(self.capacity, self.references.shape[1])), dtype=np.int32)
         references[: len(self.references), : self.references.shape[1]] = self.references
         self.references = references
         self._users += [0] * (spans - len(self._users))

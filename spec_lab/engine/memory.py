@@ -7,7 +7,26 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from spec_lab.core.memory import readable
-from spec_lab.engine.kv_cache import allocated
+from spec_lab.engine.kv_cache import GRAIN, allocated
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """The bytes of the recurrent states of one sequence, whose length does not matter.
+
+    Args:
+        states: of all recurrent layers.
+        inputs: of their inputs for one token, which are kept with a snapshot of the states.
+        kept: most tokens whose inputs are kept, in addition to those of a draft.
+    """
+
+    states: int
+    inputs: int
+    kept: int
+
+    def bytes(self, rows: int) -> int:
+        """Return those of a sequence with drafts of so many rows: without drafts no snapshot is taken."""
+        return 2 * self.states + (self.kept + rows) * self.inputs if rows else self.states
 
 
 @dataclass(frozen=True)
@@ -22,8 +41,11 @@ class ModelMemory:
         probabilities: bytes of a probability.
         vocabulary: V.
         width: numbers that a row needs inside the layer with the most.
+        hidden: numbers of a hidden state.
         chunk: most tokens of a prompt computed in one forward.
         uniform: whether all sequences have as many cells as the longest.
+        recurrent: of a model with recurrent layers.
+        narrower: whether keys and values can be stored in a narrower data type.
     """
 
     weights: int
@@ -33,8 +55,11 @@ class ModelMemory:
     probabilities: int
     vocabulary: int
     width: int
+    hidden: int
     chunk: int
     uniform: bool = False
+    recurrent: StateMemory | None = None
+    narrower: bool = True
 
     def kv_bytes(self, reserves: Sequence[int]) -> int:
         """Return the bytes of the KV cache of sequences with room for so many positions, open together."""
@@ -62,6 +87,7 @@ class Decoding:
         context: most tokens of a sequence.
         rows: most rows below one root of a draft, and ``cells``: most KV cells there.
         prefix_cache: tokens of earlier requests whose KV cache is kept.
+        states: hidden states of each row that a forward keeps.
     """
 
     prompts: Sequence[int]
@@ -71,6 +97,7 @@ class Decoding:
     rows: int = 0
     cells: int = 0
     prefix_cache: int = 0
+    states: int = 0
 
     def together(self) -> list[int]:
         """Return the lengths of the longest prompts that may be decoded together."""
@@ -83,6 +110,7 @@ class MemoryNeed:
 
     Args:
         kv_cache: of the target, and ``draft_kv_cache``: of draft models.
+        recurrent_states: of the target, with their snapshots.
         logits: of the rows of a step, and their probabilities.
         activations: inside a forward, attention masks included.
     """
@@ -91,16 +119,18 @@ class MemoryNeed:
     draft_kv_cache: int
     logits: int
     activations: int
+    recurrent_states: int = 0
 
     @property
     def total(self) -> int:
         """All bytes."""
-        return self.kv_cache + self.draft_kv_cache + self.logits + self.activations
+        return self.kv_cache + self.draft_kv_cache + self.logits + self.activations + self.recurrent_states
 
     def __str__(self) -> str:
         parts = {
             "KV cache": self.kv_cache, "KV cache of draft models": self.draft_kv_cache,
-            "logits and probabilities": self.logits, "activations": self.activations,
+            "recurrent states": self.recurrent_states, "logits and probabilities": self.logits,
+            "activations": self.activations,
         }  # fmt: skip
         return ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
 
@@ -112,7 +142,8 @@ DraftBytes = Callable[[Sequence[int]], int]
 def need(model: ModelMemory, decoding: Decoding, draft_bytes: DraftBytes = lambda _: 0) -> MemoryNeed:
     """Return the memory of decoding.
 
-    The KV cache is counted as it is allocated, in blocks. Logits are counted once, and twice as probabilities.
+    The KV cache is counted as it is allocated, in blocks; in a uniform store each kept text of the prefix cache, of at
+    least one block, takes as much as the longest sequence. Logits are counted once, and twice as probabilities.
     Activations are those of the larger one of two forwards: of all prompts' largest chunks, and of a step with all
     drafts; a sequence of which several rows are computed has an additive mask of these rows over its cells, unless it
     is a prompt of one chunk.
@@ -120,21 +151,32 @@ def need(model: ModelMemory, decoding: Decoding, draft_bytes: DraftBytes = lambd
     prompts = decoding.together()
     ends = [min(prompt + decoding.max_new_tokens, decoding.context) for prompt in prompts]
     reserves = [end + decoding.cells for end in ends]
-    kept = decoding.prefix_cache * model.cell * model.kv_itemsize
+    kept = [decoding.prefix_cache] if decoding.prefix_cache else []
+    if model.uniform:
+        kept = [max(reserves, default=0)] * (decoding.prefix_cache // GRAIN)
     step = 1 + decoding.rows
     logits = len(prompts) * step * model.vocabulary * (model.itemsize + 2 * model.probabilities)
     chunks = [min(prompt, model.chunk) for prompt in prompts]
+    row = model.width + decoding.states * model.hidden
     forwards = [
-        _activations(model, chunks, [end if end > model.chunk else 0 for end in prompts]),
-        _activations(model, [step] * len(prompts), reserves if decoding.rows else [0] * len(prompts)),
+        _activations(model, row, chunks, [end if end > model.chunk else 0 for end in prompts]),
+        _activations(model, row, [step] * len(prompts), reserves if decoding.rows else [0] * len(prompts)),
     ]
-    return MemoryNeed(model.kv_bytes(reserves) + kept, draft_bytes(ends), logits, max(forwards))
+    states = 0 if model.recurrent is None else len(prompts) * model.recurrent.bytes(decoding.rows)
+    return MemoryNeed(model.kv_bytes(reserves + kept), draft_bytes(ends), logits, max(forwards), states)
 
 
-def _activations(model: ModelMemory, rows: Sequence[int], cells: Sequence[int]) -> int:
-    """Return the bytes inside a forward with so many rows of each sequence, which need masks over so many cells."""
+def _activations(model: ModelMemory, row: int, rows: Sequence[int], cells: Sequence[int]) -> int:
+    """Return the bytes inside a forward with so many rows of each sequence, which need masks over so many cells.
+
+    Args:
+        model: the model.
+        row: numbers that each row needs.
+        rows: of each sequence.
+        cells: of each sequence.
+    """
     masks = [count * end for count, end in zip(rows, cells, strict=True)]
-    return (sum(rows) * model.width + sum(masks)) * model.itemsize + 4 * max(masks, default=0)
+    return (sum(rows) * row + sum(masks)) * model.itemsize + 4 * max(masks, default=0)
 
 
 def what_fits(
@@ -157,7 +199,7 @@ def what_fits(
                   max(decoding.prompts, default=0) - 1)  # fmt: skip
     if cut:
         found.append(f"max_prompt_tokens={cut}")
-    if model.kv_itemsize > 2 and fits(replace(model, kv_itemsize=2), decoding):
+    if model.narrower and model.kv_itemsize > 2 and fits(replace(model, kv_itemsize=2), decoding):
         found.append("target.kv_dtype=bfloat16")
     if decoding.prefix_cache and fits(model, replace(decoding, prefix_cache=0)):
         found.append("prefix_cache=null")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,19 +44,28 @@ class Mixer:
         return self.inner(rows, cache=cache)
 
 
-def find_mixers(model: Any) -> tuple[list[Mixer], bool]:
+class Mixers(NamedTuple):
+    """What ``find_mixers`` finds in a model."""
+
+    every: list[Mixer]
+    hidden_states: bool
+    """Whether the model numbers its hidden states as ``runner.Capabilities`` does."""
+    state_bytes: int
+    """Of the states of one sequence in all recurrent layers."""
+    input_bytes: int
+    """Of the inputs of all mixers for one token."""
+
+
+def find_mixers(model: Any) -> Mixers:
     """Let the mixers of a model read the states of the sequences of a ``Pack``; other forwards remain as they are.
 
     Args:
         model: a causal LM of transformers with recurrent layers.
 
-    Returns:
-        The mixers, and whether the model numbers its hidden states as ``runner.Capabilities`` does.
-
     Raises:
         NotImplementedError: a recurrent layer does not keep its states in transformers' cache, or shares its mixer.
     """
-    found, inputs, regular = _probe(model, model.config, recurrent_layers(model.config))
+    found, inputs, regular, state_bytes = _probe(model, model.config, recurrent_layers(model.config))
     if len({id(module) for module in found.values()}) < len(found):
         raise NotImplementedError("two of its recurrent layers share a module")
     mixers, tokenwise = [], dict[type, bool]()
@@ -67,12 +76,12 @@ def find_mixers(model: Any) -> tuple[list[Mixer], bool]:
                 tokenwise[kind] = not _continues(module, layer, inputs[layer], model.config)
             module.forward = Mixer(layer, module.forward, tokenwise[kind])
         mixers.append(module.forward)
-    return mixers, regular
+    return Mixers(mixers, regular, state_bytes, sum(one.nbytes for one in inputs.values()))
 
 
 @inference
-def _probe(model: Any, config: Any, layers: Sequence[int]) -> tuple[dict[int, nn.Module], dict[int, Tensor], bool]:
-    """Run one token; return each layer's mixer, its input, and ``Recurrence.hidden_states``."""
+def _probe(model: Any, config: Any, layers: Sequence[int]) -> tuple[dict[int, nn.Module], dict[int, Tensor], bool, int]:
+    """Run one token; return each layer's mixer, its input, ``Mixers.hidden_states`` and ``Mixers.state_bytes``."""
     cache, found, inputs = DynamicCache(config=config), dict[int, nn.Module](), dict[int, Tensor]()
     first: list[Tensor] = []
 
@@ -104,7 +113,14 @@ def _probe(model: Any, config: Any, layers: Sequence[int]) -> tuple[dict[int, nn
             f"its layer {missing[0]} does not keep its state in transformers' cache (of transformers 5.24 or newer)"
         )
     regular = states is not None and len(states) == config.num_hidden_layers + 1 and bool((states[0] == first[0]).all())
-    return found, inputs, regular
+    state_bytes = sum(one.nbytes for layer in layers for one in state_tensors(cache.layers[layer]))
+    return found, inputs, regular, state_bytes
+
+
+def state_tensors(state: Any) -> list[Tensor]:
+    """Return the tensors of one layer's state in transformers' cache."""
+    values = [value for value in vars(state).values() if isinstance(value, dict)]
+    return [one for every in values for one in every.values() if isinstance(one, Tensor)]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from spec_lab.core.probabilities import probs_dtype
 from spec_lab.core.roofline import AttentionWork, ForwardWork
 from spec_lab.engine.adaptors import EXTRA, has_alibi
 from spec_lab.engine.attention import FULL, AttentionKind, layers_without_cells
-from spec_lab.engine.memory import ModelMemory
+from spec_lab.engine.memory import ModelMemory, StateMemory
 from spec_lab.models.quantized import is_quantized, stored
 
 
@@ -66,11 +66,14 @@ def work_of(model: Any, kinds: Mapping[int, AttentionKind], kv_itemsize: int | N
 
 
 def memory_of(
-    model: Any, chunk: int, uniform: bool, kv_itemsize: int | None = None, dense: bool = False
+    model: Any,
+    chunk: int,
+    uniform: bool,
+    kv_itemsize: int | None = None,
+    dense: bool = False,
+    recurrent: StateMemory | None = None,
 ) -> ModelMemory | None:
     """Return the sizes from which the memory of decoding with a causal LM follows.
-
-    The states of recurrent layers, whose size does not depend on the length of a text, are not counted.
 
     Args:
         model: a causal LM of transformers.
@@ -78,6 +81,7 @@ def memory_of(
         uniform: whether all sequences have as many KV cells as the longest.
         kv_itemsize: as of ``work_of``.
         dense: whether attention reads one mask over all cells.
+        recurrent: of a model with recurrent layers.
 
     Returns:
         None of a model on several devices or ranks, or whose layers differ in the shape of their attention heads, and
@@ -89,16 +93,20 @@ def memory_of(
     if not heads or not hidden or split or (getattr(model, "tp_size", None) or 1) > 1 or _differing_heads(model):
         return None
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    inner = max(inner) if isinstance(inner, list | tuple) else inner  # one for each layer (Gemma 3n)
+    layers = len(_layers_with_cells(config)) - (getattr(config, "num_kv_shared_layers", None) or 0)
     return ModelMemory(
         weights=_weight_bytes(model),
-        cell=len(_layers_with_cells(config)) * _numbers_per_cell(model, dense),
+        cell=layers * _numbers_per_cell(model, dense),
         kv_itemsize=head.element_size() if kv_itemsize is None else kv_itemsize,
         itemsize=head.element_size(),
         probabilities=probs_dtype(head.dtype).itemsize,
         vocabulary=int(head.shape[0]),
         width=4 * hidden + 3 * inner,
+        hidden=hidden,
         chunk=chunk,
         uniform=uniform,
+        recurrent=recurrent,
     )
 
 

@@ -107,7 +107,7 @@ class PrefixCache:
             self._drop(one)
         while self.tokens + _blocks(len(own)) > self.most_tokens:
             self._drop(self.texts[0])
-        self.texts.append(Kept(own, lm.open_copy(kv, len(own), len(own))))
+        self.texts.append(Kept(own, lm.open_copy(kv, len(own), len(own), exact=True)))
 
     def clear(self) -> None:
         """Drop all texts, and free their memory for other requests."""

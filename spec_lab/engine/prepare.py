@@ -156,6 +156,8 @@ class Packer:
     ) -> Prepared:
         """``CausalLM.prepare``: ``forest``, with pending tokens beyond ``chunk`` in earlier forwards."""
         plain = sequences and not (draft.shape.nodes or prefill or self.dense)
+        if plain and self.kinds:  # windows, chunks and biases are of positions, not of cells
+            plain = all(one.in_order for one in sequences)
         if plain and all(len(one) == 1 for one in pending):
             cells = [self.cells.take_next(one) for one in sequences]
             if -1 not in cells:

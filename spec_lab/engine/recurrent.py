@@ -27,6 +27,7 @@ from transformers import DynamicCache
 
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.engine.kv_cache import CellSequence
+from spec_lab.engine.memory import StateMemory
 from spec_lab.engine.mixers import Mixer, find_mixers
 from spec_lab.engine.prepare import Prepared
 
@@ -44,6 +45,7 @@ class Recurrence:
         mixers: of its layers.
         tokenwise: whether some of them are.
         hidden_states: whether the model numbers its hidden states as ``runner.Capabilities`` does.
+        memory: of the states of a sequence.
 
     Raises:
         NotImplementedError: a recurrent layer does not keep its states in transformers' cache, or shares its mixer.
@@ -51,8 +53,11 @@ class Recurrence:
 
     def __init__(self, model: Any) -> None:
         self.config = model.config
-        self.mixers, self.hidden_states = find_mixers(model)
+        found = find_mixers(model)
+        self.mixers, self.hidden_states = found.every, found.hidden_states
         self.tokenwise = any(one.tokenwise for one in self.mixers)
+        kept = 0 if self.tokenwise else MOST_AGAIN
+        self.memory = StateMemory(found.state_bytes, found.input_bytes, kept)
 
     def states(self) -> RecurrentStates:
         """Of an empty sequence."""
@@ -89,6 +94,8 @@ class Recurrence:
         token: Tensor,
     ) -> Prepared:
         """``follow`` of a forward by ``Packer.level``, whose arguments these are."""
+        if any(one is not None and states_of(one).lost for one in sequences):
+            raise RuntimeError("a sequence whose states were removed must be computed again by a forward first")
         drafted, advances = token.tolist() if token.device.type == "cpu" else token.unbind(), []
         start = 0
         for tree, sequence in enumerate(sequences):

@@ -224,10 +224,11 @@ class CopiesPrefix(Protocol):
         """As of ``Runner``."""
         ...
 
-    def open_copy(self, source: Any, length: int, reserve: int) -> KVSequence:
+    def open_copy(self, source: Any, length: int, reserve: int, exact: bool = False) -> KVSequence:
         """A sequence with copies of the first ``length`` positions of another one, and room for ``reserve``.
 
-        Neither of them changes what the other holds.
+        Neither of them changes what the other holds. If ``exact``, it takes no more memory than that, and frees it when
+        it is closed.
         """
         ...
 

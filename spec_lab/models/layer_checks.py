@@ -119,7 +119,7 @@ def check_exit(lm: LayeredRunner, end: int, name: str) -> float:
 
 
 def _tolerance(lm: LayeredRunner) -> float:
-    return tolerance(lm.model) if isinstance(lm, CausalLM) else TOLERANCE[lm.dtype]
+    return tolerance(lm.model, lm.kv_dtype) if isinstance(lm, CausalLM) else TOLERANCE[lm.dtype]
 
 
 def _exit_error(lm: LayeredRunner, end: int) -> float:

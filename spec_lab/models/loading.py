@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from spec_lab.core import memory
 from spec_lab.models import checkpoint, quantized, ranks
 from spec_lab.models import tensor_parallel as parallel
-from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.checkpoint import weight_files, weights_hash
 from spec_lab.models.configs import Config, read_model_config
 from spec_lab.models.hub import fetch_weights, folder_of
 from spec_lab.models.placement import (
@@ -29,7 +29,15 @@ from spec_lab.models.placement import (
     device_of,
     refuse_offloading,
 )
-from spec_lab.models.quantization import SKIPPED, Quantization, arguments, carried, chosen, own_config
+from spec_lab.models.quantization import (
+    SKIPPED,
+    Quantization,
+    arguments,
+    carried,
+    check_quantized_fit,
+    chosen,
+    own_config,
+)
 from spec_lab.models.support import Unsupported
 from spec_lab.models.text_part import text_modules, text_tensors
 from spec_lab.models.tokenizer import check_stop_tokens, check_vocabulary, read_tokenizer
@@ -81,9 +89,13 @@ def load_model(
         else:
             model = _fill(path, found, dtype).to("cuda" if torch.cuda.is_available() else "cpu")
     else:
-        if found.quantization is None:  # of others the size is known once they are read
+        if found.quantization is None:
             for place in {torch.device("cpu"), where}:  # weights are read on the CPU, and copied from there
-                check_weights_fit(path, found.model, dtype, place, memory.available(place))
+                check_weights_fit(path, found.model, dtype, place, memory.available(place), stays=place == where)
+        elif not found.config.multimodal:  # whose files hold more than the text part
+            files = weight_files(found.folder) if Path(path).is_dir() else ()
+            room = memory.available(where)
+            check_quantized_fit(path, found.model, found.quantization, DTYPES[dtype], files, where, room)
         model = _fill(path, found, dtype, where=where).to(where)
     tokenizer, stops = read_texts(path, found)
     model.generation_config = GenerationConfig(eos_token_id=stops or None)

@@ -62,8 +62,8 @@ class MergedOutput(nn.Module):
 def merge(model: Any) -> int:
     """Merge the layers in place where a module has them by these names; return how many modules were changed.
 
-    Left as they are: layers that are not plain ``nn.Linear`` (quantised ones, say), that differ in their input, or of
-    which only some have a bias.
+    Left as they are: layers that are not plain ``nn.Linear`` (such as quantized ones), that differ in their input,
+    or of which only some have a bias.
     """
     changed = 0
     for module in [one for one in model.modules() if type(one) is not nn.Linear]:  # whose weights are not kept alive

@@ -51,7 +51,7 @@ def pack(module: nn.Module) -> int:
     """Pack the linear layers of a module in place; return how many.
 
     Left as they are: layers on other devices or split over ranks, of a dtype for which oneDNN has no kernels here, with
-    hooks or another forward, those that are not plain ``nn.Linear`` (quantised ones, say), and those of ``READ``. A
+    hooks or another forward, those that are not plain ``nn.Linear`` (such as quantized ones), and those of ``READ``. A
     weight that is tied to an embedding is copied, since the embedding still reads its rows.
     """
     dtypes = packed_dtypes()

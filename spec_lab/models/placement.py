@@ -61,42 +61,45 @@ def kv_dtype_of(name: str | None, dtype: str) -> torch.dtype | None:
     return KV_DTYPES[name]
 
 
-def weight_bytes(model: Any, dtype: torch.dtype, device: torch.device) -> int:
+def weight_bytes(model: Any, dtype: torch.dtype, device: torch.device, stays: bool = True) -> int:
     """Return the bytes of a model's weights, and of the largest one again, which is held twice while it is laid out.
 
     Args:
         model: as its config describes it, without weights.
         dtype: of the weights.
-        device: where they will be. On the CPU a tied LM head is a copy of the embedding (``models.packed``).
+        device: where they are read. On the CPU a tied LM head is a copy of the embedding (``models.packed``).
+        stays: whether they remain there; if not, they are not laid out.
     """
     sizes = [one.numel() for one in model.parameters()]
     total = sum(sizes) + sum(one.numel() for one in model.buffers())
-    if device.type == "cpu":
+    if device.type == "cpu" and stays:
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         tied = head is not None and embedding is not None and head.weight is embedding.weight
         total += max(sizes, default=0) + (head.weight.numel() if tied and dtype in packed_dtypes() else 0)
     return total * dtype.itemsize
 
 
-def check_weights_fit(path: str, model: Any, dtype: str, device: torch.device, room: int | None) -> None:
+def check_weights_fit(
+    path: str, model: Any, dtype: str, device: torch.device, room: int | None, stays: bool = True
+) -> None:
     """Refuse a model whose weights do not fit the memory, before they are read.
 
     Args:
         path: as given.
         model: as its config describes it, without weights.
         dtype: of ``DTYPES``.
-        device: where the weights will be.
+        device, stays: as of ``weight_bytes``.
         room: available bytes there; None where they are not known.
 
     Raises:
         ValueError: states what is needed, what is available, and which dtype fits.
     """
-    needed = weight_bytes(model, DTYPES[dtype], device)
+    needed = weight_bytes(model, DTYPES[dtype], device, stays)
     if room is None or needed <= room:
         return
     smaller = [
         f"target.dtype={name} needs {readable(size)}" for name, one in DTYPES.items()
-        if one.itemsize < DTYPES[dtype].itemsize and (size := weight_bytes(model, one, device)) <= room
+        if one.itemsize < DTYPES[dtype].itemsize and (size := weight_bytes(model, one, device, stays)) <= room
     ]  # fmt: skip
     advice = " or ".join(smaller) or "no smaller target.dtype fits: choose a smaller model, or more memory"
     raise ValueError(

@@ -9,7 +9,7 @@ a method requires are checked before any weight is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 from packaging.version import InvalidVersion, Version
+from torch import nn
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
+from spec_lab.core.memory import readable
 from spec_lab.core.options import brief, one_of
 from spec_lab.models.support import Unsupported
 
@@ -79,7 +81,7 @@ PACKAGES = {
     "awq": (("gptqmodel", "1.4.3"), ("accelerate", "1.5")),
     "fp8": (("accelerate", "1.5"),),
     "compressed-tensors": (("compressed-tensors", "0.15.0"),),
-    "bitsandbytes": (("bitsandbytes", "0.46.1"), ("accelerate", "1.5")),
+    "bitsandbytes": (("bitsandbytes", "0.48"), ("accelerate", "1.5")),
     "torchao": (("torchao", "0.16.0"),),
 }
 """The packages of each method, and the oldest version of each."""
@@ -188,7 +190,7 @@ def carried(folder: Path, config: Mapping[str, Any], where: torch.device, dtype:
         if config.get(name) not in (None, False, {}, "none", {"format": "dense"}):
             raise Unsupported(f"{file}: quantization_config.{name} is not supported: {why}")
     fields = {name: value for name, value in config.items() if name in FIELDS[method]} | {"quant_method": method}
-    for name in SKIPPED:
+    for name in (*SKIPPED, "modules_to_convert"):
         if fields.get(name) is not None:
             _check_names(file, name, fields[name])
     asked = f"{folder} is quantized with {method}, which"
@@ -307,7 +309,7 @@ def _check_names(file: Path, field_name: str, value: Any) -> None:
         )
     for one in value:
         slow = re.search(r"\)[*+{]", one) or len(re.findall(r"[*+{]", one)) > 4
-        if one.startswith("re:") and slow:
+        if slow:  # transformers matches all of them as patterns
             raise ValueError(
                 f"{file}: quantization_config.{field_name} has the pattern {one!r}, which may match slowly"
             )
@@ -325,3 +327,49 @@ def _groups(file: Path, fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     for one in groups.values():
         _check_names(file, "config_groups.targets", one.get("targets"))
     return list(groups.values())
+
+
+def quantized_bytes(model: Any, how: Quantization, dtype: torch.dtype, files: Sequence[Path]) -> int:
+    """Return the bytes that the weights of a quantized model take at least.
+
+    Args:
+        model: as its config describes it, without weights.
+        how: it is quantized.
+        dtype: of what is not.
+        files: of its weights; a checkpoint that is quantized already keeps what they hold.
+    """
+    if how.carried and not how.dequantized:
+        return sum(file.stat().st_size for file in files)
+    everything = sum(one.numel() for one in model.parameters())
+    head = model.get_output_embeddings()
+    linear = sum(one.weight.numel() for one in model.modules() if isinstance(one, nn.Linear) and one is not head)
+    bits = 8 * dtype.itemsize if how.dequantized else 4 if how.method.endswith("int4") else 8
+    return (everything - linear) * dtype.itemsize + linear * bits // 8
+
+
+def check_quantized_fit(
+    path: str,
+    model: Any,
+    how: Quantization,
+    dtype: torch.dtype,
+    files: Sequence[Path],
+    device: torch.device,
+    room: int | None,
+) -> None:
+    """Refuse a quantized model whose weights do not fit the memory, before they are read.
+
+    Args:
+        path: as given.
+        model, how, dtype, files: as of ``quantized_bytes``.
+        device: where the weights will be.
+        room: available bytes there; None where they are not known.
+
+    Raises:
+        ValueError: states what is needed and what is available.
+    """
+    needed = quantized_bytes(model, how, dtype, files)
+    if room is not None and needed > room:
+        raise ValueError(
+            f"the weights of {path}, quantized with {how.method}, need at least {readable(needed)}, and "
+            f"{readable(room)} of memory are available on {device}: choose a smaller model, or more memory"
+        )

@@ -382,9 +382,9 @@ def checked(
     return error
 
 
-TREES = ((0, 0, 3, 1, 5), (1, 2)), ((0, 0, 2, 1, 1, 6), ())
-CHAINS = ((0, 1, 2, 3, 4), ()), ((0, 2, 1, 3), (0, 1)), ((1, 0), ())
-"""Forests of two trees: the parents of their nodes, and those of the first tree that are accepted."""
+TREES = (2, (0, 0, 3, 1, 5), (1, 2)), (2, (0, 0, 2, 1, 1, 6), ()), (1, (), ()), (1, (0, 0, 1), ())
+CHAINS = (2, (0, 1, 2, 3, 4), ()), (2, (0, 2, 1, 3), (0, 1)), (2, (1, 0), ()), (1, (), ()), (1, (0, 1), ())
+"""Forests: how many trees, the parents of their nodes, and the nodes of the first tree that are accepted."""
 LONG = 24
 """Tokens before a chain, more than recurrent layers compute again after a rejection."""
 
@@ -404,18 +404,24 @@ def forest_error(lm: Runner, plain: Plain) -> float:
 
     chains = lm.capabilities.rollback is not None
     pending, worst = [random_tokens(LONG if chains else 7), random_tokens(4)], 0.0
-    sequences, tokens = [lm.open() for _ in pending], [list[int]() for _ in pending]
+    opened = [lm.open() for _ in pending]
+    sequences, tokens = opened, [list[int]() for _ in pending]
     # The rejected nodes leave holes in the KV cache, so the cells of the second forest are scattered.
-    for parents, accepted in CHAINS if chains else TREES:
-        draft = Draft(Shape(2, np.array(parents)), torch.tensor(random_tokens(len(parents)), device=lm.device))
+    # Then one sequence alone is decoded, without a draft and with one: fewer rows get logits, in other ways.
+    for trees, parents, accepted in CHAINS if chains else TREES:
+        sequences, tokens, pending = sequences[:trees], tokens[:trees], pending[:trees]
+        draft = Draft(
+            Shape(trees, np.array(parents, dtype=np.int64)),
+            torch.tensor(random_tokens(len(parents)), dtype=torch.int64, device=lm.device),
+        )
         output = lm.run(lm.prepare(sequences, pending, draft))
         tokens = [done + more for done, more in zip(tokens, pending, strict=True)]
         worst = max(worst, _compare(plain, tokens, draft, output.logits.clone()))
-        sequences[0].accept(accepted)
-        sequences[1].accept()
-        tokens[0] = tokens[0] + draft.token[draft.shape.trees[0][1:][[*accepted]] - 2].tolist()
+        for sequence, nodes in zip(sequences, (accepted, ()), strict=False):
+            sequence.accept(nodes)
+        tokens[0] = tokens[0] + draft.token[draft.shape.trees[0][1:][[*accepted]] - trees].tolist()
         pending = [random_tokens(1), random_tokens(2)]
-    for sequence in sequences:
+    for sequence in opened:
         sequence.close()
     return worst
 
@@ -427,9 +433,14 @@ def _rotation_error(model: Any) -> float:
     near = torch.arange(4, device=model.device)[None]
     both = torch.cat([near, torch.tensor([[model_context(model.config) - 1]], device=model.device)], dim=1)
     for module in model.modules():
-        if hasattr(module, "inv_freq") and "position_ids" in signature(module.forward).parameters:
-            like = torch.zeros(1, 1, 1, dtype=model.dtype, device=model.device)
-            alone, joined = (_rotations(module(like, position_ids=one)) for one in (near, both))
+        buffers = [name for name, _ in module.named_buffers(recurse=False)]
+        rotates = hasattr(module, "inv_freq") or any(name.endswith("_inv_freq") for name in buffers)
+        if not rotates or "position_ids" not in (takes := signature(module.forward).parameters):
+            continue
+        like = torch.zeros(1, 1, 1, dtype=model.dtype, device=model.device)
+        types = sorted(set(model.config.layer_types)) if "layer_type" in takes else [None]  # Gemma 3 has several
+        for own in ({} if one is None else {"layer_type": one} for one in types):
+            alone, joined = (_rotations(module(like, position_ids=one, **own)) for one in (near, both))
             errors += [float((a - b[:, :4]).abs().max()) for a, b in zip(alone, joined, strict=True)]
     return _largest(errors)
 

@@ -103,7 +103,7 @@ def run(
                 lab.tracker.group(number, seen)
                 speeds = {series.rpartition("/")[0]: f"{speed:.3g} tokens/s" for series, speed in seen.items()}
                 bar.set_postfix(renamed(speeds, names))
-        used: dict[str, Any] = {"memory": {**(facts.get("memory") or {}), **peak.facts()}}
+        used: dict[str, Any] = {"memory": {**(facts.get("memory") or {}), **peak.facts(bool(todo))}}
         tables = recorder.gather()
         if settings.prefix_cache is not None:
             used["cached_prompt_shares"] = metrics.cached_prompt_shares(tables.requests)

@@ -118,7 +118,7 @@ def generate(
         proposer: drafts; default: none, which is autoregressive decoding.
         verifier: decides; default: ``verify.Token``.
         constraint: constrains the output. A bare one applies to target and draft, and appends forced tokens at once.
-        sampling: default greedy.
+        sampling: default greedy; no option of it comes from the checkpoint (transformers' ``generate`` has top_k=50).
         max_new_tokens, stop_strings, banned_strings, min_new_tokens, token_healing, seed: as of ``lab.Settings``.
         vocabulary: of the target, if it is built already.
         prefix_cache: KV caches of earlier calls with the same target, as between the turns of a chat, which keep theirs
@@ -180,7 +180,8 @@ def engine_with_events(lab: Lab, settings: Settings, prefix_cache: PrefixCache |
     check_pair(lab.proposer.name, draws_of(lab.proposer), lab.verifier, branches(lab.proposer))
     check_sampling(lab.proposer, lab.sampling)
     requests = [replace(one, logprobs=True) for one in lab.requests(settings)]
-    check_memory(lab, settings, [len(one.tokens) for one in requests])
+    kept = settings.prefix_cache if prefix_cache is None else prefix_cache.most_tokens
+    check_memory(lab, replace(settings, prefix_cache=kept), [len(one.tokens) for one in requests])
     draws = CounterDraws(settings.seed)
     parts = lab.target, lab.proposer, lab.verifier, requests, draws, lab.applied, lab.pieces
     return fixed_group(*parts, listen=True, prefix_cache=prefix_cache)

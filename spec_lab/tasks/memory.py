@@ -9,6 +9,7 @@ from spec_lab.core import memory
 from spec_lab.core.memory import readable
 from spec_lab.engine.memory import Decoding, MemoryNeed, ModelMemory, StatesMemory, need, what_fits
 from spec_lab.engine.proposer import Proposer, kv_bytes, most_cells, most_rows
+from spec_lab.propose.null import Null
 from spec_lab.tasks.lab import Lab, Settings
 
 
@@ -53,6 +54,7 @@ def _decoding(lab: Lab, settings: Settings, prompts: Sequence[int]) -> Decoding:
     """What the arms decode, each of which may need the most of something."""
     forces = lab.applied is not None and lab.applied.on_draft and bool(lab.applied.fast_forward)
     every: list[Proposer] = [lab.proposer, *lab.more_proposers.values()]
+    arms = sum(not isinstance(one, Null) for one in every) + settings.baseline
     return Decoding(
         prompts=prompts,
         batch_size=settings.batch_size,
@@ -60,8 +62,15 @@ def _decoding(lab: Lab, settings: Settings, prompts: Sequence[int]) -> Decoding:
         context=lab.target.context,
         rows=max(most_rows(one, forces) for one in every),
         cells=max(most_cells(one, forces) for one in every),
-        prefix_cache=(settings.prefix_cache or 0) * (len(every) + settings.baseline),
+        prefix_cache=max(arms, 1) * (settings.prefix_cache or 0),
+        states=max(_states(one.requires.hidden, lab.target.lm.capabilities.hidden_layers) for one in every),
     )
+
+
+def _states(hidden: Sequence[int], layers: int) -> int:
+    """Return how many hidden states of a row a forward keeps for these (``CausalLM.capture``)."""
+    wanted = {layer % (layers + 1) for layer in hidden}
+    return len(hidden) if wanted <= {layers} else layers + 1 + len(hidden)
 
 
 def _advice(fitting: Sequence[str]) -> str:
@@ -76,6 +85,7 @@ def facts(model: ModelMemory, needed: MemoryNeed, room: int | None) -> dict[str,
         "weights_bytes": model.weights,
         "kv_cache_bytes": needed.kv_cache,
         "draft_kv_cache_bytes": needed.draft_kv_cache,
+        "recurrent_states_bytes": needed.recurrent_states,
         "logits_bytes": needed.logits,
         "activations_bytes": needed.activations,
         "decoding_bytes": needed.total,

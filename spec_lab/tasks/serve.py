@@ -174,7 +174,7 @@ def serve(
         with tqdm(total=total, desc=settings.name, unit="request", disable=None) as bar:
             for one in todo:
                 tables.write(f"{one.number:06d}", {"served": serve_with_every_arm(arms, one, limits, bar, measured)})
-        used = {**(facts.get("memory") or {}), **peak.facts()}
+        used = {**(facts.get("memory") or {}), **peak.facts(bool(todo))}
         frame = tables.gather()["served"]
         complete = unbroken(frame)
         summary = {

@@ -17,17 +17,23 @@ def group(folder, names, limit, used, stat):
 def test_what_is_left_below_the_limit_of_each_control_group_counts(tmp_path):
     """Version 2: of the group and of those it lies in; "max" is no limit; page cache can be freed."""
     names = "memory.max", "memory.current"
-    group(tmp_path / "job" / "step", names, 1000, 900, "anon 500\ninactive_file 300\n")
+    group(tmp_path / "job" / "step", names, 1000, 900, "anon 500\ninactive_file 200\nactive_file 100\n")
     group(tmp_path / "job", names, "max", 900, "inactive_file 300")
     group(tmp_path, names, 5000, 1200, "active_file 7")
     (tmp_path / "own").write_text("0::/job/step\n")
-    assert list(group_room(tmp_path / "own", tmp_path)) == [400, 3800]
+    assert list(group_room(tmp_path / "own", tmp_path)) == [400, 3807]
 
 
 def test_version_1_of_control_groups_has_a_folder_for_memory(tmp_path):
     names = "memory.limit_in_bytes", "memory.usage_in_bytes"
-    group(tmp_path / "memory" / "job", names, 1000, 900, "inactive_file 1\ntotal_inactive_file 300\n")
-    (tmp_path / "own").write_text("9:cpu,cpuacct:/\n8:memory:/job\n")
+    group(
+        tmp_path / "memory" / "a job",
+        names,
+        1000,
+        900,
+        "inactive_file 1\ntotal_inactive_file 200\ntotal_active_file 100\n",
+    )
+    (tmp_path / "own").write_text("9:cpu,cpuacct:/\n8:memory:/a job\n")
     assert list(group_room(tmp_path / "own", tmp_path)) == [400]
 
 

@@ -55,10 +55,18 @@ class CellsAgainstLists(RuleBasedStateMachine):
         self.lists[twin] = list(self.lists[sequence])
         return twin
 
-    @rule(target=sequences, sequence=sequences, share=st.floats(0, 1), reserve=st.sampled_from([1, GRAIN + 1]))
-    def copy(self, sequence, share, reserve):
+    @rule(
+        target=sequences,
+        sequence=sequences,
+        share=st.floats(0, 1),
+        reserve=st.sampled_from([1, GRAIN + 1]),
+        exact=st.booleans(),
+    )
+    def copy(self, sequence, share, reserve, exact):
         length = int(share * len(sequence))
-        made = self.cells.copy(sequence, length, reserve)
+        made = self.cells.copy(sequence, length, reserve, exact=exact)
+        if exact and not self.uniform:
+            assert self.cells.capacities[made.span] == allocated([max(length, reserve)])
         assert made.slots.tolist() == list(range(length))
         self.lists[made] = self.lists[sequence][:length]
         return made
@@ -129,6 +137,24 @@ def test_each_span_has_the_cells_that_its_request_needs():
     assert [cells.open(reserve).span for reserve in (300, 200, 300)] == [2, 0, 1], "the smallest with room"
     cells.open(600)
     assert cells.capacities == [GRAIN, 20 * GRAIN, 2 * GRAIN, 3 * GRAIN]
+
+
+def test_an_exact_span_is_freed_with_its_sequence():
+    cells = Cells()
+    long = filled(cells, 700)
+    cells.write(0, torch.ones(1, 1, 700, 1), torch.ones(1, 1, 700, 1), [(0, 0, 700, slice(0, 700))])
+    for length in (600, 3, 300):
+        copy = cells.copy(long, length, length, exact=True)
+        assert (copy.span, cells.capacities) == (1, [3 * GRAIN, *allocated_each(length)])
+        assert [one.shape[2] for one in cells.views[0][0]] == cells.capacities
+        cells.close(copy)
+        assert cells.capacities == [3 * GRAIN, 0] and cells.views[0][1][1].numel() == 0
+    cells.close(long)
+    assert cells.copy(long, 0, 1, exact=True).span == 1 and cells.open(5).span == 0, "no exact copy in a larger span"
+
+
+def allocated_each(length):
+    return [allocated([length])]
 
 
 def test_the_largest_unused_span_grows_where_none_has_room():

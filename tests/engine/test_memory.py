@@ -6,17 +6,19 @@ from functools import partial
 import pytest
 import torch
 
-from spec_lab.core.draft import empty
+from spec_lab.core.draft import Draft, chain, empty
 from spec_lab.engine.adaptors import has_alibi
 from spec_lab.engine.attention import recurrent_layers
 from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.memory import Decoding, ModelMemory, largest, need, what_fits
+from spec_lab.engine.kv_cache import allocated
+from spec_lab.engine.memory import Decoding, ModelMemory, StateMemory, largest, need, what_fits
+from spec_lab.engine.mixers import state_tensors
 from tests import recurrent
 from tests.models import families, families_positions
 from tests.tiny import tiny_model
 
 MODEL = ModelMemory(
-    weights=0, cell=10, kv_itemsize=4, itemsize=4, probabilities=4, vocabulary=100, width=50, chunk=512
+    weights=0, cell=10, kv_itemsize=4, itemsize=4, probabilities=4, vocabulary=100, width=50, hidden=8, chunk=512
 )  # fmt: skip
 RUN = Decoding(prompts=[10, 300, 700, 20], batch_size=2, max_new_tokens=100, context=2000)
 
@@ -27,7 +29,9 @@ def test_the_kv_cache_is_that_of_the_longest_prompts_decoded_together_in_blocks(
     assert need(MODEL, replace(RUN, cells=300)).kv_cache == (1280 + 768) * 10 * 4
     assert need(MODEL, replace(RUN, context=750)).kv_cache == (768 + 512) * 10 * 4
     assert need(replace(MODEL, uniform=True, kv_itemsize=2), RUN).kv_cache == 2 * 1024 * 10 * 2
-    assert need(MODEL, replace(RUN, prefix_cache=50)).kv_cache == (1024 + 512 + 50) * 10 * 4
+    assert need(MODEL, replace(RUN, prefix_cache=2048)).kv_cache == (1024 + 512 + 2048) * 10 * 4
+    texts = need(replace(MODEL, uniform=True), replace(RUN, prefix_cache=2048)).kv_cache
+    assert texts == allocated([1024] * (2 + 8), uniform=True) * 10 * 4, "each of eight kept texts may have a span"
 
 
 def test_logits_are_those_of_all_rows_of_a_step():
@@ -39,6 +43,23 @@ def test_activations_are_those_of_the_larger_forward():
     assert need(MODEL, RUN).activations == prefill
     short = replace(RUN, prompts=[1, 1], rows=9)
     assert need(MODEL, short).activations == (20 * 50 + 2 * 10 * 101) * 4 + 4 * 10 * 101
+    kept = replace(RUN, states=3)
+    assert need(MODEL, kept).activations == prefill + (512 + 300) * 3 * 8 * 4, "hidden states of all rows"
+
+
+def test_recurrent_states_have_a_snapshot_and_inputs_where_drafts_may_be_rejected():
+    model = replace(MODEL, recurrent=StateMemory(states=1000, inputs=10, kept=16))
+    assert need(model, RUN).recurrent_states == 2 * 1000
+    drafts = need(model, replace(RUN, rows=4))
+    assert drafts.recurrent_states == 2 * (2 * 1000 + (16 + 4) * 10)
+    assert drafts.total == need(MODEL, replace(RUN, rows=4)).total + drafts.recurrent_states
+    assert "recurrent states 4.3 KiB" in str(drafts)
+
+
+def test_no_narrower_kv_cache_is_advised_where_the_model_refuses_it():
+    most = need(MODEL, RUN).total
+    advised = [what_fits(replace(MODEL, narrower=one), RUN, most - 1) for one in (True, False)]
+    assert set(advised[0]) - set(advised[1]) == {"target.kv_dtype=bfloat16"}
 
 
 def test_a_proposers_own_kv_cache_is_asked_for_the_lengths_of_its_sequences():
@@ -91,7 +112,8 @@ def test_a_models_kv_cache_is_as_large_as_stated(family, dtype, attention):
 
 @pytest.mark.parametrize("attention", ["spans", "dense"])
 @pytest.mark.parametrize("make", [
-    partial(families.tiny_family, "gemma2"), partial(families.tiny_family, "gpt_oss"),
+    partial(families.tiny_family, "gemma2"), partial(families.tiny_family, "gemma4_text with shared keys and values"),
+    partial(families.tiny_family, "gpt_oss"),
     partial(families_positions.tiny_family, "deepseek_v2-dense"),
     partial(families_positions.tiny_family, "falcon"), partial(families_positions.tiny_family, "bloom"),
     partial(families_positions.tiny_family, "falcon-alibi-grouped"),
@@ -106,8 +128,29 @@ def test_so_is_that_of_windows_latents_biases_and_layers_without_cells(make, att
     lm.forward(caches, [[1], [2]], empty(2))
     held = sum(span.nbytes for layer in lm.cells.views for store in layer for span in store)
     assert lm.memory.kv_bytes([20, 300]) == held
-    if attention == "spans" and lm.work is not None:
+    if attention == "spans" and lm.work is not None and not getattr(model.config, "num_kv_shared_layers", 0):
         assert sum(one.kv_bytes for one in lm.work.attention) == lm.memory.cell * lm.memory.kv_itemsize
+
+
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
+def test_recurrent_states_are_as_large_as_stated(name):
+    """Steps whose drafts are rejected keep a snapshot, and the inputs of tokens that may be computed again."""
+    lm = CausalLM(recurrent.FAMILIES[name]())
+    layers, sequence, stated = recurrent_layers(lm.model.config), lm.open(300), lm.memory.recurrent
+    lm.forward([sequence], [[1, 2, 3]], empty(1))
+    states = sequence.states
+    assert bytes_of(states.cache.layers[layer] for layer in layers) == stated.bytes(0) > 0
+    most = 0
+    for step in range(40):
+        lm.forward([sequence], [[step]], Draft(chain(4), torch.arange(4)))
+        sequence.accept()
+        assert bytes_of(states.snapshots.values()) == stated.states
+        most = max(most, sum(one.nbytes for one in states.inputs.values()))
+    assert 0.7 * (stated.bytes(4) - 2 * stated.states) < most <= stated.bytes(4) - 2 * stated.states
+
+
+def bytes_of(layers):
+    return sum(one.nbytes for layer in layers for one in state_tensors(layer))
 
 
 def test_a_model_on_several_devices_states_nothing():

@@ -206,7 +206,7 @@ class Runner:
     def open(self, reserve=0):
         return Cache(self, 0)
 
-    def open_copy(self, source, length, reserve):
+    def open_copy(self, source, length, reserve, exact=False):
         assert len(source) >= length and source.runner is self
         return Cache(self, length)
 

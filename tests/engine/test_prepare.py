@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import Draft, chain, empty
+from spec_lab.core.draft import Draft, Shape, chain, empty
 from spec_lab.engine.attention import FULL, AttentionKind
 from spec_lab.engine.kv_cache import GRAIN, Cells
 from spec_lab.engine.prepare import Packer
@@ -48,13 +48,22 @@ def cells(world):
 
 
 NUMBERS = st.sampled_from([0, *range(1, 40)])
-ACTIONS = ["step", "step", "open", "fork", "backtrack", "tree", "close"]
+ACTIONS = ["step", "step", "open", "fork", "backtrack", "tree", "branches", "close"]
 
 
+KINDS = {
+    "full": {},
+    "window": {0: AttentionKind(sliding_window=2)},
+    "chunks": {0: AttentionKind(chunk=3)},
+}
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 @settings(max_examples=150)
-@given(st.lists(st.tuples(st.sampled_from(ACTIONS), NUMBERS), max_size=12))
-def test_one_token_each_is_prepared_as_a_forest_is(life):
-    fast, general = world(), world()
+@given(life=st.lists(st.tuples(st.sampled_from(ACTIONS), NUMBERS), max_size=12))
+@example(life=[("branches", 1), ("step", 1), ("step", 2), ("branches", 5), ("step", 1), ("step", 2), ("step", 3)])
+def test_one_token_each_is_prepared_as_a_forest_is(kinds, life):
+    fast, general = world(kinds), world(kinds)
     for action, number in [("open", 3), *life, ("step", 5)]:
         for one in (fast, general):
             happen(one, action, number)
@@ -79,6 +88,9 @@ def happen(world, action, number):
     elif action == "tree":  # the accepted end of a chain whose beginning was rejected leaves a hole
         packer.prepare([sequences[place]], [[1]], chain_draft(3), [], CHUNK)
         sequences[place].accept([number % 3])
+    elif action == "branches":  # later nodes kept after earlier ones; the hole below is filled by the next steps
+        packer.prepare([sequences[place]], [[1]], Draft(Shape(1, np.array([0, 0, 1, 2])), torch.arange(4)), [], CHUNK)
+        sequences[place].accept([[0, 2], [1, 3], [1], [0]][number % 4])
     elif action == "close":
         sequences.pop(place).close()
 

@@ -81,8 +81,14 @@ FAMILIES: dict[str, Family] = {
         {FULL, WINDOW}, "a rotary embedding for each kind of layer", NO_WINDOW,
     ),
     "gemma4_text": Family(
-        GEMMA | dict(sliding_window=5, global_head_dim=8, num_kv_shared_layers=0, vocab_size_per_layer_input=61),
+        GEMMA | dict(sliding_window=5, global_head_dim=8, vocab_size_per_layer_input=61),
         {FULL, WINDOW}, "a rotary embedding for each kind of layer", NO_WINDOW,
+    ),
+    "gemma4_text with shared keys and values": Family(
+        GEMMA | dict(sliding_window=5, global_head_dim=8, num_kv_shared_layers=2, vocab_size_per_layer_input=61)
+        | dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2),
+        {FULL, WINDOW}, "the last layers share keys and values (no `early_exit` or `skip`)",
+        NO_WINDOW, model_type="gemma4_text", short=True,
     ),
     "gpt_oss": Family(
         HEADS_OF_8 | MIXTURE | dict(sliding_window=5), {FULL, WINDOW}, "attention sinks, experts", NO_WINDOW,
@@ -157,15 +163,15 @@ def page() -> str:
         (kind, *given), single = build.args, torch.float32
         states.append(f"| `{kind}` | {'float32' if single in given else 'float64'} |")
     tables = (HEAD, rows), (POSITIONS, more), (RECURRENT, states)
-    return "".join(head + "\n".join(found) + "\n" for head, found in tables)
+    return "".join(head + "\n".join(dict.fromkeys(found)) + "\n" for head, found in tables)
 
 
 HEAD = """# Families of models
 
-The engine for models of transformers decodes every causal language model whose layers attend to earlier tokens: to all
-of them (full attention), to the last W (sliding window), or to those of their own chunk of C positions. Soft caps on
+The engine for models of transformers decodes causal language models whose layers attend to earlier tokens: to all of
+them (full attention), to the last W (sliding window), or to those of their own chunk of C positions. Soft caps on
 attention scores and attention sinks are supported. A self-check at load compares draft trees with plain forwards, with
-windows and chunks shortened so that they matter.
+windows and chunks shortened so that they matter, and refuses a model whose logits differ.
 
 Of each family below a test (`tests/models/test_families.py`) builds a tiny random model whose windows and chunks are
 shorter than its texts. Greedy decoding emits the tokens of transformers' own `generate`: with chains and trees, for one

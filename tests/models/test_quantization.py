@@ -176,6 +176,8 @@ def test_only_fields_that_say_how_weights_are_stored_are_passed_on(tmp_path, ins
         (compressed(False, ignore=["x" * 1000]), "ignore must be a list of names of at most 200"),
         (compressed(False, ignore=[r"re:(a|a)*b"]), "ignore has the pattern .*slowly"),
         (compressed(False, ignore=["re:" + ".*x" * 9]), "ignore has the pattern .*slowly"),
+        (FP8 | {"modules_to_not_convert": [".*x" * 9]}, "modules_to_not_convert has the pattern .*slowly"),
+        (FP8 | {"modules_to_convert": 5}, "modules_to_convert must be a list of names"),
         (FP8 | {"modules_to_not_convert": [3]}, "modules_to_not_convert must be a list of names"),
         (CONFIGS["torchao"] | {"include_input_output_embeddings": True}, "its embedding and LM head are quantized"),
     ],

@@ -14,8 +14,11 @@ from spec_lab.engine.attention import layer_kinds
 from spec_lab.engine.graphs import FixedPack
 from spec_lab.models import loading
 from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.placement import weight_bytes
+from spec_lab.models.quantization import Quantization, check_quantized_fit, quantized_bytes
 from spec_lab.models.support import Unsupported, model_context, refuse_by_name, self_check
 from spec_lab.models.target import Target
+from tests.models.families import tiny_family
 from tests.tiny import COMMON, CONTEXT, VOCABULARY, WINDOWED, tiny_model
 
 
@@ -92,6 +95,30 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(folder, monkey
     monkeypatch.setattr(loading.memory, "available", lambda _: 1000)
     with pytest.raises(ValueError, match="no smaller target.dtype fits"):
         Target.load(str(folder), dtype="float32")
+
+
+def test_quantized_weights_take_at_least_the_bytes_of_their_files_or_layers(folder):
+    model, files = loading.describe(str(folder)).model, sorted(folder.glob("*.safetensors"))
+    head, float32 = model.get_output_embeddings(), torch.float32
+    linear = sum(one.weight.numel() for one in model.modules() if isinstance(one, torch.nn.Linear) and one is not head)
+    rest = 4 * (sum(one.numel() for one in model.parameters()) - linear)
+    assert linear > 0
+    for how, expected in {
+        Quantization("torchao_int8", "torchao"): rest + linear,
+        Quantization("torchao_int4", "torchao", group_size=32): rest + linear // 2,
+        Quantization("gptq", "gptq"): sum(one.stat().st_size for one in files),
+        Quantization("fp8", "fp8", dequantized=True): rest + 4 * linear,
+    }.items():
+        assert quantized_bytes(model, how, float32, files) == expected
+        check_quantized_fit("p", model, how, float32, files, torch.device("cpu"), expected)
+        with pytest.raises(ValueError, match=rf"quantized with {how.method}, need at least .* available on cpu"):
+            check_quantized_fit("p", model, how, float32, files, torch.device("cpu"), expected - 1)
+
+
+def test_weights_that_are_only_read_on_the_cpu_are_not_laid_out_there(folder):
+    model = loading.describe(str(folder)).model
+    stays, leaves = (weight_bytes(model, torch.float32, torch.device("cpu"), stays=one) for one in (True, False))
+    assert leaves == 4 * sum(one.numel() for one in [*model.parameters(), *model.buffers()]) < stays
 
 
 def test_a_missing_gpu_is_named(folder):
@@ -284,6 +311,21 @@ def test_complex_rotations_are_checked():
     right = rotary.forward
     assert right(torch.zeros(1), position_ids=torch.arange(2)[None]).is_complex()
     rotary.forward = lambda x, position_ids: right(x, position_ids) * (1 + (position_ids.max() > 100))
+    with pytest.raises(Unsupported, match="forests"):
+        self_check(model, "spans")
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_the_rotations_of_each_kind_of_layer_are_checked(kind):
+    model = tiny_family("gemma3_text")
+    rotary = model.model.rotary_emb
+    right = rotary.forward
+
+    def switching(x, position_ids, layer_type):
+        return right(x, position_ids * (1 + (layer_type == kind and position_ids.max() > 100)), layer_type)
+
+    self_check(model, "spans")
+    rotary.forward = switching
     with pytest.raises(Unsupported, match="forests"):
         self_check(model, "spans")
 

@@ -35,9 +35,9 @@ from spec_lab.verify import Token
 
 torch.set_num_threads(2)
 
-def anonymous():
+def anonymous(more=()):
     text = Path("/proc/self/status").read_text()
-    return int(text.split("RssAnon:")[1].split()[0]) * 1024
+    return sum(int(text.split(f"{one}:")[1].split()[0]) * 1024 for one in ("RssAnon", *more))
 
 peak, over = [anonymous()], threading.Event()
 def watch():  # pages of the mapped files count as the process's too, but Linux can drop them
@@ -48,6 +48,7 @@ path, before = sys.argv[1], peak[0]
 weights = weight_bytes(describe(path).model, torch.bfloat16, torch.device("cpu"))
 target = Target.load(path)
 loaded = peak[0]
+mapped = anonymous(["RssFile"])  # weights of a data type that is not packed stay in the mapped files
 proposer = Ngram(4, 3, 1)
 requests = [Request(n, f"p{n}", tuple(range(5, 305 + n)), max_new_tokens=6) for n in range(2)]
 run = Decoding([len(one.tokens) for one in requests], 2, 6, target.context, proposer.nodes, proposer.nodes)
@@ -58,6 +59,7 @@ list(group)
 over.set()
 print(json.dumps({
     "weights": weights, "loading": loaded - before, "resident": resident - before, "stated": target.lm.memory.weights,
+    "mapped": mapped,
     "decoding": decoding.total, "decoded": peak[0] - resident, "emitted": [len(one.emitted) for one in group.sequences],
 }))
 """
@@ -115,5 +117,5 @@ def test_a_model_of_a_billion_parameters_loads_and_decodes_within_the_estimate(t
     print(found)
     assert 2.2e9 < found["weights"] < 2.7e9 and found["emitted"] == [6, 6]
     assert found["loading"] <= found["weights"] + SLACK and found["resident"] <= found["weights"] + SLACK
-    assert found["loading"] >= 0.9 * found["weights"], "the estimate is no far larger number"
+    assert found["mapped"] >= 0.9 * found["weights"], "the estimate is no far larger number"
     assert found["decoded"] <= found["decoding"] + SLACK
