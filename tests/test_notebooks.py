@@ -81,6 +81,7 @@ def notebook_of(tmp_path, code: str):
     ],
     ids=["a path of this machine", "stderr", "a false assertion"],
 )
+@pytest.mark.nightly
 def test_a_notebook_is_not_rendered_with(tmp_path, code, error, says):
     with pytest.raises(error, match=says):
         main([str(notebook_of(tmp_path, code))])

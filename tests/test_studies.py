@@ -127,6 +127,7 @@ def test_a_study_names_its_command_and_is_a_small_delta(name):
     assert OmegaConf.load(config).name == EXPERIMENT[name]
 
 
+@pytest.mark.nightly
 def test_at_temperature_0_verifiers_are_swept_on_trees_of_the_likeliest_tokens(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     at_0 = ["sampling.temperature=0", "arms.tree.drawn=point", "verifier=token,traversal"]

@@ -50,6 +50,7 @@ def test_no_training_document_holds_a_window_of_a_held_out_prompt(training, ship
             assert not any(text[i : i + 64] in held for i in range(len(text) - 63)), document.source
 
 
+@pytest.mark.nightly
 def test_no_training_record_resembles_a_held_out_prompt(training, shipped):
     held = windows([p["prompt"] for p in shipped if p["workload"] == "json"], 160)
     names = words.FIRST_HELD_OUT + words.LAST_HELD_OUT
@@ -152,6 +153,7 @@ def test_the_card_names_the_weights_of_its_folder():
         assert hashlib.sha256((ZOO / model / "model.safetensors").read_bytes()).hexdigest() in card
 
 
+@pytest.mark.nightly
 def test_the_target_has_low_loss_on_its_workloads(tokenizer, shipped):
     """A loss far below that of unigrams, on the prompts themselves."""
     from transformers import AutoModelForCausalLM

@@ -95,6 +95,7 @@ def killed(tracked: Path, out: Path, groups: int = 99) -> Path:
 # What a view shows -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_live_view_shows_the_groups_first_then_every_series(tracked, seen):
     points, tables = history(seen), metrics.load(tracked)
     assert [(one["group"], sorted(one)[1:]) for one in points[:3]] == [
@@ -339,6 +340,7 @@ def test_a_task_without_rows_shows_its_summary(tmp_path, monkeypatch):
     assert summary(found)["lossless"] is True and history(found) == [{"_step": 0, "group": 0, "distance": 0.5}]
 
 
+@pytest.mark.nightly
 def test_auto_is_online_only_with_a_login(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)

@@ -50,7 +50,7 @@ def test_a_run_that_is_interrupted_during_an_import_ends_with_one_line(tiny, tmp
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.nightly
 @pytest.mark.parametrize("module", ["hydra", "torch", "transformers"])
 def test_a_sweep_that_is_interrupted_during_an_import_is_pending(tiny, tmp_path, module):
     done = interrupted_at(module, tmp_path, "--multirun", *tiny, "seed=1,2")
@@ -81,6 +81,7 @@ def test_a_command_that_is_interrupted_during_an_import_ends_with_one_line(tmp_p
         ("sys.exit()", 0),
     ],
 )
+@pytest.mark.one_in(3)
 def test_the_exit_code_is_130_whatever_became_of_the_exception(tmp_path, code, exit_code):
     script = tmp_path / "script.py"
     script.write_text(

@@ -139,6 +139,7 @@ def test_the_experiments_are_these():
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.one_in(3)
 def test_every_experiment_composes_and_is_a_small_delta(cli, name):
     code, output, errors = cli(f"+experiment={name}", "--cfg", "job", "--resolve")
     assert code == 0, errors
@@ -191,6 +192,7 @@ ALONE = {"draft_chain", "draft_tree", "medusa_tree", "ngram_chain", "ngram_tree"
     "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in ALONE else []) for name in RUNS]
 )
 @pytest.mark.usefixtures("tiny_zoo")
+@pytest.mark.one_in(4)
 def test_every_experiment_runs(cli, name, tmp_path):
     short = ["target.dtype=float64", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "output_dir=here"]
     code, output, errors = cli(f"+experiment={name}", *short)
@@ -227,6 +229,7 @@ def test_a_peer_that_does_not_support_the_sampling_is_skipped_with_a_message(cli
 
 
 @pytest.mark.usefixtures("tiny_zoo")
+@pytest.mark.nightly
 def test_a_batch_at_temperature_1_with_another_verifier(cli, tmp_path):
     swaps = ["verifier=traversal", "sampling=temperature_1", "prompts=prose", "batch_size=3", "target.dtype=float32"]
     code, _, errors = cli("+experiment=draft_chain", *swaps, "max_new_tokens=6", "warmup=2", "output_dir=here")
@@ -310,6 +313,7 @@ def test_a_sweep_s_jobs_have_their_own_directories_and_a_failing_job_leaves_the_
     ],
 )
 @pytest.mark.usefixtures("tiny_zoo")
+@pytest.mark.one_in(3)
 def test_wrong_values_are_refused_in_one_line(cli, tiny, tmp_path, overrides, message):
     code, _, errors = cli(*tiny, *overrides, "output_dir=here")
     assert code == 1
@@ -344,6 +348,7 @@ def test_a_truncated_weight_file_is_refused_by_its_name(cli, tmp_path, part, ove
 
 
 @pytest.mark.parametrize("without", [["~arms", "~peers"], ["arms=null", "peers=null"]])
+@pytest.mark.nightly
 def test_arms_may_be_null_or_empty(cli, tiny, without):
     assert cli(*tiny, "prompts.limit=1", *without)[0] == 0
 
@@ -401,6 +406,7 @@ def test_the_verbose_flag_of_a_run_sets_its_option_beside_hydra_s_own_flags(cli,
 
 
 @pytest.mark.usefixtures("tiny_zoo")
+@pytest.mark.nightly
 def test_a_sweep_s_runs_are_the_same_with_the_verbose_flag(cli, tiny, tmp_path):
     run = [*tiny, "prompts.limit=1", "baseline=false", "seed=1", "output_dir=swept"]
     assert [cli(*run, "--multirun", *flag)[0] for flag in ([], ["-v"])] == [0, 0]
@@ -424,6 +430,7 @@ def test_the_verbose_flag_is_not_one_of_hydra_s():
         ("spec-lab compare one/de", ["one/deep/"], []), ("spec-lab compare --l", ["--level"], []),
     ],
 )  # fmt: skip
+@pytest.mark.one_in(3)
 def test_the_shell_completes_sub_commands_their_options_and_directories(
     cli, tmp_path, monkeypatch, line, found, hydras
 ):
@@ -522,6 +529,7 @@ def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
         ("sampling._target_=builtins.dict", "sampling._target_=builtins.dict ... temperature, top_k, "),
     ],
 )
+@pytest.mark.one_in(3)
 def test_an_invalid_part_or_directory_is_refused_in_one_line(cli, tiny, tmp_path, option, message):
     code, _, errors = cli(*tiny, *([] if "output_dir" in option else ["output_dir=here"]), option)
     assert code == 1
@@ -551,6 +559,7 @@ def test_ctrl_c_while_loading_is_reported(cli, tiny, monkeypatch):
     assert "Interrupted before anything was decoded" in errors
 
 
+@pytest.mark.nightly
 def test_ctrl_c_keeps_finished_groups_and_leaves_with_130(tiny, tmp_path):
     many = checkpoints.prompts(tmp_path / "many.jsonl", checkpoints.TEXTS * 100)
     options = ["output_dir=here", "max_new_tokens=200", "batch_size=1", f"prompts.path={many}"]
@@ -575,6 +584,7 @@ def test_ctrl_c_keeps_finished_groups_and_leaves_with_130(tiny, tmp_path):
     assert 1 <= metrics.load(tmp_path / "here").requests["group"].nunique() < 100 * len(checkpoints.TEXTS)
 
 
+@pytest.mark.nightly
 def test_decisions_of_a_policy_are_written_and_repeated_by_another_run(cli, tiny, tmp_path):
     warm = ["proposer.depth=4", "sampling=temperature_1", "prompts.limit=3", "max_new_tokens=12"]
     assert cli(*tiny, *warm, "policy=heuristic", "policy.start=1", "output_dir=first")[0] == 0

@@ -82,6 +82,7 @@ def test_an_unknown_sampler_is_refused_before_anything_is_written(sweep_of, tmp_
         ("hydra.sweep.subdir=x", "hydra.sweep.subdir"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_values_that_no_sweep_can_have_are_refused_before_anything_is_written(sweep_of, tmp_path, option, message):
     code, printed, _ = sweep_of(option)
     assert code == 1

@@ -196,6 +196,7 @@ def test_a_value_not_recorded_before_a_kill_is_read_from_the_run(cli, tiny, tmp_
     assert again.params == untold.params and again.value > 0
 
 
+@pytest.mark.nightly
 def test_a_trial_that_fails_is_recorded_and_does_not_end_the_search(cli, tiny, tmp_path, decoded):
     some = [*tiny, "proposer.depth=2,oops,3", "prompts.limit=1", "hydra.sweeper.n_trials=5"]
     code, output, errors = cli(*some)
@@ -307,6 +308,7 @@ def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_pa
         (["retry=true,false"], "retry "),
     ],
 )
+@pytest.mark.one_in(3)
 def test_an_invalid_search_is_refused_in_one_line_before_anything_is_written(cli, tiny, tmp_path, given, message):
     space = [] if given == ["proposer.depth=3"] else SPACE
     others = [one for one in tiny if one.partition("=")[0] not in {option.partition("=")[0] for option in given}]
@@ -369,6 +371,7 @@ def test_a_damaged_journal_is_named_and_left_as_it_is(cli, tiny, tmp_path, text)
     assert (tmp_path / "swept" / "study.jsonl").read_text() == text
 
 
+@pytest.mark.nightly
 def test_an_unfinished_line_at_the_end_of_the_journal_is_dropped(cli, tiny, tmp_path, decoded):
     few = [*tiny, "proposer.depth=1,2", "prompts.limit=1", "hydra.sweeper.n_trials=2"]
     assert cli(*few)[0] == 0

@@ -190,6 +190,7 @@ def test_masks_are_llguidances_on_a_toy_vocabulary(kind, source):
 
 
 @pytest.mark.parametrize(("kind", "source"), CASES)
+@pytest.mark.one_in(4)
 def test_masks_are_llguidances_on_the_bundled_vocabulary(kind, source):
     assert walk(bundled(), kind, source, 8, 12, "bundled") >= 8
 
@@ -309,6 +310,7 @@ PLAIN = [one for one in SCHEMAS if "\\W" not in one.get("pattern", "")]  # ASCII
 
 
 @pytest.mark.parametrize("schema", PLAIN, ids=range(len(PLAIN)))
+@pytest.mark.one_in(3)
 def test_jsonschema_accepts_what_a_schema_accepts(schema):
     language, choose = languages.json_schema(json.dumps(schema)), random.Random(0)
     for _ in range(20):

@@ -36,7 +36,7 @@ def constraint(engine: str, kind: str):
     return getattr(ENGINES[engine], kind)(Vocabulary.plain(tokens, 4), source)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 @pytest.mark.parametrize(
     ("kind", "tree", "drawn", "tokens", "placement"),

@@ -42,7 +42,7 @@ def makes(script):
     return lambda request: Scripted(script)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize(
     "number",
     [
@@ -72,6 +72,7 @@ def test_the_readable_oracle_agrees(name):
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 @pytest.mark.parametrize("fast_forward", [False, True])
 @pytest.mark.parametrize("name", ["puts after what is sampled", "takes back, puts after what is sampled", "puts later"])
+@pytest.mark.one_in(3)
 def test_forced_lists_use_no_random_choice_with_any_verifier(name, fast_forward, verifier):
     applied = AppliedConstraint(constraint(ALONE[name]), fast_forward=fast_forward)
     wanted = oracle(FEW, makes(ALONE[name]), 3)
@@ -236,6 +237,7 @@ BAD = {
 
 @pytest.mark.parametrize("proposer", [Null(), draft_model("2x1")], ids=["alone", "drafted"])
 @pytest.mark.parametrize("what", BAD)
+@pytest.mark.one_in(3)
 def test_a_controller_that_raises_ends_only_its_own_request_and_is_named(target, what, proposer):
     script, message = BAD[what]
     new = 12 if "without end" in what else 8

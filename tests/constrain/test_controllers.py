@@ -202,6 +202,7 @@ def test_the_mean_is_another_score_and_a_failed_text_is_never_kept():
 
 
 @pytest.mark.parametrize("drawn", [Null(), "iid"], ids=["alone", "drafted"])
+@pytest.mark.nightly
 def test_banning_by_branches_and_by_states_have_one_distribution(drawn):
     pieces = [b"a", b"b", b"ab", b"c"]
     for strings in (("ab",), ("b", "cc"), ("aa", "bab")):

@@ -62,7 +62,7 @@ GRAMMARS = {
 }
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_masks_of_forests_are_those_of_forks_and_of_fresh_matchers(name, threads):
@@ -361,6 +361,7 @@ def test_texts_under_the_masks_of_a_regex_match_it(pattern):
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
+@pytest.mark.one_in(3)
 def test_texts_under_the_masks_of_a_schema_are_valid(schema):
     rng = np.random.default_rng(11)
     for flexible in (False, True):

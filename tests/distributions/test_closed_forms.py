@@ -95,7 +95,7 @@ def test_on_chains_traversal_accepts_at_least_what_token_does(world, length):
     assert accepted(world, Traversal(), chain(length)) >= accepted(world, Token(), chain(length)) - 1e-12
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     [

@@ -28,7 +28,7 @@ LONGEST = (("2", 4), "iid", "match")  # it takes as long as all others together;
 EVERY_VERIFIER = pytest.mark.parametrize("verifier", LOSSLESS, ids=lambda v: v.name)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize(
     ("tree", "tokens", "drawn", "verifier"),
     [
@@ -43,11 +43,12 @@ def test_four_tokens_have_the_target_s_distribution(tree, tokens, drawn, verifie
 
 
 @pytest.mark.parametrize(("tree", "tokens"), [("2", 4), ("2x1", 2)])
+@pytest.mark.nightly
 def test_k_seq_as_well(tree, tokens):
     assert examine(Instance(FEW, tree, tokens), "iid", KSeq()).wrong is None
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(20)
 @EVERY_VERIFIER
 @pytest.mark.parametrize(
     "sampling",
@@ -69,6 +70,7 @@ def test_warped_distributions_are_kept(sampling, verifier):
 
 @pytest.mark.parametrize("proposer", [Null(), Ngram(3, 3, 1), NgramTree(5, 3, 3, 1)], ids=lambda p: p.name)
 @EVERY_VERIFIER
+@pytest.mark.one_in(3)
 def test_proposers_without_a_model_keep_the_distribution(proposer, verifier):
     for stop in (frozenset(), STOP):
         assert examine(Instance(FEW, "1", tokens=4, stop=stop), proposer, verifier).wrong is None
@@ -118,6 +120,7 @@ def test_a_stop_token_ends_the_text_wherever_it_stands(verifier):
 
 
 @EVERY_VERIFIER
+@pytest.mark.one_in(3)
 def test_a_length_limit_cuts_inside_a_path(verifier):
     instance = Instance(FEW, "1x1", tokens=3)
     parts = toy_parts(instance, "iid")

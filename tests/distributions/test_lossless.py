@@ -38,7 +38,7 @@ def require_lossless(outputs: Outputs) -> None:
     assert outputs.expected == pytest.approx(outputs.accepted, abs=EXACT)
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize(
     ("name", "world"),
     [

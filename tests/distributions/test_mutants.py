@@ -49,7 +49,7 @@ def test_the_list_of_the_notes_is_complete():
     assert len({identify(mutant) for mutant in MUTANTS}) == len(MUTANTS)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.nightly
 @pytest.mark.parametrize("mutant", MUTANTS, ids=identify)
 def test_a_mutant_is_killed(mutant):
     for case, kill in zip(mutant.cases, mutants.seen(mutant), strict=True):
@@ -75,6 +75,7 @@ FREE = [
 
 
 @pytest.mark.parametrize("mutant", FREE, ids=identify)
+@pytest.mark.one_in(3)
 def test_a_few_instances_kill_all_mutants_that_need_no_grammar(mutant):
     """By another distribution, or because the verifier receives a draft that cannot have been drawn."""
     drafts, verifier = mutant.proposer or mutant.cases[0].drawn, mutant.verifier or mutant.original
@@ -116,6 +117,7 @@ def test_a_wrong_weight_is_invisible_at_depth_one(weight, drawn):
     assert prove(drawn, weight, [Instance(PINNED, "3")]).failure is None
 
 
+@pytest.mark.nightly
 def test_samples_do_not_detect_a_lenience_of_0_99():
     """The exact layer does, at a total variation of 0.0014."""
     assert mutants.p_value("iid", Lenient(0.99)) > ALPHA
@@ -126,6 +128,7 @@ def test_samples_do_not_detect_a_lenience_of_0_99():
     [(mutants.truncated(2), Token(), "draft"), ("iid", Control(), "towards the draft")],
     ids=["top-k draft verified with softmax q", "residual = p"],
 )
+@pytest.mark.nightly
 def test_a_score_detects_strong_mutants(drafts, verifier, score):
     def bound(drafts, verifier):
         parts = toy_parts(JOINT, drafts, dtype=torch.float32)

@@ -92,12 +92,14 @@ def life(lm, oracle=None):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_in(3)
 def test_every_family_decodes_scattered_forests_exactly(family):
     life(CausalLM(tiny_model(family)))
 
 
 @pytest.mark.parametrize("attention", ["spans", "dense"])
 @pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.one_in(3)
 def test_layers_with_windows_and_chunks_decode_scattered_forests_exactly(family, attention):
     """Against transformers' own masks; some families have layers of two kinds."""
     oracle = tiny_model(family)

@@ -112,7 +112,7 @@ def called(limits):
     return "-".join(map(str, vars(limits).values()))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(("name", "sampling", "limits"), list(cases()))
 def test_every_request_gets_the_tokens_that_it_gets_alone(target, memo, name, sampling, limits):
     make, verifier = PROPOSERS[name]
@@ -159,6 +159,7 @@ def test_requests_are_admitted_in_order(target):
 
 @pytest.mark.parametrize("more", [0, 5, 20])
 @pytest.mark.parametrize("name", ["none", "draft_chain"])
+@pytest.mark.one_in(3)
 def test_the_kv_cache_never_holds_more_tokens_than_its_limit(target, monkeypatch, name, more):
     proposer, requests, used = PROPOSERS[name][0](target), wanted(new=14), []
     most, compute = room_for(requests, proposer.nodes, more), target.lm.run
@@ -420,6 +421,7 @@ def decode(engine):
 @pytest.mark.parametrize("start", [0, 2])
 @pytest.mark.parametrize(("failing", "at"), [("fork", 1), ("fork", 3), ("fork", 4), ("rewind", 1), ("rewind", 2),
                                              ("close", 1), ("close", 3), ("close", 5)])  # fmt: skip
+@pytest.mark.one_in(3)
 def test_whatever_call_of_a_proposer_fails_every_state_is_closed_once_and_no_cell_is_held(
     target, failing, at, start, limits
 ):
@@ -571,7 +573,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize(
     "limits",
     [Limits(), Limits(2, 1), Limits(None, 3), Limits(3, 4, TIGHT), Limits(None, None, TIGHT)],

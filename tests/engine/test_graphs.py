@@ -31,6 +31,7 @@ CAPTURES = pytest.mark.parametrize("capture", [pytest.param(uncaptured, marks=py
 
 @CAPTURES
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_in(3)
 def test_every_family_decodes_scattered_forests_exactly(family, capture):
     lm = fixed(tiny_model(family), capture)
     life(lm)

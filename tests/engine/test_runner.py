@@ -276,6 +276,7 @@ def drafting(kind, target, draft):
 )
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.7, top_k=3)], ids=["greedy", "warm", "truncated"])
 @pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.one_in(3)
 def test_the_engine_decodes_with_any_runner_as_with_a_model_of_transformers(kind, sampling, limits):
     """Target and draft model: the same drafts in every step, and the same output."""
     target, draft = lookups()

@@ -79,6 +79,7 @@ def test_a_plugin_s_parts_compose_with_all_others(
     assert summary["nodes_per_step"] > 0 and summary["tokens"] > 10
 
 
+@pytest.mark.nightly
 def test_greedy_output_is_the_baseline_s_and_obeys_its_constraint(flat_cli, tmp_path):
     code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=bigram", "verifier=agree", "constraint=apart")
     assert code == 0, errors
@@ -128,6 +129,7 @@ def test_the_options_of_a_plugin_are_checked_at_start_up(flat_cli):
     ("failing", "options"),
     [("start", []), ("mask", []), ("mask", ["min_new_tokens=2"]), ("advance", ["constraint.placement=none"])],
 )
+@pytest.mark.one_in(4)
 def test_an_error_in_a_plugin_s_constraint_ends_the_run_with_one_message(flat_cli, monkeypatch, failing, options):
     def fails(self, *arguments):
         return {}["lost"]
@@ -182,6 +184,7 @@ def test_a_lossless_pair_is_certified(flat_cli, left_behind):
 
 @pytest.mark.parametrize("instances", ["quick", pytest.param("every", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("verifier", ["token", "traversal"])
+@pytest.mark.nightly
 def test_points_and_sampled_siblings_below_one_parent_are_certified_exact(
     flat_cli, left_behind, monkeypatch, verifier, instances
 ):

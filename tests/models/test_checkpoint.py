@@ -482,6 +482,7 @@ def no_kernels(monkeypatch):
         {"custom_generate": "someone/else"},
     ],
 )
+@pytest.mark.one_in(3)
 def test_fields_that_choose_how_a_model_runs_are_ignored(folder, no_kernels, fields):
     expected = logits(load(folder))
     (folder / "code.py").write_text("raise SystemExit('remote code ran')")
@@ -583,6 +584,7 @@ def test_a_tokenizer_brings_no_code(folder, no_kernels):
         ({"pad_token_id": 10**6}, "config.json"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_junk_in_a_config_is_named(folder, monkeypatch, fields, says):
     change(folder, **fields)
     if says != "max_position_embeddings":

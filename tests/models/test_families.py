@@ -134,6 +134,7 @@ def test_continuous_batching_emits_the_tokens_of_generate(name, truth):
 
 @CASES
 @pytest.mark.parametrize("drafts", ["draft_model", "early_exit", "skip"])
+@pytest.mark.one_in(3)
 def test_a_model_that_drafts_for_itself_emits_the_tokens_of_generate(name, truth, drafts):
     """A draft model extends its trees level by level; the others run some of the target's layers."""
     target = target_of(tiny_family(name))

@@ -47,6 +47,7 @@ def assert_same(ours, own, texts=TEXTS):
 
 
 @pytest.mark.parametrize("pre", [None, *PRE_TOKENIZERS])
+@pytest.mark.one_in(3)
 def test_the_tokenizer_is_the_checkpoint_s_own(tmp_path, pre):
     file = written(tmp_path, pre)
     assert file.metadata.get("tokenizer.ggml.pre") == pre and reads_as_llama_cpp(file) == (pre is not None)
@@ -54,6 +55,7 @@ def test_the_tokenizer_is_the_checkpoint_s_own(tmp_path, pre):
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+@pytest.mark.one_in(3)
 def test_it_is_built_from_tokens_and_merges_where_the_file_holds_no_json(tmp_path, pre):
     file = without(written(tmp_path, pre, vocab_size=4100), HF_JSON)
     built, own = read_gguf_tokenizer(file), AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
@@ -82,6 +84,7 @@ def test_a_begin_token_is_added_as_the_file_says(tmp_path):
     ({"add_bos_token": True, "bos_token_id": 4096}, False), ({"add_bos_token": True, "bos_token_id": 5}, True),
     ({"add_eos_token": True, "eos_token_id": "1"}, False), ({"tokens": ["a", "b"]}, False),
 ])  # fmt: skip
+@pytest.mark.one_in(3)
 def test_llama_cpp_is_not_asked_for_tokens_where_it_would_abort(tmp_path, fields, asked):
     file = without(written(tmp_path, "qwen2"), *(f"tokenizer.ggml.{name}" for name in (
         "bos_token_id", "eos_token_id", "add_bos_token", "add_eos_token",

@@ -103,12 +103,12 @@ def test_quantized_weights_take_at_least_the_bytes_of_their_files_or_layers(fold
     linear = sum(one.weight.numel() for one in model.modules() if isinstance(one, torch.nn.Linear) and one is not head)
     rest = 4 * (sum(one.numel() for one in model.parameters()) - linear)
     assert linear > 0
-    for how, expected in {
-        Quantization("torchao_int8", "torchao"): rest + linear,
-        Quantization("torchao_int4", "torchao", group_size=32): rest + linear // 2,
-        Quantization("gptq", "gptq"): sum(one.stat().st_size for one in files),
-        Quantization("fp8", "fp8", dequantized=True): rest + 4 * linear,
-    }.items():
+    for how, expected in (
+        (Quantization("torchao_int8", "torchao"), rest + linear),
+        (Quantization("torchao_int4", "torchao", group_size=32), rest + linear // 2),
+        (Quantization("gptq", "gptq"), sum(one.stat().st_size for one in files)),
+        (Quantization("fp8", "fp8", dequantized=True), rest + 4 * linear),
+    ):
         assert quantized_bytes(model, how, float32, files) == expected
         check_quantized_fit("p", model, how, float32, files, torch.device("cpu"), expected)
         with pytest.raises(ValueError, match=rf"quantized with {how.method}, need at least .* available on cpu"):
@@ -388,6 +388,7 @@ def test_the_setting_that_works_is_advised():
 
 @pytest.mark.parametrize("family", WINDOWED)
 @pytest.mark.parametrize("size", [3, 100])
+@pytest.mark.one_in(3)
 def test_the_self_check_reaches_beyond_windows_of_any_size(monkeypatch, family, size):
     """What the engine reads from the config is wrong here: with long windows no text of the check would show it."""
     name = "attention_chunk_size" if family == "llama4_text" else "sliding_window"

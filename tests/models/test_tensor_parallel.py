@@ -298,6 +298,7 @@ def test_ranks_are_led_by_one_process_only(here, as_if, cli):
         ({"device_map": dict.fromkeys(EVERYWHERE[:3] + EVERYWHERE[4:], "cpu")}, "no device for model.rotary_emb"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_impossible_placements_are_named(here, more, says):
     with pytest.raises(ValueError, match=says):
         Target.load(str(here / "llama"), dtype="float64", **more)
@@ -360,7 +361,7 @@ def test_a_run_without_a_recorded_number_of_ranks_was_on_one(tmp_path):
 EACH = "{" + ",".join(f"{one}:cpu" for one in EVERYWHERE) + "}"
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.nightly
 @pytest.mark.parametrize("places", ["auto", pytest.param(EACH, marks=pytest.mark.nightly)])
 def test_a_device_map_changes_no_token(here, cli, tmp_path, places):
     tree = ["proposer=draft_tree", f"proposer.path={here / 'draft'}", "sampling.temperature=1"]

@@ -55,7 +55,7 @@ PROPOSERS = {
 }
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize(
     "proposer",
     [pytest.param(name, marks=[pytest.mark.nightly] if name == "Kangaroo" else []) for name in PROPOSERS],
@@ -80,6 +80,7 @@ def test_a_policy_of_parts_is_exact():
     )
 
 
+@pytest.mark.nightly
 def test_policies_change_what_is_drafted():
     proofs = [prove(adapt(PROPOSERS["chain"], one), Token(), LOOPS[:2]) for one in POLICIES.values()]
     assert len({tuple(np.round([one.accepted for one in proof.findings], 9)) for proof in proofs}) >= 6
@@ -137,5 +138,6 @@ def test_dropping_sampled_tokens_by_their_probability_is_not_lossless():
     assert dropped(stated=False).worst.tv > 0.01
 
 
+@pytest.mark.nightly
 def test_it_is_lossless_where_q_is_the_distribution_of_the_tokens_that_stay():
     require_exact(dropped(stated=True))

@@ -311,6 +311,7 @@ PENALISED = Sampling(0.8, top_k=9, repetition_penalty=1.6)
 @EACH_WAY
 @pytest.mark.parametrize("sampling", [WARM, PENALISED], ids=["warm", "penalised"])
 @pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.one_in(3)
 def test_a_draft_model_grows_the_tree_of_plain_forwards(target, drawn, sampling, width):
     proposer, budget = best_first(Budget(9, 2, 4, width), drawn), Budget(9, 2, 4, width)
     batch = batch_of(target, requests(sampling), proposer)
@@ -344,6 +345,7 @@ def test_a_batch_decodes_as_its_requests_alone(target, drawn, sampling):
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda verifier: verifier.name)
 @EACH_WAY
+@pytest.mark.one_in(3)
 def test_greedy_decoding_emits_the_target_s_tokens(target, truth, drawn, verifier):
     group, steps = decode(target, best_first(Budget(8, 2, 4, 2), drawn, temperature=1.0), requests(), verifier)
     assert emitted(group) == truth

@@ -79,6 +79,7 @@ def cells_are_free(one):
 
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("drawn", ["iid", "point"])
+@pytest.mark.one_in(4)
 def test_greedy_chains_are_the_draft_model_s_whatever_drafts_for_it(target, truth, name, drawn):
     one = cascade(INNER[name](), drawn=drawn)
     group, steps = decode(target, one, requests())
@@ -91,6 +92,7 @@ def test_greedy_chains_are_the_draft_model_s_whatever_drafts_for_it(target, trut
 
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("sampling", [WARM, Sampling(0.8, top_k=5, repetition_penalty=1.3)], ids=["warm", "penalised"])
+@pytest.mark.one_in(4)
 def test_the_stated_distributions_are_the_draft_model_s(target, name, sampling):
     one = cascade(INNER[name]())
     compared = 0
@@ -317,6 +319,7 @@ def test_an_inner_draft_model_of_a_toy_is_another_than_the_cascade_s():
 
 @pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=2), Sampling(1.3, repetition_penalty=1.5)])
 @pytest.mark.parametrize("inner", [Ngram(3, 3, 1), draft_model("1x1", lm=DRAFT)], ids=["n-gram", "chain"])
+@pytest.mark.nightly
 def test_truncated_and_penalised_requests_are_enumerated(sampling, inner):
     proof = prove(toy(inner), Token(), LOOPS[:2], sampling)
     assert proof.failure is None and proof.missing == () and proof.worst.tv < 1e-12

@@ -79,6 +79,7 @@ def reference(name, target, text, path):
 
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
+@pytest.mark.one_in(3)
 def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, folders, name):
     proposer = eagle.load(target, folders[name], tree=TREE, drawn="without")
 
@@ -100,6 +101,7 @@ WAYS = [
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.one_in(3)
 def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, options):
     truth = [plain_greedy(target.lm.model, one.tokens, 20) for one in requests()]
     group, steps = decode(target, eagle.load(target, folders[name], **options), requests())
@@ -150,6 +152,7 @@ def test_nothing_is_drafted_below_several_pending_tokens_and_drafting_resumes_af
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
+@pytest.mark.one_in(3)
 def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
     proposer = eagle.load(target, folders[name], tree=TREE, drawn="without", temperature=1.0)
     wanted = requests(sampling, new=12)

@@ -160,6 +160,7 @@ def agrees(tokens: np.ndarray, distribution: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("verifier", [Gumbel(), Match()], ids=["gumbel", "match"])
 @pytest.mark.parametrize(("tree", "temperature"), [(CHAIN, None), (CHAIN, 1.5), (TREE, 1.5)])
+@pytest.mark.one_in(3)
 def test_greedy_drafting_emits_the_target_s_tokens(target, truth, verifier, tree, temperature):
     proposer = draft_model(tree, "gumbel", temperature)
     group, _ = decode(target, proposer, requests(), verifier)
@@ -179,6 +180,7 @@ def test_the_target_as_its_own_draft_is_always_accepted(target, tree):
 
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 @pytest.mark.parametrize("tree", [CHAIN, TREE])
+@pytest.mark.one_in(3)
 def test_a_batch_decodes_as_its_requests_alone_and_in_any_order(target, tree, sampling):
     proposer = draft_model(tree, "gumbel", 1.0 if tree == TREE and sampling == COLD else None)
     wanted = requests(sampling, new=12)
@@ -258,6 +260,7 @@ def outputs(target) -> np.ndarray:
     return np.array(codes)
 
 
+@pytest.mark.nightly
 def test_the_joint_distribution_of_three_tokens_is_the_target_s(target):
     distribution = np.zeros(VOCABULARY**3)
     for a, p_a in some(target, PROMPTS[1]):

@@ -58,6 +58,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.one_in(3)
 def test_packed_heads_draft_as_heads_that_are_not(folders, name):
     """In float32 linear layers are packed, in float64 they are not."""
     found = []
@@ -93,6 +94,7 @@ def reference(name, target, computed, after):
 
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
+@pytest.mark.one_in(3)
 def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, folders, name):
     proposer = Hydra.load(target, folders[name], tree=TREE, drawn="without")
 
@@ -113,6 +115,7 @@ WAYS = [
 
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.one_in(3)
 def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, options):
     truth = [plain_greedy(target.lm.model, one.tokens, 20) for one in requests()]
     group, steps = decode(target, Hydra.load(target, folders[name], **options), requests())
@@ -123,6 +126,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, option
 
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
+@pytest.mark.one_in(3)
 def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
     proposer = Hydra.load(target, folders[name], tree=TREE, drawn="without", temperature=1.0)
     wanted = requests(sampling, new=12)

@@ -65,6 +65,7 @@ def reference(name, w, model, text, path):
 
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
+@pytest.mark.one_in(3)
 def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, made, folders, name):
     proposer = mtp.load(target, folders[name], tree=TREE, drawn="without")
 
@@ -80,6 +81,7 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rej
     {"depth": 4}, {"tree": TREE, "drawn": "point"}, {"nodes": 7, "drawn": "without", "temperature": 1.0},
     {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "point"},
 ], ids=str)  # fmt: skip
+@pytest.mark.one_in(3)
 def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, options):
     truth = [plain_greedy(target.lm.model, one.tokens, 20) for one in requests()]
     group, steps = decode(target, mtp.load(target, folders[name], **options), requests())

@@ -91,6 +91,7 @@ def test_parts_of_a_best_of_draft_for_different_sequences_of_a_batch(target, tru
     (skip, early_exit), (early_exit, searched), (searched, lambda target: early_exit(target, RERANKED)),
     (kangaroo, lambda target: early_exit(target, CHAIN, 1)),
 ])  # fmt: skip
+@pytest.mark.one_in(3)
 def test_unions_emit_the_target_s_tokens(target, truth, parts):
     both = Union.load(target, {str(n): part(target) for n, part in enumerate(parts)})
     require(target, truth, both)

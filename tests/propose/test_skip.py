@@ -74,6 +74,7 @@ def skip(target, plan="chain", skipped="mixed", scope="request", **search):
 
 @pytest.mark.parametrize("skipped", [*SETS, None])
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.one_in(4)
 def test_greedy_drafting_emits_the_target_s_tokens(target, truth, plan, skipped):
     group, steps = decode(target, skip(target, plan, skipped), requests())
     assert emitted(group) == truth
@@ -120,6 +121,7 @@ def test_stated_distributions_follow_the_target_s_cache(target):
 
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 @pytest.mark.parametrize("skipped", ["mixed", None])
+@pytest.mark.one_in(3)
 def test_a_batch_decodes_as_its_requests_alone(target, skipped, sampling):
     wanted = requests(sampling, new=14)
     together = emitted(decode(target, skip(target, "sampled tree", skipped), wanted)[0])
@@ -129,6 +131,7 @@ def test_a_batch_decodes_as_its_requests_alone(target, skipped, sampling):
 
 @pytest.mark.parametrize("limits", [Limits(max_batch_size=2), Limits(2, 4), Limits(None, 5, 40)])
 @pytest.mark.parametrize(("skipped", "scope"), [("mixed", "request"), (None, "request"), (None, "run")])
+@pytest.mark.one_in(3)
 def test_requests_come_go_and_are_preempted(target, truth, skipped, scope, limits):
     engine = Engine(target, skip(target, "tree", skipped, scope), Token(), CounterDraws(0), limits=limits)
     for one in requests():

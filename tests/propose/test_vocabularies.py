@@ -117,6 +117,7 @@ WAYS = {
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.one_in(3)
 def test_every_stated_distribution_is_that_of_plain_forwards_over_the_text_tokenized_again(pairs, name, way):
     sampling = Sampling(1.0, repetition_penalty=1.1)
     proposer, asked = loaded(pairs[name], **WAYS[way]), wanted(PAIRS[name][0], sampling, 9)
@@ -143,6 +144,7 @@ def histories(draw):
 @pytest.mark.parametrize("name", PAIRS)
 @given(history=histories())
 @settings(max_examples=8)
+@pytest.mark.one_in(3)
 def test_distributions_are_right_after_any_history(pairs, name, history):
     target, proposer = pairs[name][0], loaded(pairs[name], **WAYS["tree without"])
     proposer.draft_tokenizer = PAIRS[name][1]
@@ -181,6 +183,7 @@ GREEDY = [
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("options", GREEDY, ids=str)
+@pytest.mark.one_in(3)
 def test_greedy_drafting_emits_the_target_s_tokens(pairs, name, options):
     target, asked = pairs[name][0], wanted(PAIRS[name][0])
     truth = [plain_greedy(target.lm.model, one.tokens, 16) for one in asked]
@@ -267,6 +270,7 @@ LONG = {"prose": " ".join([PROSE] * 15), "no spaces": "the漢字é" * 400, "spac
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("text", LONG)
+@pytest.mark.one_in(3)
 def test_a_long_text_is_read_in_pieces_that_later_tokens_never_change(name, text):
     target, draft = PAIRS[name]
     read, tokens, before = shares(target, draft).read, target(LONG[text])["input_ids"], []

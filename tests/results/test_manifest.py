@@ -106,6 +106,7 @@ def test_the_same_run_is_claimed_again_and_keeps_its_manifest(tmp_path):
         "threads", "machine.processor", "machine.gpus", "proposers.speculative.tree",
     ],
 )  # fmt: skip
+@pytest.mark.one_in(3)
 def test_whatever_may_change_a_token_or_a_second_makes_another_run(tmp_path, path):
     claim(tmp_path, facts())
     other = json.loads(json.dumps(facts()))

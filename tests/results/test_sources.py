@@ -88,6 +88,7 @@ def test_a_run_is_resumed_with_the_same_code(quick_cli, interrupted, arguments, 
     assert list(known) == ["toy_plugin"] and len(known["toy_plugin"]["sha256"]) == 64
 
 
+@pytest.mark.nightly
 def test_a_finished_run_of_other_code_is_not_skipped(quick_cli, plugin, arguments, tmp_path, anew):
     assert quick_cli("--multirun", *arguments, "seed=1")[0] == 0
     anew("toy_plugin")

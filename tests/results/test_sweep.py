@@ -456,6 +456,7 @@ def test_finished_runs_are_skipped_and_new_ones_are_added(cli, tiny, tmp_path, d
     assert states(tmp_path / "swept") == {"1": ("done", 2), "2": ("done", 2), "3": ("done", 2)}
 
 
+@pytest.mark.nightly
 def test_an_interrupted_sweep_is_resumed_from_its_finished_groups(cli, tiny, tmp_path, decoded):
     some = ["--multirun", *tiny, "prompts.limit=3", "seed=1,2"]
     decoded.stop = (2,)
@@ -477,6 +478,7 @@ def test_an_interrupted_sweep_is_resumed_from_its_finished_groups(cli, tiny, tmp
     assert "swept: 2 done" in output
 
 
+@pytest.mark.nightly
 def test_a_failed_run_leaves_the_others_alone_and_is_retried_on_request_only(cli, tiny, tmp_path, decoded):
     good = next(one for one in tiny if one.startswith("prompts.path=")).partition("=")[2]
     some = ["--multirun", *tiny, "prompts.limit=2", f"prompts.path=later.jsonl,{good}"]

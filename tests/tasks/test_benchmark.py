@@ -164,6 +164,7 @@ def test_a_lossy_verifier_is_named_and_not_certified(tmp_path):
     assert "lossy: draft_model; verifier 'lenient'" in printed
 
 
+@pytest.mark.nightly
 def test_a_false_claim_is_reported_with_its_counterexample_and_the_run_is_kept(tmp_path):
     found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Claims())
     assert found == {"speculative": None, "baseline": "quick"}
@@ -379,6 +380,7 @@ def test_another_run_in_the_same_directory_is_refused(done):
         run(lab(), settings(out, baseline=False), CONFIG, quiet())
 
 
+@pytest.mark.nightly
 def test_a_proposer_that_has_chosen_another_tree_since_is_refused(tmp_path):
     """As a tree calibrated by timing may be if it is not read from the manifest."""
 

@@ -92,6 +92,7 @@ def test_a_token_id_that_the_target_does_not_have_is_refused_by_name(folder, nam
         lab.peers[name].decode([replace(request, tokens=(1, 61))])
 
 
+@pytest.mark.nightly
 def test_without_a_rounds_table_there_are_no_phases(folder, tmp_path):
     lab = build(folder, Sampling())
     alone = Lab(lab.target, lab.proposer, lab.verifier, lab.sampling, lab.prompts[:1], lab.tracker, peers=lab.peers)

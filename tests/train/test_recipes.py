@@ -184,7 +184,7 @@ def test_texts_shorter_than_a_chain_are_no_error(name, target, tmp_path):
     assert torch.isfinite(loss) and len(measured) == RECIPES[name].depth
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @every_recipe
 def test_a_training_learns_resumes_to_the_same_weights_and_its_proposer_drafts(name, target, tmp_path):
     recipe = RECIPES[name]
@@ -289,6 +289,7 @@ SHORT = {
 
 
 @pytest.mark.parametrize("name", SHORT)
+@pytest.mark.one_in(3)
 def test_each_recipe_trains_from_the_command_line(quick_cli, name, tmp_path):
     run = checkpoints.short_runs(tmp_path, checkpoints.TEXTS * 2)
     run = [one for one in run if not one.startswith("proposer=")]
@@ -459,6 +460,7 @@ def short(tmp_path, *more):
         ("eagle3", "task.recipe.from_target=true task.recipe.heads=2", "from_target"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_what_cannot_be_trained_is_refused_before_the_target_answers(quick_cli, tmp_path, name, given, option):
     code, _, errors = quick_cli(f"+experiment=train_{name}", *short(tmp_path, *given.split()))
     (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
@@ -496,6 +498,7 @@ def test_a_training_that_diverges_ends_with_code_1_and_keeps_its_texts(quick_cli
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.nightly
 def test_a_training_uses_the_run_s_threads(quick_cli, tmp_path, monkeypatch, threads):
     seen, plain = [], Trainer.update
 
@@ -514,6 +517,7 @@ def test_a_training_uses_the_run_s_threads(quick_cli, tmp_path, monkeypatch, thr
 
 
 @every_recipe
+@pytest.mark.one_in(3)
 def test_a_packed_target_gives_the_same_loss_and_gradients(name, tmp_path):
     folder = str(checkpoints.checkpoint(tmp_path / "target"))
     packed, plain = (Target.load(folder, dtype="float32") for _ in "12")

@@ -213,6 +213,7 @@ def distilled(settings, out, **options):
 
 
 @pytest.mark.parametrize("killed_at", [pytest.param(3, marks=pytest.mark.nightly), 7])  # in plain text, in its own
+@pytest.mark.nightly
 def test_a_killed_distillation_resumes_to_identical_weights(trained, tmp_path, killed_at):
     whole, _ = distilled(trained, tmp_path / "whole")
     distilled(trained, tmp_path / "killed", stop_after=killed_at)

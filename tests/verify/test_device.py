@@ -64,6 +64,7 @@ def on_device(verifier, draft: Draft, p: torch.Tensor, rows: np.ndarray):
 @EACH
 @settings(max_examples=60)
 @given(data=st.data())
+@pytest.mark.one_in(3)
 def test_the_code_for_devices_has_the_results_of_the_code_for_the_cpu(verifier, data):
     draft, p = data.draw(cases(verifier))
     shape = draft.shape
@@ -118,6 +119,7 @@ WAYS_OF = [
     ("verifier", "way"), WAYS_OF, ids=[f"{v.name} {getattr(v, 'rule', '')}-{w}" for v, w in WAYS_OF]
 )
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.one_in(4)
 def test_a_step_reads_nothing_back(verifier, way, shape):
     draft, p = meta(shape, way)
     verdict = verifier(draft, p)
@@ -154,6 +156,7 @@ def test_a_choice_that_could_not_be_sampled_is_reported_once_it_is_copied():
 
 
 @EACH
+@pytest.mark.one_in(3)
 def test_a_shape_is_uploaded_once(verifier, monkeypatch):
     """Index arrays of a shape that comes again stay on the device."""
     uploads = []

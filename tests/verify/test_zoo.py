@@ -51,6 +51,7 @@ def close(verifier) -> float:
 @EACH
 @settings(max_examples=100)
 @given(data=st.data())
+@pytest.mark.one_in(3)
 def test_a_verifier_equals_its_paper_s_algorithm(verifier, direct, data):
     draft, p = data.draw(supported(verifier))
     stop, emit = direct(draft, p.numpy())
@@ -64,6 +65,7 @@ def test_a_verifier_equals_its_paper_s_algorithm(verifier, direct, data):
 @EACH
 @settings(max_examples=30)
 @given(data=st.data())
+@pytest.mark.one_in(3)
 def test_no_path_ends_at_an_illegal_node(verifier, direct, data):
     draft, p = data.draw(supported(verifier))
     assert verifier(draft, p).stop[p.sum(-1).numpy() == 0].sum() == 0
@@ -72,6 +74,7 @@ def test_no_path_ends_at_an_illegal_node(verifier, direct, data):
 @EACH
 @settings(max_examples=25)
 @given(data=st.data())
+@pytest.mark.one_in(3)
 def test_trees_of_a_forest_are_independent(verifier, direct, data):
     draft, p = data.draw(supported(verifier))
     shape = draft.shape
@@ -84,6 +87,7 @@ def test_trees_of_a_forest_are_independent(verifier, direct, data):
 @EACH
 @settings(max_examples=30)
 @given(data=st.data())
+@pytest.mark.one_in(3)
 def test_a_verdict_changes_no_input_and_is_repeatable(verifier, direct, data):
     draft, p = data.draw(supported(verifier))
     kept = p.clone(), None if draft.q is None else draft.q.clone(), draft.token.clone()
@@ -96,6 +100,7 @@ def test_a_verdict_changes_no_input_and_is_repeatable(verifier, direct, data):
 @EACH
 @settings(max_examples=30)
 @given(data=st.data())
+@pytest.mark.one_in(3)
 def test_residuals_are_returned_for_any_rows_in_any_order(verifier, direct, data):
     draft, p = data.draw(supported(verifier))
     verdict = verifier(draft, p)
@@ -158,6 +163,7 @@ def test_a_draft_may_be_less_precise_than_the_target(verifier, direct, data):
 @pytest.mark.parametrize(("verifier", "direct"), [c for c in CASES if isinstance(c[0], Typical | Relaxed | Cascade)])
 @settings(max_examples=50)
 @given(data=st.data())
+@pytest.mark.one_in(3)
 def test_in_single_precision_a_threshold_decides_as_in_double_unless_met_exactly(verifier, direct, data):
     draft, p = data.draw(supported(verifier))
     if draft.q is not None:
@@ -175,6 +181,7 @@ def test_in_single_precision_a_threshold_decides_as_in_double_unless_met_exactly
 @EACH
 @settings(max_examples=25)
 @given(data=st.data())
+@pytest.mark.one_in(3)
 def test_wide_vocabularies_are_processed_in_parts_with_the_same_result(verifier, direct, data):
     draft, p = data.draw(supported(verifier))
     whole = joint(draft, verifier(draft, p))
@@ -197,6 +204,7 @@ def test_no_nodes_emits_from_the_target(verifier, direct):
 @EACH
 @settings(max_examples=25)
 @given(data=st.data())
+@pytest.mark.one_in(3)
 def test_every_step_can_be_sampled(verifier, direct, data):
     draft, p = data.draw(supported(verifier))
     verdict, who = verifier(draft, p), [(root, 0, 0) for root in range(draft.shape.roots)]

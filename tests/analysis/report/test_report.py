@@ -70,6 +70,7 @@ def swept(ran, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_the_page_states_by_what_margin_of_logits_outputs_differ(ran, tmp_path):
     out = tmp_path / "differs"
     shutil.copytree(ran, out)
@@ -386,6 +387,7 @@ needs_browser = pytest.mark.skipif(
 
 @needs_browser
 @pytest.mark.parametrize("which", ["page", "sweep"])
+@pytest.mark.nightly
 def test_a_browser_draws_every_chart(which, page, swept, tmp_path):
     file = page if which == "page" else report.write(swept)
     dom, output = browse(file, tmp_path, "--dump-dom")

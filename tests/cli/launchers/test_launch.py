@@ -84,6 +84,7 @@ def test_a_failed_job_leaves_the_others_alone_and_is_reported_with_its_state(on,
     assert "swept: 3 done" in output and "CANCELLED" not in output
 
 
+@pytest.mark.nightly
 def test_a_pending_job_is_not_submitted_twice(on):
     on(Scripted(failures={"seed=1": "killed", "seed=2": "killed"}), "seed=1,2")
     again = Scripted(alive=["seed=1"])
@@ -125,6 +126,7 @@ def test_a_job_runs_in_the_directory_of_the_command(on, tmp_path):
     assert [run.state for run in sweep.runs(tmp_path / "swept")] == ["done"], "out, prompts are relative"
 
 
+@pytest.mark.nightly
 def test_a_failed_run_names_its_error_and_is_submitted_again_on_request_only(on):
     code, output, _ = on(Scripted(), "seed=1,-1")
     assert code == 1

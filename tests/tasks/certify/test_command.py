@@ -82,6 +82,7 @@ def test_the_figure_is_not_empty(flat_cli, tmp_path):
     assert 0.01 < (picture[..., :3].min(-1) < 0.9).mean() < 0.5
 
 
+@pytest.mark.nightly
 def test_without_tokens_the_real_target_is_left_alone(flat_cli, certificate):
     assert flat_cli(*NGRAM, "task.tokens=0")[0] == 0
     assert [check["name"] for check in certificate()["pairs"][0]["sampled"]] == ["joint distribution of four tokens"]
@@ -129,6 +130,7 @@ def test_pairs_that_do_not_fit_are_left_out_and_all_others_examined_once(flat_cl
     assert "none point match lossless" in output
 
 
+@pytest.mark.nightly
 def test_lossy_verifiers_get_their_total_variation_and_no_certificate(flat_cli, certificate):
     code, output, errors = flat_cli(*NGRAM, "verifier=relaxed", "+verifier@verifiers.typical=typical")
     assert code == 0, errors
@@ -173,6 +175,7 @@ def test_gumbel_drafts_are_certified_by_samples_and_the_reason_is_printed(flat_c
         ("verifier=kseq", "verifier 'kseq' supports drafts drawn iid; proposer 'ngram' draws 'point'"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_wrong_options_and_pairs_are_refused_by_name(flat_cli, tmp_path, override, message):
     code, _, errors = flat_cli(*NGRAM, override)
     assert code == 1
@@ -329,7 +332,7 @@ def test_a_verifier_declared_lossy_gets_its_total_variation(flat_cli, certificat
     assert "ngram point mine lossy" in output
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("skew", "failed"), [(1.0, False), (3.0, True)])
 def test_a_proposer_of_the_user_is_enumerated_with_its_own_drafts(flat_cli, certificate, mine, skew, failed):
     code, output, errors = flat_cli(*mine, *SHORT, "proposer=uniform", f"proposer.skew={skew}")

@@ -244,7 +244,7 @@ def test_the_shipped_verifiers_are_all_here():
     assert len(ENUMERATED) == 3 * 3 + 1
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_every_proposer_is_enumerated_with_its_own_code(name):
     require_exact(proved(name))
@@ -275,6 +275,7 @@ def test_a_search_is_certified_as_one():
     assert toy.skipped.ends(len(PROMPT), len(PROMPT) + 1, []) == [len(PROMPT), len(PROMPT) + 1] and not group.errors
 
 
+@pytest.mark.nightly
 def test_drafts_are_the_proposer_s_own():
     """Each drafts differently, so different outcomes are enumerated and different numbers of tokens accepted."""
     different = ["none", "chain", "chain, confident", "chain, warmer", "tree without", "tree point", "n-gram chain"]
@@ -433,6 +434,7 @@ def failed(proof, verifier):
 
 @pytest.mark.parametrize("verifier", [Cascade(0.4, "chow"), Cascade(0.1, "diff"), Cascade(0.3, "opt")])
 @pytest.mark.parametrize("drawn", ["iid", "without"])
+@pytest.mark.one_in(3)
 def test_a_cascade_is_exact_against_its_own_target(verifier, drawn):
     assert prove(drawn, verifier, STEPS[:4] + STEPS[30:34]).own_target_tv < 1e-12
 

@@ -400,6 +400,7 @@ def test_where_every_prompt_is_refused_the_table_reports_that_nothing_was_compar
     assert "no masks were compared" in output and "none differ" not in output
 
 
+@pytest.mark.nightly
 def test_without_rows_no_masks_are_compared(mine):
     assert mine(*MINE, "task.mask_rows=0")[3]["constraint"]["masks"] is None
 
@@ -412,6 +413,7 @@ def test_without_rows_no_masks_are_compared(mine):
         ([*MINE, "constraint.options={breaks: true}"], "constraint 'mine' raised KeyError: 'lost' ("),
     ],
 )
+@pytest.mark.one_in(3)
 def test_what_cannot_be_compared_is_refused_and_leaves_no_folder(mine, tmp_path, options, message):
     code, _, errors, found = mine(*options)
     assert code == 1 and found is None
