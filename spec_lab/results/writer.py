@@ -320,6 +320,15 @@ def load(out: str | Path) -> Tables:
     return Tables(**Recorder(Path(out)).parts.load())
 
 
+def load_replay(out: str | Path) -> pd.DataFrame:
+    """Return the rows of the table ``replay`` of the finished groups of a run.
+
+    Raises:
+        Unreadable: see ``TableParts.load``.
+    """
+    return Recorder(Path(out), replay=True).parts.load()["replay"]
+
+
 def schema(name: str) -> pa.Schema:
     """Return the columns of one table, with their meanings as metadata."""
     return parts.schema(SCHEMAS[name])
