@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from rich.table import Table
 from tqdm import tqdm
 
 from spec_lab.core.terminal import visible
-from spec_lab.replay import designs
+from spec_lab.replay import designs, traces
 from spec_lab.replay.trees import read
+from spec_lab.verify import Lenient
 
 MOST = 40
 """Rows of the table on the screen."""
@@ -59,6 +61,43 @@ def replay(
             frame.insert(0, "arm", name)
             frames.append(frame)
     return pd.concat(frames).sort_values("tau", ascending=False, kind="stable", ignore_index=True)
+
+
+def trace(file: Path, written: str = "jsonl", verifiers: Sequence[str] = ()) -> pd.DataFrame:
+    """Judge a trace of another system; see ``traces.judge`` for the columns.
+
+    Args:
+        file: the trace.
+        written: its format: "jsonl", "vllm" or "sglang".
+        verifiers: of these ``lenient`` adds rules.
+
+    Raises:
+        ValueError: it is not of that format, or an unknown verifier.
+        OSError: it cannot be read.
+    """
+    named = [designs.verifier_of(one) for one in verifiers]
+    lenience = [one.lenience for one in named if isinstance(one, Lenient)]
+    if written == "jsonl":
+        return traces.judge(traces.read_trace(file), lenience=lenience)
+    text = file.read_text(encoding="utf-8")
+    if written == "vllm":
+        return traces.judge(traces.from_vllm(text))
+    return traces.judge(traces.from_sglang(json.loads(line) for line in text.splitlines() if line.strip()))
+
+
+def print_trace(frame: pd.DataFrame, console: Console) -> None:
+    """Print tau by rule and depth."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("rule", "depth"):
+        shown.add_column(name)
+    for name in ("tau", "steps"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for one in frame.to_dict("records"):
+        tau = f"{one['tau']:.3f}"
+        if np.isfinite(one["low"]):
+            tau += f" [{one['low']:.3f}, {one['high']:.3f}]"
+        shown.add_row(visible(one["rule"]), one["depth"], tau, f"{one['steps']:.0f}")
+    console.print(shown, highlight=False)
 
 
 def print_table(frame: pd.DataFrame, console: Console) -> None:
