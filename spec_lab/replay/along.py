@@ -24,8 +24,9 @@ Trees of points that were recorded at every position need no q: each step accept
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.options import brief
 from spec_lab.propose.trees import Choices, depth_of, parse
 from spec_lab.replay import coarse
-from spec_lab.replay.coarse import PSEUDO, Variant
+from spec_lab.replay.coarse import PSEUDO
 from spec_lab.replay.shapes import MOST, Subtree
 from spec_lab.replay.steps import Sums
 from spec_lab.replay.trees import NeedsModel, RecordedTrees
@@ -65,6 +66,7 @@ class Along:
     begins: np.ndarray
     on_text: np.ndarray
     prefill: bool
+    _made: dict[tuple[Any, ...], list[_Accept]] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(trees: RecordedTrees) -> Along:
@@ -113,6 +115,20 @@ class Along:
     def first(self) -> int:
         """Tokens before the first step."""
         return 0 if self.prefill else 1
+
+    def accepting(self, verifier: Verifier, temperature: float | None, top_k: int) -> list[_Accept]:
+        """Return the acceptance of drafts at this temperature and width, for every completion of the rows.
+
+        Raises:
+            NeedsModel: p or q does not follow from what is recorded.
+        """
+        key = verifier, temperature, top_k
+        if key not in self._made:
+            p, q = coarse.target(self.trees), coarse.drafted(self.trees, temperature, top_k)
+            both = [coarse.complete(p, q, one) for one in coarse.variants(self.trees, p, q)]
+            assumed = (0.0, 1.0) if _lacks(self) else (0.0,)
+            self._made[key] = [_Accept(self, verifier, *one, missing) for one in both for missing in assumed]
+        return self._made[key]
 
     def sums(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [N], [N]
         """Return the tokens and the expected steps of each text after the prefill.
@@ -186,22 +202,18 @@ def evaluate(along: Along, verifier: Verifier, rules: Sequence[tuple[float, Rule
         raise NeedsModel("the recorded drafts are points, which carry no q; record drawn=iid")
     if not verifier.lossless:
         raise NeedsModel(f"verifier '{verifier.name}' is lossy: it emits other texts than the recorded ones")
-    p = coarse.target(trees)
     tokens, steps = [], []
     (temperature, top_k), *others = {(rule.temperature, rule.top_k) for _, rule in rules}
     if others:
         raise NeedsModel("the rules of a mixture have one draft temperature and width")
-    q = coarse.drafted(trees, temperature, top_k)
     certain = coarse.drafted(trees, 1.0) if any(rule.confidence for _, rule in rules) else None
-    for variant in coarse.variants(trees, p, q):
-        for missing in (0.0, 1.0) if _lacks(along) else (0.0,):
-            made = _Accept(along, verifier, *coarse.complete(p, q, variant), missing, variant)
-            weights = [share * made.weights(rule, certain) for share, rule in rules]
-            most = max(one.shape[2] for one in weights)
-            total = sum(np.pad(one, ((0, 0), (0, 0), (0, most - one.shape[2]))) for one in weights)
-            each = along.sums(np.asarray(total))
-            tokens.append(each[0])
-            steps.append(each[1])
+    for one in along.accepting(verifier, temperature, top_k):
+        weights = [share * one.weights(rule, certain) for share, rule in rules]
+        most = max(each.shape[2] for each in weights)
+        total = sum(np.pad(each, ((0, 0), (0, 0), (0, most - each.shape[2]))) for each in weights)
+        counted = along.sums(np.asarray(total))
+        tokens.append(counted[0])
+        steps.append(counted[1])
     kind = "exact" if len(tokens) == 1 else "spread"
     return Sums(along.requests, np.array(tokens), np.array(steps), float(np.min(steps, 0).sum()), kind)
 
@@ -247,13 +259,11 @@ class _Accept:
         verifier: ``token``, ``kseq`` or ``match``; any lossless one for points.
         p, q: ``[R, W + PSEUDO]``.
         missing: what is assumed where no q is recorded: the first child is accepted with this probability.
-        variant: of the rests.
     """
 
-    def __init__(
-        self, along: Along, verifier: Verifier, p: np.ndarray, q: np.ndarray, missing: float, variant: Variant
-    ) -> None:
-        self.along, self.verifier, self.missing, self.variant = along, verifier, missing, variant
+    def __init__(self, along: Along, verifier: Verifier, p: np.ndarray, q: np.ndarray, missing: float) -> None:
+        self.along, self.verifier, self.missing = along, verifier, missing
+        self._tables: dict[tuple[int, str], np.ndarray] = {}
         trees = along.trees
         known = (along.row >= 0) & (np.arange(along.text.shape[1]) < along.length[:, None])
         known &= trees.expanded[along.row]
@@ -280,7 +290,7 @@ class _Accept:
         children: dict[tuple[int, ...], int] = {}
         for path in rule.choices:
             children[path[:-1]] = max(children.get(path[:-1], 0), path[-1] + 1)
-        tables = {k: self._padded(self._accept(k, rule.drawn), depth) for k in set(children.values())}
+        tables = {k: self._padded(self._of(k, rule.drawn), depth) for k in set(children.values())}
         weights = np.zeros((count, longest, depth + 1))
         reach: dict[tuple[int, ...], np.ndarray] = {(): np.ones((count, longest))}
         grows: dict[tuple[int, ...], np.ndarray] = {(): np.ones((count, longest), dtype=bool)}
@@ -295,6 +305,12 @@ class _Accept:
                 rest = 1.0 - accept.sum(2)
             weights[:, :, level] += reach[path] * np.maximum(rest, 0.0)
         return weights
+
+    def _of(self, k: int, drawn: str) -> np.ndarray:  # [n, k]
+        """``_accept``, computed once."""
+        if (k, drawn) not in self._tables:
+            self._tables[k, drawn] = self._accept(k, drawn)
+        return self._tables[k, drawn]
 
     def _padded(self, accept: np.ndarray, depth: int) -> np.ndarray:  # [N, L + depth, k]
         """Acceptance at every token of the texts; nothing beyond their ends."""

@@ -216,6 +216,7 @@ def evaluate(trees: RecordedTrees, wanted: Sequence[Design], sampling: Sampling 
     except NeedsModel as why:
         texts = why
     groups: dict[tuple[Any, ...], list[Design]] = {}
+    draws: dict[int, np.ndarray] = {}
     for one in wanted:
         groups.setdefault((one.verifier, one.draft_temperature, one.draft_top_k, one.confidence, one.drawn), []).append(
             one
@@ -232,7 +233,9 @@ def evaluate(trees: RecordedTrees, wanted: Sequence[Design], sampling: Sampling 
             needs, given = [changed] if changed else [], []
             try:
                 if not changed:
-                    yield estimate(one, "steps", mixed([(share, at_steps[shape]) for share, shape in one.shapes.parts]))
+                    yield estimate(
+                        one, "steps", mixed([(share, at_steps[shape]) for share, shape in one.shapes.parts]), draws
+                    )
                     given.append("steps")
             except NeedsModel as why:
                 needs.append(str(why))
@@ -241,7 +244,7 @@ def evaluate(trees: RecordedTrees, wanted: Sequence[Design], sampling: Sampling 
                     raise NeedsModel("another sampling of the target emits other texts than the recorded ones")
                 if isinstance(texts, NeedsModel):
                     raise texts
-                yield estimate(one, "along", _along(texts, verifier, one))
+                yield estimate(one, "along", _along(texts, verifier, one), draws)
                 given.append("along")
             except NeedsModel as why:
                 needs.append(str(why))
@@ -303,8 +306,16 @@ def mixed(parts: Sequence[tuple[float, Sums | NeedsModel]]) -> Sums:
     return Sums(first.clusters, np.asarray(tokens), np.asarray(counted), min(one.ess for _, one in each), kinds)
 
 
-def estimate(design: Design, method: str, sums: Sums, level: float = 0.95) -> Estimate:
-    """Return a design's tau with its intervals."""
+def estimate(design: Design, method: str, sums: Sums, draws: dict[int, np.ndarray], level: float = 0.95) -> Estimate:
+    """Return a design's tau with its intervals.
+
+    Args:
+        design: the design.
+        method: how its sums were computed.
+        sums: what each request adds.
+        draws: bootstrap draws by number of requests; kept here for the next design.
+        level: of the interval.
+    """
     totals = np.array([sums.tokens.sum(1), sums.steps.sum(1)])  # [2, variants]
     if not (totals[1] > 0).all():
         raise NeedsModel("no recorded step has a weight")
@@ -312,8 +323,10 @@ def estimate(design: Design, method: str, sums: Sums, level: float = 0.95) -> Es
     low, high = float(tau.min()), float(tau.max())
     ends = np.full((2, len(tau)), np.nan)
     if len(sums.clusters) > 1:
-        draws = resampled(len(sums.clusters), RESAMPLES)
-        tops, bottoms = draws @ sums.tokens.T, draws @ sums.steps.T
+        count = len(sums.clusters)
+        if count not in draws:
+            draws[count] = resampled(count, RESAMPLES)
+        tops, bottoms = draws[count] @ sums.tokens.T, draws[count] @ sums.steps.T
         ratios = np.divide(tops, bottoms, out=np.full_like(tops, np.nan), where=bottoms > 0)
         ends = quantiles(ratios, level)
     middle = (low + high) / 2

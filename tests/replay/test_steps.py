@@ -51,7 +51,7 @@ def test_with_full_rows_the_recorded_run_s_expectation_is_replayed(target, drawn
     assert len(sums.tokens) == 1, "all is recorded: one evaluation"
     np.testing.assert_allclose(sums.tokens[0], own["sum"] + own["count"], rtol=2e-6)
     np.testing.assert_allclose(sums.steps[0], own["count"])
-    one = estimate(Design("token", Shares(((1.0, Subtree()),))), "steps", sums)
+    one = estimate(Design("token", Shares(((1.0, Subtree()),))), "steps", sums, {})
     mean = 1 + rows[~rows["prefill"]]["expected_accepted"].mean()
     assert one.bound_low == one.bound_high == one.tau == pytest.approx(mean)
     assert one.low <= one.tau <= one.high
