@@ -35,7 +35,7 @@ class NeedsModel(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class Text:
+class RecordedText:
     """A recorded text.
 
     Args:
@@ -82,7 +82,7 @@ class RecordedTrees:
     steps: pd.DataFrame
     vocabulary: int
     sampling: Sampling
-    texts: Mapping[int, Text]
+    texts: Mapping[int, RecordedText]
     proposer: Mapping[str, Any]
 
     @property
@@ -125,12 +125,12 @@ def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
         raise ValueError(f"{folder} is no folder of a run: it has no manifest.json")
     if (manifest.get("config") or {}).get("record") != "replay":
         raise ValueError(f"the run in {folder} has recorded no distributions: run it with record=replay")
-    texts: dict[str, dict[int, Text]] = {}
+    texts: dict[str, dict[int, RecordedText]] = {}
     if (folder / "texts.parquet").exists() or [*(folder / "parts").glob("texts-*.parquet")]:
         found = study.parts(folder, replay=True).load()
         frame = found["replay"]
         own = {
-            int(one.request): Text(int(one.prompt_tokens), np.asarray(one.tokens)[int(one.prompt_tokens) :])
+            int(one.request): RecordedText(int(one.prompt_tokens), np.asarray(one.tokens)[int(one.prompt_tokens) :])
             for one in found["texts"].itertuples()
         }
         texts = dict.fromkeys(frame["arm"].unique(), own)
@@ -139,7 +139,7 @@ def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
         for name, each in load(folder).requests.groupby("arm"):
             first = each[each["sequence"] == 0]
             rows = zip(first["request"], first["prompt_tokens"], first["tokens"], strict=True)
-            texts[str(name)] = {int(n): Text(int(length), np.asarray(tokens)) for n, length, tokens in rows}
+            texts[str(name)] = {int(n): RecordedText(int(length), np.asarray(tokens)) for n, length, tokens in rows}
     known = sorted(frame["arm"].unique())
     for name in arms:
         if name not in known:
@@ -153,7 +153,10 @@ def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
 
 
 def of_rows(
-    frame: pd.DataFrame, arm: str, texts: Mapping[int, Text] | None = None, proposer: Mapping[str, Any] | None = None
+    frame: pd.DataFrame,
+    arm: str,
+    texts: Mapping[int, RecordedText] | None = None,
+    proposer: Mapping[str, Any] | None = None,
 ) -> RecordedTrees:
     """Return the trees of rows of the table ``replay``.
 

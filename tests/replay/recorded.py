@@ -8,7 +8,7 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.recording import Recording
-from spec_lab.replay.trees import RecordedTrees, Text, of_rows
+from spec_lab.replay.trees import RecordedText, RecordedTrees, of_rows
 from spec_lab.results.writer import replay_rows_of, rows_of
 from spec_lab.verify import Token
 from tests.propose.lab import WARM, draft_model, requests
@@ -23,7 +23,7 @@ def decoded(target, drawn="iid", tree="2x1", sampling=WARM, verifier=None, recor
     engine = fixed_group(target, proposer, verifier or Token(), wanted, CounterDraws(0), record=recording)
     infos = [info.slim() for info in engine]
     frame = pd.DataFrame(replay_rows_of(infos, 0, "speculative", target.vocabulary))
-    texts = {one.request.id: Text(len(one.request.tokens), np.array(one.emitted)) for one in engine.sequences}
+    texts = {one.request.id: RecordedText(len(one.request.tokens), np.array(one.emitted)) for one in engine.sequences}
     facts = {"name": f"draft_{proposer.plan.kind}", **proposer.facts}
     return of_rows(frame, "speculative", texts, facts), pd.DataFrame(rows_of(infos, 0, "speculative")[1])
 

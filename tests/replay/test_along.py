@@ -14,7 +14,7 @@ from spec_lab.propose.trees import parse
 from spec_lab.replay import along
 from spec_lab.replay.along import Along, Rule
 from spec_lab.replay.shapes import Subtree
-from spec_lab.replay.trees import NeedsModel, Text
+from spec_lab.replay.trees import NeedsModel, RecordedText
 from spec_lab.verify import KSeq, Lenient, Match, Token, Traversal
 from tests.replay.recorded import by_hand, decoded, without_nodes
 
@@ -33,7 +33,7 @@ def recorded_text(text, top=None):
     steps = pd.DataFrame(
         {"group": 0, "request": 0, "sequence": 0, "round": number, "position": 1 + number, "prefill": False}
     )
-    return by_hand(draft, p, top=top, texts={0: Text(1, np.array(text))}, steps=steps)
+    return by_hand(draft, p, top=top, texts={0: RecordedText(1, np.array(text))}, steps=steps)
 
 
 def exact_steps(verifier, choices, drawn, q=Q, sure=None):
@@ -161,7 +161,7 @@ def test_recorded_point_trees_are_followed_along_the_text():
         {"group": 0, "request": 0, "sequence": 0, "round": number, "position": 1 + number, "prefill": False}
     )
     trees = by_hand(
-        Draft(whole, torch.from_numpy(token)), P[rows], texts={0: Text(1, np.array(text))}, steps=steps,
+        Draft(whole, torch.from_numpy(token)), P[rows], texts={0: RecordedText(1, np.array(text))}, steps=steps,
         proposer={"name": "ngram"},
     )  # fmt: skip
     count, place = 0, 1

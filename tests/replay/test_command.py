@@ -62,6 +62,7 @@ def test_a_run_records_every_step_of_its_proposers_but_not_the_baseline(recorded
     assert trees["speculative"].ids.shape[1] == 8 and not (recorded / "parts").exists()
 
 
+@pytest.mark.nightly
 def test_a_share_of_the_steps_is_the_same_in_a_second_run(tmp_path):
     found = []
     for name in ("one", "two"):
