@@ -1,5 +1,5 @@
-"""Commands: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``samples``, ``track`` read runs; ``convert``
-weights; ``index`` text.
+"""Commands: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``replay``, ``samples``, ``track`` read runs;
+``convert`` weights; ``index`` text.
 
 ``spec-lab train NAME`` is short for an experiment (``experiment``).
 """
@@ -144,6 +144,21 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     compare.add_argument("--level", type=float, default=0.95, help="confidence of all intervals together (0.95)")
     compare.add_argument("--csv", type=Path, metavar="FILE", help="also write the comparison to a CSV file")
     add("report").add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps")
+    replay = add("replay")
+    what = "a run with record=replay; or a file: a trace of another system (--format)"
+    replay.add_argument("folder", type=Path, metavar="DIR", help=what)
+    own = replay.add_argument
+    own("--arms", nargs="+", default=[], metavar="ARM", help="arms of the run (all)")
+    own("--verifiers", nargs="+", default=[], metavar="NAME", help="such as token lenient:lenience=0.5 (all that fit)")
+    more = "all, depth=3,children=2,nodes=8, 3x2x1, or shares: 0.5*1x1+0.5*3x2x1 (all limits of depth and children)"
+    own("--shapes", nargs="+", default=[], metavar="SHAPE", help=more)
+    own("--temperatures", nargs="+", type=float, default=[], metavar="T", help="of the drafter (as recorded)")
+    own("--top-k", nargs="+", type=int, default=[], metavar="K", help="tokens that the drafter draws from (all)")
+    own("--confidence", nargs="+", type=float, default=[], metavar="C", help="below which a draft ends (as recorded)")
+    own("--drawn", nargs="+", choices=("iid", "point"), default=[], help="how trees are drawn (as recorded)")
+    formats = "of a file: jsonl (docs/replay.md), vllm (the text of /metrics), sglang (JSON lines of responses)"
+    own("--format", choices=("jsonl", "vllm", "sglang"), default="jsonl", help=formats)
+    own("--csv", type=Path, metavar="FILE", help="also write all designs to a CSV file")
     add("samples").add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs")
     track = add("track")
     track.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps")
@@ -248,6 +263,27 @@ def _report(given: argparse.Namespace, console: Console) -> int:
     return _each(given.folders, one)
 
 
+def _replay(given: argparse.Namespace, console: Console) -> int:
+    """Evaluate verifiers, draft trees and draft temperatures on the distributions that a run has recorded."""
+    from spec_lab.replay.show import print_table, print_trace, replay, trace
+
+    if given.folder.is_file():
+        frame = trace(given.folder, given.format, given.verifiers)
+        print_trace(frame, console)
+        if given.csv:
+            _write_table(given.csv, frame.to_csv(index=False))
+            _say(console, f"Table: {given.csv}")
+        return 0
+    with sweep.reading(given.folder):
+        wanted = given.verifiers, given.shapes, given.temperatures, given.top_k, given.confidence, given.drawn
+        frame = replay(given.folder, given.arms, *wanted)
+    print_table(frame, console)
+    if given.csv:
+        _write_table(given.csv, frame.to_csv(index=False))
+        _say(console, f"Table: {given.csv}")
+    return 0
+
+
 def _samples(given: argparse.Namespace, console: Console) -> int:
     """Write a run's answers to HumanEval or LiveCodeBench for their own evaluators; nothing is executed."""
     from spec_lab.analysis.samples import write_samples
@@ -319,6 +355,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
     "collect": _collect,
     "compare": _compare,
     "report": _report,
+    "replay": _replay,
     "samples": _samples,
     "track": _track,
     "dashboard": _dashboard,

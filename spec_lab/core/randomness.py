@@ -25,6 +25,7 @@ class Purpose(IntEnum):
     DRAFT = 2
     RACE = 3
     POLICY = 4
+    RECORD = 5
 
 
 class Key(NamedTuple):

@@ -28,6 +28,7 @@ from spec_lab.engine.proposer import (
     most_at_once,
     release,
 )
+from spec_lab.engine.recording import Recording
 from spec_lab.engine.request import BROKEN, Ended, Request, without_name
 from spec_lab.engine.runner import KVSequence
 from spec_lab.engine.sequence import SequenceState
@@ -81,7 +82,7 @@ class Engine:
         pieces: the bytes of each token, for requests with stop strings, and for listeners.
         listen: whether every sequence is read as text (``SequenceState.events``).
         limits: how much is done at once.
-        record: whether each step records the drafted tokens with their probabilities (``StepInfo.recorded``).
+        record: what each step records of its probabilities (``Recording``).
         prefix_cache: KV caches of earlier requests that begin with the same tokens; finished sequences are kept in it.
             None: every prompt is computed.
 
@@ -101,7 +102,7 @@ class Engine:
     pieces: Sequence[bytes] | None = None
     listen: bool = False
     limits: Limits = field(default_factory=Limits)
-    record: bool = False
+    record: Recording = Recording()
     prefix_cache: PrefixCache | None = None
     sequences: list[SequenceState] = field(init=False, default_factory=list)
     errors: dict[SequenceState, str] = field(init=False, default_factory=dict)
@@ -409,7 +410,7 @@ def fixed_group(
     applied: AppliedConstraint | None = None,
     pieces: Sequence[bytes] | None = None,
     listen: bool = False,
-    record: bool = False,
+    record: Recording | None = None,
     prefix_cache: PrefixCache | None = None,
 ) -> Engine:
     """An engine with requests that are decoded together from the first step on. Arguments as of ``Engine``.
@@ -418,7 +419,15 @@ def fixed_group(
         ValueError: see ``Engine`` and ``Engine.add``.
     """
     engine = Engine(
-        target, proposer, verifier, draws, applied, pieces, listen, record=record, prefix_cache=prefix_cache
+        target,
+        proposer,
+        verifier,
+        draws,
+        applied,
+        pieces,
+        listen,
+        record=record or Recording(),
+        prefix_cache=prefix_cache,
     )
     for request in requests:
         engine.add(request)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spec_lab.constrain import Masks
 from spec_lab.core.draft import POINT, Draft, Shape, upload
+from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.models.target import Target
 from spec_lab.verify import Verdict
@@ -85,6 +86,24 @@ def drafted_probabilities(draft: Draft, p: Tensor) -> tuple[Tensor, Tensor]:  # 
     place = draft.q_row[draft.shape.parent]
     sampled, place = upload(p.device, (place >= 0) & (draft.codes != POINT), np.maximum(place, 0))
     return target, torch.where(sampled > 0, draft.q[place, draft.token].to(target.dtype), torch.nan)
+
+
+def at_temperature_1(
+    logits: Tensor, rows: np.ndarray, samplings: Sequence[Sampling], seen: Tensor | None, allowed: Tensor | None
+) -> Tensor:  # [n, V]
+    """Target probabilities of some rows at temperature 1, without top-k, top-p and min-p.
+
+    Args:
+        logits: ``[R, V]``.
+        rows: ``[n]`` of them.
+        samplings: of every row, or one for all: repetition penalties apply.
+        seen, allowed: as of ``logits_to_probs``, ``[R, V]``.
+    """
+    (here,) = upload(logits.device, rows)
+    own = samplings if len(samplings) == 1 else [samplings[row] for row in rows]
+    plain = [Sampling(1.0, repetition_penalty=one.repetition_penalty) for one in own]
+    parts = [None if one is None else one[here] for one in (seen, allowed)]
+    return logits_to_probs(logits[here], plain, *parts)
 
 
 def history(sequences: Sequence[SequenceState], draft: Draft, target: Target) -> Tensor:

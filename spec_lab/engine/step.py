@@ -28,7 +28,15 @@ from spec_lab.core.randomness import Draws
 from spec_lab.core.readback import Readback
 from spec_lab.engine.commit import Commit, Committed, Decision, act, commit
 from spec_lab.engine.proposer import Observation, Proposer, most_cells, most_rows, release
-from spec_lab.engine.rows import drafted_probabilities, expected_counts, history, logprobs_of, without_token_
+from spec_lab.engine.recording import Distributions, Recording, expanded, feature_hash, recorded_numbers
+from spec_lab.engine.rows import (
+    at_temperature_1,
+    drafted_probabilities,
+    expected_counts,
+    history,
+    logprobs_of,
+    without_token_,
+)
 from spec_lab.engine.runner import Output
 from spec_lab.engine.sequence import Batch, SequenceState, by_row
 from spec_lab.engine.step_info import Chunk, Recorded, StepInfo
@@ -86,7 +94,7 @@ class Parts:
         commit: applies what was chosen; studies that follow a given text replace it.
         made: forks made so far, by the request's id.
         memory: for probabilities.
-        record: whether the target and draft probabilities of drafted tokens are kept (``StepInfo.recorded``).
+        record: what the step keeps of its probabilities (``StepInfo.recorded``, ``StepInfo.distributions``).
     """
 
     target: Target
@@ -98,7 +106,7 @@ class Parts:
     commit: Commit = commit
     made: Counter[int] = field(default_factory=Counter)
     memory: Memory = field(default_factory=Memory)
-    record: bool = False
+    record: Recording = Recording()
 
     @cached_property
     def chains_only(self) -> bool:
@@ -200,7 +208,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         logprobs = any(one.request.logprobs for one in sequences)
         without_p = allowed is None and seen is None and parts.choose is choose
         without_p = without_p and (
-            not shape.nodes or (parts.follows_argmax(draft) and not logprobs and not parts.record)
+            not shape.nodes or (parts.follows_argmax(draft) and not logprobs and not parts.record.drafts)
         )
         greedy = without_p and all(one.temperature == 0 for one in samplings)
         no_token = None
@@ -234,8 +242,13 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
             to_read["logprobs"], to_read["last_logprob"] = logprobs_of(
                 raw, allowed, draft, to_read["row"], to_read["token"]
             )
-        if parts.record and shape.nodes:
+        if parts.record.drafts and shape.nodes:
             to_read["p"], to_read["q"] = drafted_probabilities(draft, p)
+        rows = np.flatnonzero(parts.record.chosen(parts.draws, [one.key for one in sequences])[shape.root])
+        if parts.record.top and len(rows):
+            plain = at_temperature_1(raw, rows, by_row(samplings, shape.root), seen, allowed)
+            numbers = recorded_numbers(rows, draft, plain, parts.record.top)
+            to_read |= {f"recorded_{name}": one for name, one in numbers.items()}
         requires = parts.proposer.requires
         if requires.top_k:
             to_read["top_k"] = output.logits.topk(requires.top_k, -1).indices
@@ -289,15 +302,22 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         for got in committed:
             failed |= got.errors
     recorded = None
-    if parts.record:
+    if parts.record.drafts:
         recorded = Recorded(drafted, host.get("p", NOTHING), host.get("q", NOTHING))
+    distributions = None
+    if "recorded_p" in host:
+        ids, top_p, top_q, rest = (host[f"recorded_{name}"] for name in ("ids", "p", "q", "rest"))
+        states = {one.sequence: one.hidden for one in observed}
+        features = [feature_hash(states.get(one)) for one in sequences]
+        last = [tokens[-1] for tokens in pending]
+        distributions = Distributions(rows, ids, top_p, top_q, rest, expanded(draft, rows), last, features)
     return StepInfo(
         sequences=sequences, draft=draft, committed=committed, chunks=list(chunks), errors=failed,
         context=context, pending=[len(tokens) for tokens in pending], prefill=prefill, attended=output.attended,
         expected=host["expected"], expected_emitted=host["expected_emitted"], given=given, empty=host["empty"],
         clock=clock, began=began, ended=clock.mark(), spans=clock.take(),
         mask_busy=seconds + (0.0 if masked is None else masked.seconds), draft_masks=seconds,
-        copies_before=before, copies_after=read.copies - before, recorded=recorded,
+        copies_before=before, copies_after=read.copies - before, recorded=recorded, distributions=distributions,
     )  # fmt: skip
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from spec_lab.core.clock import Clock, Mark, Span
-from spec_lab.core.draft import Draft
+from spec_lab.core.draft import WAYS, Draft
 from spec_lab.engine.commit import Committed
+from spec_lab.engine.recording import Distributions, pack_ids
 from spec_lab.engine.sequence import SequenceState
 
 PHASES = ("propose", "mask", "target", "wait", "probabilities", "verify", "commit")
@@ -42,6 +43,7 @@ class StepInfo:
     Args:
         sequences: ``[B]`` those that were decoded, each with a draft tree.
         draft: what was drafted.
+        codes: how each node was drawn, where ``slim`` has removed it from the draft.
         committed: ``[B]`` what was committed to each sequence.
         context: ``[B]`` tokens of each sequence when the step began; ``pending``: of them, those not computed.
         prefill: ``[B]`` whether the step computed the rest of the sequence's prompt, or of what a preemption had freed.
@@ -58,6 +60,7 @@ class StepInfo:
         mask_busy: seconds spent on masks, wherever they ran; ``draft_masks``: of them, seconds inside propose.
         copies_before, copies_after: copies from the device to the host, before and after the target's forward.
         recorded: the drafted tokens with p and q, where ``Parts.record`` asks for them.
+        distributions: of the trees that ``Parts.record`` chooses; None of none.
     """
 
     sequences: list[SequenceState]
@@ -82,13 +85,16 @@ class StepInfo:
     copies_before: int = 0
     copies_after: int = 0
     recorded: Recorded | None = None
+    distributions: Distributions | None = None
+    codes: np.ndarray | None = None
 
     def slim(self) -> StepInfo:
         """The step without its draft distributions, which take V numbers for every node."""
         if self.draft.q is None:
             return self
         own = self.draft
-        return replace(self, draft=Draft(own.shape, own.token, computed_only=own.computed_only, limits=own.limits))
+        slim = Draft(own.shape, own.token, computed_only=own.computed_only, limits=own.limits)
+        return replace(self, draft=slim, codes=own.codes)
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase, of the module calls inside propose and target, of masks, and of the whole step.
@@ -167,3 +173,32 @@ class StepInfo:
                 rows[-1] |= {"draft_tokens": [self.recorded.token[node] for node in nodes]}
                 rows[-1] |= {"draft_p": self.recorded.p[nodes].tolist(), "draft_q": q}
         return rows
+
+    def replay_rows(self) -> list[list[dict[str, Any]]]:
+        """Columns of ``replay``, for each sequence: a list per row of its tree; empty where nothing is recorded."""
+        found: list[list[dict[str, Any]]] = [[] for _ in self.sequences]
+        kept, shape = self.distributions, self.draft.shape
+        if kept is None:
+            return found
+        codes = self.draft.codes if self.codes is None else self.codes
+        token = self.draft.token.tolist()
+        for place, row in enumerate(kept.rows.tolist()):
+            tree, node = int(shape.root[row]), row - shape.roots
+            sequence, above = self.sequences[tree], -1 if node < 0 else int(shape.parent[node])
+            rest = kept.rest[place].tolist()
+            found[tree].append(
+                {
+                    "request": sequence.request.id,
+                    "position": self.context[tree],
+                    "row": int(shape.places[row]) + 1,
+                    "parent": -1 if node < 0 else int(shape.places[above]) + 1,
+                    "token": kept.roots[tree] if node < 0 else token[node],
+                    "way": "root" if node < 0 else WAYS[codes[node]],
+                    "features": kept.features[tree],
+                    "ids": pack_ids(kept.ids[place]),
+                    "p": kept.p[place].astype("<f4").tobytes(),
+                    "q": kept.q[place].astype("<f4").tobytes() if kept.expanded[place] else b"",
+                    **dict(zip(("p_rest", "q_rest", "p_most", "q_most"), rest, strict=True)),
+                }
+            )
+        return found

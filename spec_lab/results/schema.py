@@ -136,6 +136,39 @@ CHECK_COLUMNS = ("checker", "correct")
 """The optional columns of ``requests`` of runs whose prompts have a checker."""
 
 DRAFT_COLUMNS = ("draft_tokens", "draft_p", "draft_q")
-"""The optional columns of ``steps`` that the run option ``record_drafts`` adds."""
+"""The optional columns of ``steps`` that the run option ``record=drafts`` adds."""
 
 SCHEMAS = {"rounds": ROUNDS, "steps": STEPS, "requests": REQUESTS}
+
+_BYTES = pa.binary()
+
+REPLAY = {
+    "id": (_TEXT, "request/arm/sequence/round/row"),
+    "group": (_WHOLE, "as in rounds"),
+    "arm": (_TEXT, "as in rounds"),
+    "request": (_WHOLE, "as in steps"),
+    "sequence": (_WHOLE, "as in steps"),
+    "round": (_WHOLE, "as in rounds; of a verifier study the position"),
+    "prefill": (_FLAG, "as in steps; false in a verifier study"),
+    "position": (_WHOLE, "tokens of the sequence when the step began, prompt included: as context in steps"),
+    "row": (_WHOLE, "number of the row in its tree: 0 is the root, the nodes follow in the draft's order"),
+    "parent": (_WHOLE, "the row above; -1 of the root. Siblings stand in the order in which they were drawn"),
+    "token": (_WHOLE, "the node's token; of the root the last committed one"),
+    "way": (_TEXT, "how the token was drawn: iid, without, point, gumbel; root: it is committed"),
+    "features": (_TEXT, "hash of the hidden states that the proposer reads of this step; empty where it reads none"),
+    "ids": (_BYTES, "recorded tokens, 3 bytes each, lowest first: those of largest max(p, q); empty: all, in order"),
+    "p": (
+        _BYTES,
+        "their target probabilities below this row, float32: at temperature 1, after the repetition penalty, before "
+        "top-k, top-p and min-p",
+    ),
+    "q": (_BYTES, "their draft probabilities as they were drawn from, float32; empty where nothing was drawn from a q"),
+    "p_rest": (pa.float32(), "target probability of all other tokens"),
+    "q_rest": (pa.float32(), "draft probability of all other tokens"),
+    "p_most": (pa.float32(), "largest target probability of another token"),
+    "q_most": (pa.float32(), "largest draft probability of another token"),
+    "vocabulary": (_WHOLE, "tokens of the target"),
+    "sampling": (_TEXT, "the request's sampling parameters, as JSON"),
+}
+"""One row for each row of a recorded draft tree: the root, whose p and q are those of the first drafted token, and the
+nodes. The run option ``record=replay`` writes it. The seconds of the step are in ``rounds``."""

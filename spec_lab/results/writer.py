@@ -8,9 +8,10 @@ requests are on disk. At the end the parts are gathered into ``rounds.parquet``,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import StepInfo
 from spec_lab.results import parts
 from spec_lab.results.parts import Rows, TableParts
-from spec_lab.results.schema import OPTIONAL, SCHEMAS
+from spec_lab.results.schema import OPTIONAL, REPLAY, SCHEMAS
 from spec_lab.text.checkers import check
 from spec_lab.text.prompts import Prompt
 
@@ -61,6 +62,38 @@ def rows_of(infos: Seq[StepInfo], group: int, arm: str, turn: int = 1, first: in
         if sequence.finish in BROKEN:
             row["expected_kind"] = ""
     return rounds, steps
+
+
+def replay_rows_of(
+    infos: Seq[StepInfo], group: int, arm: str, vocabulary: int, first: int = 0, round_is_position: bool = False
+) -> Rows:
+    """Return the rows of the table ``replay``.
+
+    Args:
+        infos: the steps of one turn, in order.
+        group, arm: see ``schema``.
+        vocabulary: tokens of the target.
+        first: as of ``rows_of``.
+        round_is_position: whether a step is named by its position, as in a verifier study.
+    """
+    found: Rows = []
+    place = numbered([sequence for one in infos for sequence in one.sequences])
+    for number, one in enumerate(infos, first):
+        for tree, rows in enumerate(one.replay_rows()):
+            sequence = one.sequences[tree]
+            own = place[sequence][0]
+            step = one.context[tree] if round_is_position else number
+            key = {
+                "group": group,
+                "arm": arm,
+                "sequence": own,
+                "round": step,
+                "prefill": one.prefill[tree] and not round_is_position,
+                "vocabulary": vocabulary,
+                "sampling": json.dumps(asdict(sequence.request.sampling)),
+            }
+            found += [{"id": f"{sequence.request.id}/{arm}/{own}/{step}/{row['row']}", **key, **row} for row in rows]
+    return found
 
 
 def numbered(sequences: Iterable[SequenceState]) -> dict[SequenceState, tuple[int, int]]:
@@ -256,22 +289,26 @@ class Recorder:
     Args:
         out: the run's directory.
         optional: names of the optional columns (``schema.OPTIONAL``) that the rows of this run have.
+        replay: whether the run records distributions (``schema.REPLAY``).
     """
 
-    def __init__(self, out: Path, optional: Collection[str] = ()) -> None:
-        self.parts = TableParts(out, SCHEMAS, unit="group", optional=OPTIONAL, written=optional)
+    def __init__(self, out: Path, optional: Collection[str] = (), replay: bool = False) -> None:
+        tables = {"replay": REPLAY, **SCHEMAS} if replay else SCHEMAS
+        self.parts = TableParts(out, tables, unit="group", optional=OPTIONAL, written=optional)
 
     def finished(self) -> set[int]:
         """Return the groups whose rows are on disk."""
-        return set(self.parts.load()["requests"]["group"])
+        return set(load(self.parts.out).requests["group"])
 
-    def write(self, group: int, rounds: Rows, steps: Rows, requests: Rows) -> None:
+    def write(self, group: int, rounds: Rows, steps: Rows, requests: Rows, replay: Rows | None = None) -> None:
         """Write the rows of a finished group."""
-        self.parts.write(f"{group:06d}", {"rounds": rounds, "steps": steps, "requests": requests})
+        rows = {"replay": replay or [], "rounds": rounds, "steps": steps, "requests": requests}
+        self.parts.write(f"{group:06d}", rows)
 
     def gather(self) -> Tables:
         """Join the parts into one file per table and remove them; see ``Parts.gather``."""
-        return Tables(**self.parts.gather())
+        frames = self.parts.gather()
+        return Tables(**{name: frames[name] for name in SCHEMAS})
 
 
 def load(out: str | Path) -> Tables:
@@ -281,6 +318,15 @@ def load(out: str | Path) -> Tables:
         Unreadable: see ``TableParts.load``.
     """
     return Tables(**Recorder(Path(out)).parts.load())
+
+
+def load_replay(out: str | Path) -> pd.DataFrame:
+    """Return the rows of the table ``replay`` of the finished groups of a run.
+
+    Raises:
+        Unreadable: see ``TableParts.load``.
+    """
+    return Recorder(Path(out), replay=True).parts.load()["replay"]
 
 
 def schema(name: str) -> pa.Schema:

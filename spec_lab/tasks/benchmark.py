@@ -78,10 +78,10 @@ def run(
     memory = check_memory(lab, settings, lab.longest_prompts(settings, turns))
     policies = any("policy" in one for one in lab.facts().values())
     chat, checks = lab.chat_facts(), any(one.checker for one in lab.prompts)
-    optional = [*DRAFT_COLUMNS * settings.record_drafts, *["policy"] * policies]
+    optional = [*DRAFT_COLUMNS * (settings.record == "drafts"), *["policy"] * policies]
     optional += [*TURN_COLUMNS * (chat is not None), *CHECK_COLUMNS * checks]
     optional += ["cached_tokens"] * (settings.prefix_cache is not None)
-    recorder, size = Recorder(settings.output_dir, optional), settings.batch_size
+    recorder, size = Recorder(settings.output_dir, optional, settings.record == "replay"), settings.batch_size
     groups = {start // size: turns[start : start + size] for start in range(0, len(turns), size)}
 
     def work(facts: Mapping[str, Any]) -> Done:
@@ -98,7 +98,7 @@ def run(
                 bar.set_postfix_str("")
             for number, group in todo.items():
                 rows = decode_group(lab, settings, arms, names, number, group, bar, history)
-                recorder.write(number, rows.rounds, rows.steps, rows.requests)
+                recorder.write(number, rows.rounds, rows.steps, rows.requests, rows.replay)
                 seen = tracking.group_figures(pd.DataFrame(rows.requests))
                 lab.tracker.group(number, seen)
                 speeds = {series.rpartition("/")[0]: f"{speed:.3g} tokens/s" for series, speed in seen.items()}

@@ -26,6 +26,7 @@ class GroupRows:
     rounds: writer.Rows = field(default_factory=list)
     steps: writer.Rows = field(default_factory=list)
     requests: writer.Rows = field(default_factory=list)
+    replay: writer.Rows = field(default_factory=list)
 
 
 def decode_group(
@@ -61,6 +62,7 @@ def decode_group(
             turn = todo[name][0].number
             decoded = arms[name].decode([one.request for one in todo[name]])
             own_rounds, own_steps = writer.rows_of(decoded.steps, number, name, turn, rounds[name])
+            rows.replay += writer.replay_rows_of(decoded.steps, number, name, lab.target.vocabulary, rounds[name])
             rounds[name] += len(own_rounds)
             rows.rounds += own_rounds
             rows.steps += own_steps

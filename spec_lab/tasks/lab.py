@@ -27,6 +27,7 @@ from spec_lab.core.roofline import Roofline
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.prefix_cache import PrefixCache, check_prefix_cache
 from spec_lab.engine.proposer import forget
+from spec_lab.engine.recording import Recording
 from spec_lab.engine.request import Request
 from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
@@ -88,7 +89,7 @@ class Loop:
     seed: int
     applied: AppliedConstraint | None = None
     pieces: Sequence[bytes] | None = None
-    record: bool = False
+    record: Recording = Recording()
     prefix_cache: PrefixCache | None = None
 
     def forget(self) -> None:
@@ -149,8 +150,14 @@ class Lab:
         null = Null.load(self.target)
         if settings.prefix_cache is not None:
             check_prefix_cache(null, self.target)
-        own = settings.seed, self.applied, self.pieces, settings.record_drafts
-        baseline = Loop(self.target, null, Match(), *own, settings.new_prefix_cache())
+        own = settings.seed, self.applied, self.pieces, settings.recording
+        if settings.record == "replay" and self.applied is not None:
+            raise ValueError(
+                "record=replay supports no constraint yet, nor banned strings or a minimum length: replay does not "
+                "know which tokens are forced or taken back. Set constraint=none, or record=drafts"
+            )
+        plain = settings.seed, self.applied, self.pieces, replace(settings.recording, top=0)
+        baseline = Loop(self.target, null, Match(), *plain, settings.new_prefix_cache())
         arms: dict[str, Arm] = {}
         proposers = {"speculative": self.proposer, **self.more_proposers}
         if isinstance(self.proposer, Null):

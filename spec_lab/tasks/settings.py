@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from spec_lab.core.options import brief, file_name, strings, whole
+from spec_lab.core.options import brief, file_name, one_of, share, strings, whole
 from spec_lab.engine.prefix_cache import PrefixCache
+from spec_lab.engine.recording import Recording
 from spec_lab.text.strings import check_strings
 
 
@@ -34,7 +35,11 @@ class Settings:
         max_prompt_tokens: of longer prompts the middle is left out; None leaves nothing out. At most 2**31 - 1.
         prefix_cache: most tokens of finished requests whose KV cache each arm keeps, for later ones that begin with the
             same tokens; at least 256, at most 2**31 - 1. None keeps none.
-        record_drafts: whether the table ``steps`` keeps every drafted token with its target and draft probability.
+        record: "drafts": the table ``steps`` keeps every drafted token with its target and draft probability; "replay":
+            the table ``replay`` keeps the distributions of every row of the draft trees, for ``spec-lab replay``; None:
+            neither.
+        record_top: tokens that ``replay`` keeps of each row, the likeliest; all of a vocabulary that is no larger.
+        record_share: the share of steps that ``replay`` keeps.
         verbose: whether tables in the terminal have all their columns.
         overrides: of a job of a sweep, the options that differ between its jobs; None of a single run. A job of a sweep
             prints no table and draws no figures.
@@ -56,7 +61,9 @@ class Settings:
     token_healing: bool = False
     max_prompt_tokens: int | None = None
     prefix_cache: int | None = None
-    record_drafts: bool = False
+    record: str | None = None
+    record_top: int = 128
+    record_share: float = 1.0
     verbose: bool = False
     overrides: Sequence[str] | None = None
     config_sha256: str = ""
@@ -78,9 +85,14 @@ class Settings:
             )
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2**63, not {brief(self.seed)}")
-        for name in ("baseline", "token_healing", "record_drafts", "verbose"):
+        for name in ("baseline", "token_healing", "verbose"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        if self.record is not None:
+            one_of("record", self.record, ("drafts", "replay"))
+        whole("record_top", self.record_top, most=2**24)
+        if share("record_share", self.record_share) == 0:
+            raise ValueError("record_share must be above 0: record=null records nothing")
         check_strings("stop_strings", strings("stop_strings", self.stop_strings))
         check_strings("banned_strings", strings("banned_strings", self.banned_strings))
         if whole("min_new_tokens", self.min_new_tokens, 0) > self.max_new_tokens:
@@ -88,6 +100,12 @@ class Settings:
                 f"min_new_tokens is {self.min_new_tokens}, larger than max_new_tokens, which is {self.max_new_tokens}"
             )
         file_name("name", self.name)
+
+    @property
+    def recording(self) -> Recording:
+        """What each step records."""
+        top = self.record_top if self.record == "replay" else 0
+        return Recording(self.record == "drafts", top, float(self.record_share))
 
     def use_threads(self) -> None:
         """Set torch's threads, unless ``threads`` is None. Call it before the parts are built: some measure the machine

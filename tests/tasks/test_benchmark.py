@@ -87,7 +87,7 @@ def test_verbose_prints_more_columns_and_is_the_same_run(done, tmp_path):
 
 
 def test_record_drafts_adds_the_drafted_tokens_of_every_arm_and_changes_nothing_else(done, tmp_path):
-    assert run(lab(), settings(tmp_path / "out", warmup=4, record_drafts=True), CONFIG, quiet()) == 0
+    assert run(lab(), settings(tmp_path / "out", warmup=4, record="drafts"), CONFIG, quiet()) == 0
     plain, recorded = metrics.load(done[0]), metrics.load(tmp_path / "out")
     assert [*recorded.steps.columns] == [*plain.steps.columns, *DRAFT_COLUMNS]
     for name in DRAFT_COLUMNS:

@@ -185,7 +185,7 @@ def test_all_verifiers_get_the_same_draft_and_probabilities():
     drafting = proposers_of(one)
     fitting, _ = pairs(drafting, one.verifiers)
     request = one.requests(one_at_a_time(Path()))[0]
-    _, rows = of_prompt(one, drafting, fitting, request, seed=0, every=4, repeats=2)
+    _, rows, _ = of_prompt(one, drafting, fitting, request, seed=0, every=4, repeats=2)
     by_draft: dict = {}
     for draft, place, p in asked:
         by_draft.setdefault(id(draft), []).append((place, p))

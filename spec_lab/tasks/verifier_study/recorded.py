@@ -23,6 +23,7 @@ from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.faults import attributed
 from spec_lab.core.randomness import CounterDraws, Draws
+from spec_lab.engine.recording import Recording
 from spec_lab.engine.request import Request, without_name
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import Memory, Parts, StepInfo, step
@@ -30,10 +31,12 @@ from spec_lab.engine.study import Capture, choose_nothing, commit_nothing
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer, branches, check_sampling, draws_of
 from spec_lab.results.parts import Rows
-from spec_lab.results.writer import Outcome
+from spec_lab.results.writer import Outcome, replay_rows_of
 from spec_lab.tasks.lab import Lab, Loop
 from spec_lab.verify import Match, Verdict, Verifier, check_draft, choose, misfit
 from spec_lab.verify.transport import transport_bound
+
+NO_RECORDING = Recording()
 
 
 def proposers_of(lab: Lab) -> dict[str, Proposer]:
@@ -126,7 +129,13 @@ def positions(request: Request, text: Sequence[int], every: int) -> range:
 
 
 def drafts_along(
-    target: Target, proposers: Mapping[str, Proposer], request: Request, text: Sequence[int], every: int, draws: Draws
+    target: Target,
+    proposers: Mapping[str, Proposer],
+    request: Request,
+    text: Sequence[int],
+    every: int,
+    draws: Draws,
+    record: Recording = NO_RECORDING,
 ) -> Generator[Drafted, None, None]:
     """Yield every proposer's draft at every position of ``text``, the prompt and what followed it.
 
@@ -142,7 +151,8 @@ def drafts_along(
         for position in positions(request, text, every):
             for name, proposer in proposers.items():
                 one = sequences[name]
-                parts = Parts(target, proposer, capture, draws, None, choose_nothing, commit_nothing, memory=memory)
+                own = target, proposer, capture, draws, None, choose_nothing, commit_nothing
+                parts = Parts(*own, memory=memory, record=record)
                 one.tokens, one.step = list(text[:position]), position
                 if between := len(one.pending) - 1:
                     step([], parts, [(one, between)])
@@ -170,8 +180,9 @@ def of_prompt(
     seed: int,
     every: int,
     repeats: int,
-) -> tuple[dict[str, Any], Rows]:
-    """Return the row of the prompt's recorded text, and the rows of all drafts along it.
+    record: Recording = NO_RECORDING,
+) -> tuple[dict[str, Any], Rows, Rows]:
+    """Return the row of the prompt's recorded text, the rows of all drafts along it, and those of ``replay``.
 
     Args:
         lab: the parts.
@@ -181,18 +192,21 @@ def of_prompt(
         seed: of all choices.
         every: tokens between two drafts.
         repeats: how often each verification is timed.
+        record: what is recorded of each draft.
     """
     outcome = sample(lab.target, request, seed)
     tokens, errors = [*request.tokens, *outcome.tokens], [outcome.error] if outcome.error else []
     draws, clock, rows = CounterDraws(seed), lab.target.lm.clock, []
     names = arm_names({arm: one.name for arm, one in proposers.items()})
-    bounds = Bounds()
-    with closing(drafts_along(lab.target, proposers, request, tokens, every, draws)) as drafts:
+    bounds, vocabulary = Bounds(), lab.target.vocabulary
+    replay: Rows = []
+    with closing(drafts_along(lab.target, proposers, request, tokens, every, draws, record)) as drafts:
         for one in drafts:
             if one.broken:
                 why = without_name(request, one.broken)
                 errors.append(f"request '{request.name}', position {one.position}, {names[one.proposer]}: {why}")
                 continue
+            replay += replay_rows_of([one.info], request.id, one.proposer, vocabulary, round_is_position=True)
             shared = _shared(request, one)
             bounds.add(one)
             for name, (verdict, seconds) in verdicts(verifiers[one.proposer], one, draws, clock, repeats).items():
@@ -221,7 +235,7 @@ def of_prompt(
         "tokens": tokens,
         "error": "; ".join(errors),
     }
-    return text, rows
+    return text, rows, replay
 
 
 def verdicts(

@@ -8,6 +8,7 @@ import pandas as pd
 import pyarrow as pa
 
 from spec_lab.results.parts import TableParts
+from spec_lab.results.schema import REPLAY
 
 _TEXT, _WHOLE, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 
@@ -49,9 +50,15 @@ TEXTS = {
 """One row for each recorded text."""
 
 
-def parts(out: str | Path) -> TableParts:
-    """Return the tables of a study in its directory; a prompt is finished once its text is on disk."""
-    return TableParts(Path(out), {"recorded": RECORDED, "texts": TEXTS}, unit="request")
+def parts(out: str | Path, replay: bool = False) -> TableParts:
+    """Return the tables of a study in its directory; a prompt is finished once its text is on disk.
+
+    Args:
+        out: the directory.
+        replay: whether distributions are recorded.
+    """
+    tables = {"recorded": RECORDED, "texts": TEXTS}
+    return TableParts(Path(out), {"replay": REPLAY, **tables} if replay else tables, unit="request")
 
 
 def load(out: str | Path, name: str = "recorded") -> pd.DataFrame:

@@ -18,7 +18,7 @@ from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.tasks.verifier_study import pooled, show
 from spec_lab.tasks.verifier_study.recorded import of_prompt, pairs, proposers_of
-from spec_lab.tasks.verifier_study.tables import parts
+from spec_lab.tasks.verifier_study.tables import load, parts
 
 
 def study_verifiers(
@@ -61,10 +61,10 @@ def study_verifiers(
     verifiers = dict(lab.verifiers) or {lab.verifier.name: lab.verifier}
     fitting, left_out = pairs(proposers, verifiers)
     facts = lab.facts()
-    tables = parts(settings.output_dir)
+    tables = parts(settings.output_dir, settings.record == "replay")
 
     def finished() -> set[int]:
-        return set(tables.load()["texts"]["request"])
+        return set(load(settings.output_dir, "texts")["request"])
 
     def work(_: Mapping[str, Any]) -> Done:
         before = finished()
@@ -73,12 +73,14 @@ def study_verifiers(
             short = replace(todo[0], max_new_tokens=min(settings.warmup, settings.max_new_tokens))
             of_prompt(lab, proposers, fitting, short, settings.seed, every, repeats)
         for request in tqdm(todo, desc=settings.name, unit="prompt", disable=None):
-            one, rows = of_prompt(lab, proposers, fitting, request, settings.seed, every, repeats)
-            tables.write(f"{request.id:06d}", {"recorded": rows, "texts": [one]})
+            own = settings.seed, every, repeats, settings.recording
+            one, rows, replay = of_prompt(lab, proposers, fitting, request, *own)
+            tables.write(f"{request.id:06d}", {"replay": replay, "recorded": rows, "texts": [one]})
             lab.tracker.group(request.id, _means(rows))
             if one["error"]:
                 tqdm.write(one["error"], file=sys.stderr)
-        recorded, texts = tables.gather().values()
+        gathered = tables.gather()
+        recorded, texts = gathered["recorded"], gathered["texts"]
         summary = {
             "experiment": settings.name,
             "target": lab.target.name,

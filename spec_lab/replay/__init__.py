@@ -1,0 +1,1 @@
+"""Evaluate verifiers, trees and rules on recorded distributions, without the model. See ``designs``."""

@@ -1,0 +1,362 @@
+"""Steps of a design along the recorded texts: its own step boundaries, which differ from the recorded run's.
+
+A lossless design emits the target's texts, whatever it drafts. So, given the text x that was recorded, a step that
+begins after x_1 .. x_s emits exactly the next k tokens with some probability w_s(k), which sum to 1 over k, and
+
+    u(t) = sum over s < t of u(s) w_s(t - s),  u = 1 where decoding begins
+
+is the probability that a step begins after x_1 .. x_t: the expected number of steps is the sum of u over the text. This
+weights what each position contributes by the probability of the path to it.
+
+w needs the draft's distribution, not its draws. Given x, and with a q that follows from the text alone (a draft model),
+the child of rank r is the accepted one and holds x_{t+1} = y with probability a_r = (the chance that a verifier accepts
+child r with token y) / p(y), which is known in closed form for
+
+- ``token`` with iid siblings: W_r = (p - theta_r q)+, S_r = sum W_r, theta_{r+1} = theta_r + S_r, P_r = W_r / S_r:
+  prod over j < r of (1 - sum min(q, P_j)) times min(q(y), P_r(y)) / p(y); on chains min(1, q(y) / p(y));
+- ``kseq`` with iid siblings: (1 - beta)^r min(q(y), p(y) / rho) / p(y);
+- ``match`` with iid siblings: q(y) (1 - q(y))^r;
+- points, the likeliest tokens of q, with any lossless verifier: 1 if y is the r-th likeliest, else 0.
+
+Trees of points that were recorded at every position need no q: each step accepts as long as the text was drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.options import brief
+from spec_lab.propose.trees import Choices, depth_of, parse
+from spec_lab.replay import coarse
+from spec_lab.replay.coarse import PSEUDO
+from spec_lab.replay.shapes import MOST, Subtree
+from spec_lab.replay.steps import Sums
+from spec_lab.replay.trees import NeedsModel, RecordedTrees
+from spec_lab.verify import KSeq, Match, Token, Verifier
+from spec_lab.verify.kseq import least_rho
+
+EVERY = "record every position: task=verifier_study task.every=1 record=replay"
+
+
+@dataclass(frozen=True, eq=False)
+class Along:
+    """The rows of recorded trees that lie on the recorded texts.
+
+    Args:
+        trees: the recorded trees.
+        requests: ``[N]`` whose texts are known and have a recorded tree.
+        text: ``[N, L]`` their tokens; -1 fills up.
+        row: ``[N, L]`` a row whose p, and where possible q, is that of each token; -1 for none.
+        begins: ``[N, L]`` the root of the tree that was recorded before each token; -1 for none.
+        on_text: ``[R]`` bool, rows whose path is the text's.
+        prefill: whether the first recorded step of each text computed the prompt: it is not counted.
+    """
+
+    trees: RecordedTrees
+    requests: np.ndarray
+    text: np.ndarray
+    row: np.ndarray
+    begins: np.ndarray
+    on_text: np.ndarray
+    prefill: bool
+    _made: dict[tuple[Any, ...], list[_Accept]] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(trees: RecordedTrees) -> Along:
+        """Find the rows.
+
+        Raises:
+            NeedsModel: no text is known.
+        """
+        shape, steps = trees.shape, trees.steps
+        asked = steps["request"].to_numpy()
+        requests = np.array([one for one in np.unique(asked) if one in trees.texts and len(trees.texts[one].tokens)])
+        if not len(requests):
+            raise NeedsModel("the recorded texts are not known")
+        lengths = [len(trees.texts[one].tokens) for one in requests]
+        text = np.full((len(requests), max(lengths)), -1, dtype=np.int64)
+        for place, one in enumerate(requests):
+            text[place, : lengths[place]] = trees.texts[one].tokens
+        of_tree = np.searchsorted(requests, asked).clip(max=len(requests) - 1)
+        prompts = np.array([trees.texts[one].prompt for one in requests])
+        start = steps["position"].to_numpy() - prompts[of_tree]  # the output's tokens before each tree
+        known = (requests[of_tree] == asked) & (steps["sequence"].to_numpy() == 0) & (start >= 0)
+        request, place = of_tree[shape.root], start[shape.root] + shape.depth  # of each row: the token after it
+        on_text = np.zeros(shape.rows, dtype=bool)
+        on_text[: shape.roots] = known
+        padded = np.concatenate([text, np.full((len(text), 1), -1)], 1)
+        for level in range(1, shape.deepest + 1):
+            rows = shape.roots + np.flatnonzero(shape.depth[shape.roots :] == level)
+            expected = padded[request[rows], (place[rows] - 1).clip(max=text.shape[1])]
+            on_text[rows] = on_text[shape.parent[rows - shape.roots]] & (trees.token[rows] == expected)
+        row, begins = (np.full(text.shape, -1, dtype=np.int64) for _ in range(2))
+        own = np.flatnonzero(on_text & (place < text.shape[1]))
+        for expanded in (False, True):
+            some = own[trees.expanded[own] == expanded][::-1]  # a root is written last
+            row[request[some], place[some]] = some
+        roots = own[own < shape.roots]
+        begins[request[roots], place[roots]] = roots
+        prefill = bool(steps["prefill"].to_numpy(dtype=bool)[known].any())
+        return Along(trees, requests, text, row, begins, on_text, prefill)
+
+    @cached_property
+    def length(self) -> np.ndarray:  # [N]
+        """Tokens of each text."""
+        return (self.text >= 0).sum(1)
+
+    @property
+    def first(self) -> int:
+        """Tokens before the first step."""
+        return 0 if self.prefill else 1
+
+    def accepting(self, verifier: Verifier, temperature: float | None, top_k: int) -> list[_Accept]:
+        """Return the acceptance of drafts at this temperature and width, for every completion of the rows.
+
+        Raises:
+            NeedsModel: p or q does not follow from what is recorded.
+        """
+        key = verifier, temperature, top_k
+        if key not in self._made:
+            p, q = coarse.target(self.trees), coarse.drafted(self.trees, temperature, top_k)
+            both = [coarse.complete(p, q, one) for one in coarse.variants(self.trees, p, q)]
+            assumed = (0.0, 1.0) if _lacks(self) else (0.0,)
+            self._made[key] = [_Accept(self, verifier, *one, missing) for one in both for missing in assumed]
+        return self._made[key]
+
+    def sums(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [N], [N]
+        """Return the tokens and the expected steps of each text after the prefill.
+
+        Args:
+            weights: ``[N, L, D + 1]`` w, the probability that a step from each position emits 1 .. D + 1 tokens.
+        """
+        longest, most = weights.shape[1:]
+        live = np.arange(longest) < self.length[:, None]
+        u = np.zeros((len(self.text), longest + most + 1))
+        u[:, self.first] = 1.0
+        for t in range(self.first, longest):
+            u[:, t + 1 : t + 1 + most] += (u[:, t] * live[:, t])[:, None] * weights[:, t]
+        steps = (u[:, :longest] * live)[:, 1:].sum(1)
+        if not self.prefill:
+            return np.maximum(self.length - 1.0, 0.0), steps
+        emitted = np.minimum(np.arange(1, most + 1), self.length[:, None])
+        return self.length - (weights[:, 0] * emitted).sum(1), steps
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A drafting rule for a model whose q follows from the text alone.
+
+    Args:
+        choices: a static tree.
+        drawn: "iid" or "point".
+        temperature: of the drafter; None for the recorded one.
+        top_k: it draws from so many likeliest tokens; 0 for all.
+        confidence: a token drawn where no token has this draft probability (at temperature 1) ends its path.
+    """
+
+    choices: Choices
+    drawn: str = "iid"
+    temperature: float | None = None
+    top_k: int = 0
+    confidence: float = 0.0
+
+
+def static(trees: RecordedTrees, subtree: Subtree) -> Choices:
+    """Return the static tree that a subtree's limits leave of its own tree, or of the recorded one.
+
+    Raises:
+        NeedsModel: the recorded trees are not static.
+    """
+    choices = subtree.choices
+    if choices is None:
+        named = trees.proposer.get("tree")
+        if not isinstance(named, str) or named in ("best first", "reranked", ""):
+            raise NeedsModel("the recorded trees are not static; name a shape such as 1x1x1 or 3x2x1")
+        choices = parse(named)
+    kept = [path for path in choices if len(path) <= subtree.depth and max(path) < subtree.children]
+    if subtree.nodes != MOST:
+        kept = sorted(kept, key=lambda path: (len(path), path))[: subtree.nodes]
+    if not kept:
+        raise NeedsModel(f"the shape {subtree} has no node")
+    return tuple(kept)
+
+
+def evaluate(along: Along, verifier: Verifier, rules: Sequence[tuple[float, Rule]]) -> Sums:
+    """Return what a rule's steps add to tau; of several, each step follows one with these probabilities (shares).
+
+    Raises:
+        NeedsModel: what is not identified.
+    """
+    trees = along.trees
+    if not trees.by_prefix:
+        name = trees.proposer.get("name", trees.arm)
+        raise NeedsModel(f"the q of proposer {brief(name)} depends on where its step began, not on the text alone")
+    if not trees.expanded.any():
+        raise NeedsModel("the recorded drafts are points, which carry no q; record drawn=iid")
+    if not verifier.lossless:
+        raise NeedsModel(f"verifier '{verifier.name}' is lossy: it emits other texts than the recorded ones")
+    tokens, steps = [], []
+    (temperature, top_k), *others = {(rule.temperature, rule.top_k) for _, rule in rules}
+    if others:
+        raise NeedsModel("the rules of a mixture have one draft temperature and width")
+    certain = coarse.drafted(trees, 1.0) if any(rule.confidence for _, rule in rules) else None
+    for one in along.accepting(verifier, temperature, top_k):
+        weights = [share * one.weights(rule, certain) for share, rule in rules]
+        most = max(each.shape[2] for each in weights)
+        total = sum(np.pad(each, ((0, 0), (0, 0), (0, most - each.shape[2]))) for each in weights)
+        counted = along.sums(np.asarray(total))
+        tokens.append(counted[0])
+        steps.append(counted[1])
+    kind = "exact" if len(tokens) == 1 else "spread"
+    return Sums(along.requests, np.array(tokens), np.array(steps), float(np.min(steps, 0).sum()), kind)
+
+
+def of_points(along: Along, verifier: Verifier, subtree: Subtree) -> Sums:
+    """Return what the steps of a subtree of recorded point trees add to tau. Exact for the recorded texts.
+
+    Raises:
+        NeedsModel: what is not identified.
+    """
+    trees, shape = along.trees, along.trees.shape
+    if not verifier.lossless:
+        raise NeedsModel(f"verifier '{verifier.name}' is lossy: it emits other texts than the recorded ones")
+    if not trees.ways <= {"point"}:
+        raise NeedsModel("sampled drafts differ from step to step; given the text, only those of points are known")
+    inside = np.arange(along.text.shape[1]) < along.length[:, None]
+    inside[:, : along.first] = False
+    if (along.begins[inside] < 0).any():
+        raise NeedsModel(f"a step of the design may begin where no tree was recorded; {EVERY}")
+    keep = np.append(np.ones(shape.roots, dtype=bool), subtree.keeps(shape)) & along.on_text
+    deepest = np.zeros(shape.roots, dtype=np.int64)
+    rows = np.flatnonzero(keep)
+    np.maximum.at(deepest, shape.root[rows], shape.depth[rows])
+    accepted = np.where(along.begins >= 0, deepest[along.begins], 0)
+    weights = (accepted[:, :, None] == np.arange(int(accepted.max(initial=0)) + 1)).astype(float)
+    tokens, steps = along.sums(weights)
+    return Sums(along.requests, tokens[None], steps[None], float(steps.sum()))
+
+
+def _lacks(along: Along) -> bool:
+    """Whether the q of some token of a text is not recorded."""
+    inside = np.arange(along.text.shape[1]) < along.length[:, None]
+    inside[:, : along.first] = False
+    row = along.row[inside]
+    return bool((row < 0).any() or not along.trees.expanded[row].all())
+
+
+class _Accept:
+    """Probabilities that drafted children are accepted, given the text.
+
+    Args:
+        along: the texts.
+        verifier: ``token``, ``kseq`` or ``match``; any lossless one for points.
+        p, q: ``[R, W + PSEUDO]``.
+        missing: what is assumed where no q is recorded: the first child is accepted with this probability.
+    """
+
+    def __init__(self, along: Along, verifier: Verifier, p: np.ndarray, q: np.ndarray, missing: float) -> None:
+        self.along, self.verifier, self.missing = along, verifier, missing
+        self._tables: dict[tuple[int, str], np.ndarray] = {}
+        trees = along.trees
+        known = (along.row >= 0) & (np.arange(along.text.shape[1]) < along.length[:, None])
+        known &= trees.expanded[along.row]
+        self.known = known
+        rows = along.row[known]
+        self.rows, self.p, self.q = rows, p[rows], q[rows]
+        found = trees.ids[rows] == along.text[known][:, None]
+        width = trees.ids.shape[1]
+        self.y = np.where(found.any(1), found.argmax(1), width)  # of others the pseudo token of p
+
+    def weights(self, rule: Rule, certain: coarse.Reduced | None) -> np.ndarray:  # [N, L, D + 1]
+        """Return w of a rule."""
+        depth, (count, longest) = depth_of(rule.choices), self.along.text.shape
+        sure = np.ones((count, longest + depth), dtype=bool)
+        if rule.confidence:
+            assert certain is not None
+            own = (
+                certain.top[self.rows]
+                / np.maximum(certain.top[self.rows].sum(1) + certain.most[self.rows], 1e-300)[:, None]
+            )
+            here = np.ones((count, longest), dtype=bool)
+            here[self.known] = own.max(1) >= rule.confidence
+            sure[:, :longest] = here
+        children: dict[tuple[int, ...], int] = {}
+        for path in rule.choices:
+            children[path[:-1]] = max(children.get(path[:-1], 0), path[-1] + 1)
+        tables = {k: self._padded(self._of(k, rule.drawn), depth) for k in set(children.values())}
+        weights = np.zeros((count, longest, depth + 1))
+        reach: dict[tuple[int, ...], np.ndarray] = {(): np.ones((count, longest))}
+        grows: dict[tuple[int, ...], np.ndarray] = {(): np.ones((count, longest), dtype=bool)}
+        for path in ((), *sorted(rule.choices, key=lambda one: (len(one), one))):
+            level = len(path)
+            rest = np.ones((count, longest))
+            if width := children.get(path, 0):
+                accept = tables[width][:, level : level + longest] * grows[path][:, :, None]
+                for rank in range(width):
+                    reach[(*path, rank)] = reach[path] * accept[:, :, rank]
+                    grows[(*path, rank)] = grows[path] & sure[:, level : level + longest]
+                rest = 1.0 - accept.sum(2)
+            weights[:, :, level] += reach[path] * np.maximum(rest, 0.0)
+        return weights
+
+    def _of(self, k: int, drawn: str) -> np.ndarray:  # [n, k]
+        """``_accept``, computed once."""
+        if (k, drawn) not in self._tables:
+            self._tables[k, drawn] = self._accept(k, drawn)
+        return self._tables[k, drawn]
+
+    def _padded(self, accept: np.ndarray, depth: int) -> np.ndarray:  # [N, L + depth, k]
+        """Acceptance at every token of the texts; nothing beyond their ends."""
+        count, longest = self.along.text.shape
+        full = np.zeros((count, longest + depth, accept.shape[1]))
+        inside = np.arange(longest) < self.along.length[:, None]
+        full[:, :longest, 0] = np.where(inside, self.missing, 0.0)
+        full[:, :longest][self.known] = accept
+        return full
+
+    def _accept(self, k: int, drawn: str) -> np.ndarray:  # [n, k]
+        """a_r of k siblings at the rows with a q."""
+        p, q, here = self.p, self.q, np.arange(len(self.y))
+        p_y, q_y = np.maximum(p[here, self.y], 1e-300), q[here, self.y]
+        if drawn == "point":
+            order = np.argsort(-q[:, :-PSEUDO], axis=1, kind="stable")[:, :k]
+            chosen = np.take_along_axis(q, order, 1) > 0
+            return ((order == self.y[:, None]) & chosen).astype(float)
+        if drawn != "iid":
+            raise NeedsModel(f"siblings drawn '{drawn}' have no closed form given the text; drawn=iid and point have")
+        if isinstance(self.verifier, Match):
+            chance = [q_y * (1 - q_y) ** rank for rank in range(k)]
+        elif isinstance(self.verifier, KSeq) and k > 1:
+            rho = _rho(p, q, k)
+            missed = np.maximum(1.0 - np.minimum(q, p / rho[:, None]).sum(1), 0.0)
+            chance = [missed**rank * np.minimum(q_y, p_y / rho) / p_y for rank in range(k)]
+        elif isinstance(self.verifier, Token | KSeq):
+            theta, left, chance = np.zeros(len(p)), np.ones(len(p)), []
+            for _ in range(k):
+                w = np.maximum(p - theta[:, None] * q, 0.0)
+                s = w.sum(1)
+                own = np.divide(w, s[:, None], out=np.zeros_like(w), where=s[:, None] > 0)
+                chance.append(left * np.minimum(q_y, own[here, self.y]) / p_y)
+                left = left * np.maximum(1.0 - np.minimum(q, own).sum(1), 0.0)
+                theta = theta + s
+        else:
+            name = self.verifier.name
+            raise NeedsModel(f"verifier '{name}' has no closed form given the text; token, kseq and match have")
+        return np.minimum(np.stack(chance, 1), 1.0)
+
+
+def _rho(p: np.ndarray, q: np.ndarray, k: int) -> np.ndarray:  # [n]
+    """The rho of K-SEQ for k siblings at each row."""
+    shape = Shape(len(p), np.repeat(np.arange(len(p)), k))
+    token = torch.from_numpy(q.argmax(1)).repeat_interleave(k)
+    place = np.append(np.arange(len(p)), np.full(shape.nodes, -1))
+    draft = Draft(shape, token, "iid", torch.from_numpy(q), place)
+    rows = torch.from_numpy(np.concatenate([p, np.zeros((shape.nodes, p.shape[1]))]))
+    return np.asarray(least_rho(draft, rows))[: len(p)]

@@ -1,0 +1,220 @@
+"""Recorded draft trees, read from the table ``replay`` of a run or of a verifier study.
+
+Every row has a vocabulary of its own: the tokens that were recorded for it. Verifiers compare tokens only with those of
+the same row and of its children, so a node's token is given by its place among its parent's recorded tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from spec_lab.core.draft import WAYS, Drawn, Shape
+from spec_lab.core.probabilities import Sampling
+from spec_lab.engine.recording import unpack_ids
+from spec_lab.results.manifest import begun
+from spec_lab.results.writer import load, load_replay
+from spec_lab.tasks.verifier_study import tables as study
+
+BY_PREFIX = ("draft_chain", "draft_tree", "draft_best_first", "draft_reranked")
+"""Proposers whose q follows from the text before a token alone, wherever the step began: a draft model's."""
+
+
+class NeedsModel(ValueError):
+    """The recorded rows do not identify what a design would do; names what is missing."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"needs the model: {why}")
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedText:
+    """A recorded text.
+
+    Args:
+        prompt: tokens of the prompt.
+        tokens: ``[n]`` the output.
+    """
+
+    prompt: int
+    tokens: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedTrees:
+    """The recorded trees of one arm, as one forest of B trees with R rows, M of them nodes.
+
+    Args:
+        arm: its name.
+        shape: the forest.
+        token: ``[R]`` the token of every row.
+        local: ``[M]`` the place of each node's token among the recorded tokens of its parent.
+        codes: ``[M]`` int8, how each node was drawn, as its place in ``WAYS``.
+        ids: ``[R, W]`` int32, the recorded tokens of each row; -1 fills up.
+        p: ``[R, W]`` float64, their target probabilities at temperature 1; 0 fills up.
+        q: ``[R, W]`` float64, their draft probabilities as drawn from; 0 fills up, and where ``expanded`` is False.
+        rest: ``[R, 4]`` float64: of all other tokens the mass of p and of q, and the largest p and q.
+        expanded: ``[R]`` bool, whether the row has a q.
+        steps: ``[B]`` one row for each tree: group, request, sequence, round, position, prefill.
+        vocabulary: V.
+        sampling: of the target; all requests of a run have the same.
+        texts: by request; empty where none is known.
+        proposer: what the manifest records of the arm's proposer.
+    """
+
+    arm: str
+    shape: Shape
+    token: np.ndarray
+    local: np.ndarray
+    codes: np.ndarray
+    ids: np.ndarray
+    p: np.ndarray
+    q: np.ndarray
+    rest: np.ndarray
+    expanded: np.ndarray
+    steps: pd.DataFrame
+    vocabulary: int
+    sampling: Sampling
+    texts: Mapping[int, RecordedText]
+    proposer: Mapping[str, Any]
+
+    @property
+    def ways(self) -> frozenset[Drawn]:
+        """The ways of drawing that occur."""
+        return frozenset(WAYS[code] for code in np.unique(self.codes).tolist())
+
+    @property
+    def draft_temperature(self) -> float | None:
+        """The temperature at which the drafter sampled; None where the manifest does not state it."""
+        if "temperature" not in self.proposer:
+            return None
+        own = self.proposer["temperature"]
+        return self.sampling.temperature if own is None else float(own)
+
+    @property
+    def by_prefix(self) -> bool:
+        """Whether q follows from the text before a token alone."""
+        return self.proposer.get("name") in BY_PREFIX
+
+    @cached_property
+    def decode(self) -> np.ndarray:  # [B] bool
+        """Trees of steps after the prefill."""
+        return ~self.steps["prefill"].to_numpy(dtype=bool)
+
+
+def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
+    """Return the recorded trees of a run or a verifier study by arm.
+
+    Args:
+        folder: its directory; it may be running.
+        arms: only these; all if empty.
+
+    Raises:
+        ValueError: no run there, a run without recorded distributions, or no such arm.
+        OSError: a file that cannot be read.
+    """
+    manifest = begun(folder)
+    if manifest is None:
+        raise ValueError(f"{folder} is no folder of a run: it has no manifest.json")
+    if (manifest.get("config") or {}).get("record") != "replay":
+        raise ValueError(f"the run in {folder} has recorded no distributions: run it with record=replay")
+    texts: dict[str, dict[int, RecordedText]] = {}
+    if (folder / "texts.parquet").exists() or [*(folder / "parts").glob("texts-*.parquet")]:
+        found = study.parts(folder, replay=True).load()
+        frame = found["replay"]
+        own = {
+            int(one.request): RecordedText(int(one.prompt_tokens), np.asarray(one.tokens)[int(one.prompt_tokens) :])
+            for one in found["texts"].itertuples()
+        }
+        texts = dict.fromkeys(frame["arm"].unique(), own)
+    else:
+        frame = load_replay(folder)
+        for name, each in load(folder).requests.groupby("arm"):
+            first = each[each["sequence"] == 0]
+            rows = zip(first["request"], first["prompt_tokens"], first["tokens"], strict=True)
+            texts[str(name)] = {int(n): RecordedText(int(length), np.asarray(tokens)) for n, length, tokens in rows}
+    known = sorted(frame["arm"].unique())
+    for name in arms:
+        if name not in known:
+            raise ValueError(f"{folder} has no recorded arm '{name}'; it has {', '.join(known) or 'none'}")
+    facts = manifest.get("proposers") or {}
+    return {
+        name: of_rows(frame[frame["arm"] == name], name, texts.get(name, {}), facts.get(name, {}))
+        for name in known
+        if not arms or name in arms
+    }
+
+
+def of_rows(
+    frame: pd.DataFrame,
+    arm: str,
+    texts: Mapping[int, RecordedText] | None = None,
+    proposer: Mapping[str, Any] | None = None,
+) -> RecordedTrees:
+    """Return the trees of rows of the table ``replay``.
+
+    Args:
+        frame: rows of one arm.
+        arm: its name.
+        texts, proposer: see ``RecordedTrees``.
+
+    Raises:
+        ValueError: there is no row, a tree lacks one, or requests have different sampling parameters.
+    """
+    if frame.empty:
+        raise ValueError(f"nothing is recorded of the arm '{arm}' yet")
+    frame = frame.sort_values(["group", "request", "sequence", "round", "row"], kind="stable", ignore_index=True)
+    if frame["sampling"].nunique() > 1:
+        raise ValueError(f"the requests of the arm '{arm}' have different sampling parameters")
+    place = frame["row"].to_numpy()
+    first = np.flatnonzero(place == 0)
+    tree = np.cumsum(place == 0) - 1  # of each row
+    if (place != np.arange(len(frame)) - first[tree]).any():
+        raise ValueError(f"a recorded tree of the arm '{arm}' lacks a row")
+    roots = len(first)
+    is_node = place > 0
+    number = np.empty(len(frame), dtype=np.int64)  # each row's number in the forest
+    number[~is_node] = np.arange(roots)
+    number[is_node] = roots + np.arange(int(is_node.sum()))
+    parent = number[first[tree] + frame["parent"].to_numpy()][is_node]
+    order = np.argsort(number, kind="stable")
+    vocabulary = int(frame["vocabulary"].iloc[0])
+    packed = [[frame[name].iloc[row] for row in order] for name in ("ids", "p", "q")]
+    tops = [np.frombuffer(one, dtype="<f4") for one in packed[1]]
+    width = max(map(len, tops))
+    ids = np.full((len(order), width), -1, dtype=np.int32)
+    p, q = np.zeros((len(order), width)), np.zeros((len(order), width))
+    for row, (own, top, drafted) in enumerate(zip(packed[0], tops, packed[2], strict=True)):
+        ids[row, : len(top)] = unpack_ids(own) if own else np.arange(len(top))
+        p[row, : len(top)] = top
+        if drafted:
+            q[row, : len(top)] = np.frombuffer(drafted, dtype="<f4")
+    token = frame["token"].to_numpy()[order]
+    found = ids[parent] == token[roots:, None]
+    if not found.any(1).all():
+        raise ValueError(f"a recorded row of the arm '{arm}' lacks the token of one of its children")
+    keys = ["group", "request", "sequence", "round", "position", "prefill"]
+    return RecordedTrees(
+        arm,
+        Shape(roots, parent),
+        token,
+        found.argmax(1),
+        np.array([WAYS.index(way) for way in frame["way"].to_numpy()[is_node]], dtype=np.int8),
+        ids,
+        p,
+        q,
+        frame[["p_rest", "q_rest", "p_most", "q_most"]].to_numpy(dtype=np.float64)[order],
+        np.array([bool(one) for one in packed[2]]),
+        frame.loc[first, keys].reset_index(drop=True),
+        vocabulary,
+        Sampling(**json.loads(frame["sampling"].iloc[0])),
+        texts or {},
+        proposer or {},
+    )

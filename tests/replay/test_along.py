@@ -1,0 +1,196 @@
+"""Steps along recorded texts: equal, on average over texts, to the exact number of steps of the design itself."""
+
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from spec_lab.core.draft import Draft, tree
+from spec_lab.propose.trees import parse
+from spec_lab.replay import along
+from spec_lab.replay.along import Along, Rule
+from spec_lab.replay.shapes import Subtree
+from spec_lab.replay.trees import NeedsModel, RecordedText
+from spec_lab.verify import KSeq, Lenient, Match, Token, Traversal
+from tests.replay.recorded import by_hand, decoded, without_nodes
+
+V, LENGTH = 3, 4
+GENERATOR = np.random.default_rng(0)
+P, Q = (GENERATOR.dirichlet(np.full(V, 0.8), V) for _ in range(2))  # of the next token, given the last one
+
+
+def recorded_text(text, top=None):
+    """Trees without nodes below every token of a text that follows the token 0."""
+    before = [0, *text]
+    p, q = P[before[: len(text)]], Q[before[: len(text)]]
+    shape = without_nodes(len(text))
+    draft = Draft(shape, torch.empty(0, dtype=torch.long), "iid", torch.from_numpy(q), np.arange(len(text)))
+    number = np.arange(len(text))
+    steps = pd.DataFrame(
+        {"group": 0, "request": 0, "sequence": 0, "round": number, "position": 1 + number, "prefill": False}
+    )
+    return by_hand(draft, p, top=top, texts={0: RecordedText(1, np.array(text))}, steps=steps)
+
+
+def exact_steps(verifier, choices, drawn, q=Q, sure=None):
+    """The expected number of steps that emit LENGTH - 1 tokens after the token x, for each x."""
+    shape = tree(choices)
+
+    @lru_cache(None)
+    def outcomes(x):
+        found = []
+        for tokens in product(range(V), repeat=shape.nodes):
+            rows = [x, *tokens]
+            chance, alive = 1.0, np.ones(shape.rows, dtype=bool)
+            for node, token in enumerate(tokens):
+                row = shape.parent[node]
+                above = rows[row]
+                if drawn == "iid":
+                    chance *= q[above, token]
+                else:
+                    chance *= token == np.argsort(-q[above], kind="stable")[shape.rank[node]]
+                if sure is not None and row and not sure[rows[shape.parent[row - 1]]]:
+                    alive[1 + node] = False
+                alive[1 + node] &= alive[row]
+            if not chance:
+                continue
+            place = np.full(shape.rows, -1)
+            place[shape.expanded] = np.arange(len(shape.expanded))
+            carried = (torch.from_numpy(q[np.array(rows)[shape.expanded]]), place) if drawn == "iid" else (None, None)
+            draft, kept = Draft(shape, torch.tensor(tokens), drawn, *carried).keep(alive)
+            p = torch.from_numpy(P[np.array(rows)])[kept]
+            verdict = verifier(draft, p)
+            for row in range(draft.shape.rows):
+                if verdict.stop[row] > 0:
+                    residual = verdict.residual(np.array([row]))[0].numpy()
+                    path = [int(draft.token[one - 1]) for one in draft.shape.path(row)]
+                    for token, mass in enumerate(residual / residual.sum()):
+                        found.append((chance * verdict.stop[row] * mass, [*path, token]))
+        return found
+
+    @lru_cache(None)
+    def count(left, x):
+        if left <= 0:
+            return 0.0
+        return 1 + sum(mass * count(left - len(emitted), emitted[-1]) for mass, emitted in outcomes(x) if mass)
+
+    return [count(LENGTH - 1, x) for x in range(V)]
+
+
+CASES = {
+    "token-chain": (Token(), "1x1", "iid"), "token-2": (Token(), "2", "iid"), "token-2x1": (Token(), "0 1 0.0", "iid"),
+    "kseq-2": (KSeq(), "2", "iid"), "match-2x1": (Match(), "0 1 1.0", "iid"), "point": (Match(), "0 1 1.0", "point"),
+    "kseq-chain": (KSeq(), "1x1", "iid"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_mean_over_texts_is_the_exact_number_of_steps(case):
+    verifier, shape, drawn = CASES[case]
+    choices, total = parse(shape), 0.0
+    for text in product(range(V), repeat=LENGTH):
+        chance = np.prod([P[a, b] for a, b in zip([0, *text], text, strict=False)])
+        sums = along.evaluate(Along.of(recorded_text(text)), verifier, [(1.0, Rule(choices, drawn))])
+        assert sums.tokens.tolist() == [[LENGTH - 1]]
+        total += chance * sums.steps.item()
+    expected = float(P[0] @ exact_steps(verifier, choices, drawn))
+    assert total == pytest.approx(expected, rel=1e-9)
+
+
+def test_draft_temperatures_confidences_and_mixtures_are_exact_too():
+    choices, colder = parse("1x1"), Q**2 / (Q**2).sum(1, keepdims=True)
+    sure = Q.max(1) >= 0.6
+    assert 0 < sure.sum() < V
+    totals = np.zeros(3)
+    for text in product(range(V), repeat=LENGTH):
+        chance = np.prod([P[a, b] for a, b in zip([0, *text], text, strict=False)])
+        own = Along.of(recorded_text(text))
+        rules = [Rule(choices, temperature=0.5), Rule(choices, confidence=0.6), Rule(parse("1")), Rule(parse("1x1"))]
+        each = [along.evaluate(own, Token(), [(1.0, rule)]).steps.item() for rule in rules]
+        both = along.evaluate(own, Token(), [(0.0, rules[2]), (1.0, rules[3])]).steps.item()
+        assert both == pytest.approx(each[3])
+        half = along.evaluate(own, Token(), [(0.5, rules[2]), (0.5, rules[3])]).steps.item()
+        assert each[3] - 1e-12 <= half <= each[2] + 1e-12
+        totals += chance * np.array([each[0], each[1], each[3]])
+    expected = [
+        exact_steps(Token(), choices, "iid", colder), exact_steps(Token(), choices, "iid", sure=sure),
+        exact_steps(Token(), choices, "iid"),
+    ]  # fmt: skip
+    np.testing.assert_allclose(totals, np.array(expected) @ P[0], rtol=1e-9)
+
+
+def test_a_decoded_run_s_texts_hold_every_row_but_those_of_accepted_leaves(target):
+    trees, rows = decoded(target, "iid", "1x1", new=12)
+    own = Along.of(trees)
+    inside = np.arange(own.text.shape[1]) < own.length[:, None]
+    assert (own.row[inside] >= 0).all() and own.prefill
+    leaves = ~trees.expanded[own.row[inside]]
+    assert leaves.sum() <= (rows["accepted"] == 2).sum()
+    exact = along.evaluate(own, Token(), [(1.0, Rule(parse("1x1")))])
+    assert len(exact.tokens) == (2 if leaves.any() else 1)
+    assert (exact.steps.min(0) <= exact.steps.max(0)).all()
+
+
+def test_rows_without_a_q_leave_an_interval_that_holds_the_value():
+    text = (1, 0, 2, 1)
+    trees = recorded_text(text)
+    known = along.evaluate(Along.of(trees), Token(), [(1.0, Rule(parse("1x1")))]).steps.item()
+    lacking = replace(trees, expanded=np.array([True, True, False, True]))
+    bounds = along.evaluate(Along.of(lacking), Token(), [(1.0, Rule(parse("1x1")))]).steps
+    assert bounds.min() <= known <= bounds.max() and bounds.max() > bounds.min()
+
+
+def test_recorded_point_trees_are_followed_along_the_text():
+    """Point drafts of a Markov draft model at every position: the steps are those of a simulation."""
+    text, width = (1, 0, 2, 1, 1, 0, 2, 2), parse("0 1 0.0")
+    shape = tree(width)
+    before = [0, *text[:-1]]
+    order = np.argsort(-Q, axis=1, kind="stable")
+    from spec_lab.core.draft import forest
+
+    drafted = [[order[x, 0], order[x, 1], order[order[x, 0], 0]] for x in before]
+    whole = forest((shape,) * len(text))
+    token = np.concatenate(drafted)
+    rows = np.concatenate([before, token])
+    number = np.arange(len(text))
+    steps = pd.DataFrame(
+        {"group": 0, "request": 0, "sequence": 0, "round": number, "position": 1 + number, "prefill": False}
+    )
+    trees = by_hand(
+        Draft(whole, torch.from_numpy(token)), P[rows], texts={0: RecordedText(1, np.array(text))}, steps=steps,
+        proposer={"name": "ngram"},
+    )  # fmt: skip
+    count, place = 0, 1
+    while place < len(text):
+        tree_here, count = drafted[place], count + 1
+        if text[place] == tree_here[0]:
+            place += 1 + (place + 1 < len(text) and text[place + 1] == tree_here[2])
+        elif text[place] == tree_here[1]:
+            place += 1
+        place += 1
+    found = along.of_points(Along.of(trees), Token(), Subtree())
+    assert found.steps.tolist() == [[count]] and found.tokens.tolist() == [[len(text) - 1]]
+    single = along.of_points(Along.of(trees), Traversal(), Subtree(nodes=1)).steps.item()
+    assert count <= single <= len(text) - 1
+
+
+def test_what_texts_cannot_identify_is_refused_by_name(target):
+    trees, _ = decoded(target)
+    own, chain = Along.of(trees), [(1.0, Rule(parse("1x1")))]
+    for verifier, changed, rules, why in (
+        (Traversal(), {}, chain, "no closed form"),
+        (Lenient(0.5), {}, chain, "lossy"),
+        (Token(), {"proposer": {"name": "eagle_chain"}}, chain, "depends on where its step began"),
+        (Token(), {}, [(1.0, Rule(parse("1x1"), "without"))], "siblings drawn 'without'"),
+    ):
+        with pytest.raises(NeedsModel, match=why):
+            along.evaluate(replace(own, trees=replace(trees, **changed)), verifier, rules)
+    points, _ = decoded(target, "point")
+    with pytest.raises(NeedsModel, match="task.every=1"):
+        along.of_points(Along.of(points), Token(), Subtree())
+    with pytest.raises(NeedsModel, match="texts are not known"):
+        Along.of(replace(trees, texts={}))

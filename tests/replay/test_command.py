@@ -1,0 +1,128 @@
+"""``record=replay`` in runs and studies, and ``spec-lab replay`` on them."""
+
+from io import StringIO
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from spec_lab.analysis import metrics
+from spec_lab.cli.commands import command
+from spec_lab.replay import designs
+from spec_lab.replay.show import replay
+from spec_lab.replay.trees import read
+from spec_lab.tasks.benchmark import run
+from spec_lab.tasks.verifier_study import study_verifiers
+from spec_lab.verify import Token, Traversal
+from tests.labs import TEXTS, Repeat, lab, settings
+from tests.propose.lab import draft_model
+
+CONFIG = {"target": {"path": "tiny"}, "record": "replay"}
+
+
+def quiet() -> Console:
+    return Console(file=StringIO(), width=150)
+
+
+def named(tree, drawn="iid"):
+    proposer = draft_model(tree, drawn)
+    proposer.name = f"draft_{proposer.plan.kind}"
+    return proposer
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A finished run with two arms and a baseline."""
+    out = tmp_path_factory.mktemp("recorded") / "out"
+    one = lab(temperature=1.0, proposer=named("2x1"), more_proposers={"repeat": Repeat()})
+    assert run(one, settings(out, record="replay", record_top=8), CONFIG, quiet()) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def studied(tmp_path_factory):
+    """A finished verifier study with drafts at every position."""
+    out = tmp_path_factory.mktemp("studied") / "out"
+    one = lab(temperature=1.0, proposer=named("1x1"), verifiers={"token": Token(), "traversal": Traversal()})
+    own = settings(out, record="replay", record_top=61, batch_size=1)
+    assert study_verifiers(one, own, CONFIG, quiet(), every=1, repeats=1) == 0
+    return out
+
+
+def test_a_run_records_every_step_of_its_proposers_but_not_the_baseline(recorded):
+    steps = metrics.load(recorded).steps
+    trees = read(recorded)
+    assert sorted(trees) == ["repeat", "speculative"]
+    for name, one in trees.items():
+        own = steps[steps["arm"] == name].sort_values(["group", "request", "sequence", "round"])
+        assert one.steps["round"].tolist() == own["round"].tolist()
+        assert (one.shape.sizes - 1 == own["nodes"].to_numpy()).all()
+        assert one.steps["position"].tolist() == own["context"].tolist()
+        assert one.shape.sizes.min() > 1 and len(one.texts) == len(TEXTS)
+    assert trees["speculative"].ids.shape[1] == 8 and not (recorded / "parts").exists()
+
+
+@pytest.mark.nightly
+def test_a_share_of_the_steps_is_the_same_in_a_second_run(tmp_path):
+    found = []
+    for name in ("one", "two"):
+        one = lab(temperature=1.0, proposer=named("1x1"))
+        assert run(one, settings(tmp_path / name, record="replay", record_share=0.4), CONFIG, quiet()) == 0
+        found.append(read(tmp_path / name)["speculative"].steps)
+    pd.testing.assert_frame_equal(*found)
+    assert 0.2 < len(found[0]) / (metrics.load(tmp_path / "one").steps["arm"] == "speculative").sum() < 0.6
+
+
+def test_a_study_records_every_position(studied):
+    trees = read(studied)["speculative"]
+    for request, text in trees.texts.items():
+        own = trees.steps[trees.steps["request"] == request]["position"]
+        assert own.tolist() == list(range(text.prompt + 1, text.prompt + len(text.tokens)))
+    frame = replay(studied, verifiers=["token"], shapes=["all", "1", "3x1"])
+    along = frame[frame["method"] == "along"].set_index("shape")
+    assert sorted(along.index) == ["1", "3x1", "all"] and (along["bound_kind"] == "exact").all()
+    assert along["tau"]["1"] < along["tau"]["all"] < along["tau"]["3x1"] + 1
+    means = pd.read_parquet(studied / "recorded.parquet").groupby("verifier")["expected_accepted"].mean()
+    steps = frame[(frame["method"] == "steps") & (frame["shape"] == "all")]["tau"].item()
+    assert steps == pytest.approx(1 + means["token"], rel=1e-5)
+
+
+def test_the_command_prints_a_sorted_table_and_writes_all_designs(recorded, tmp_path):
+    console = quiet()
+    assert command(["replay", str(recorded), "--csv", str(tmp_path / "all.csv")], console) == 0
+    shown = console.file.getvalue()
+    assert "traversal" in shown and "needs the model" in shown and "Table:" in shown
+    frame = pd.read_csv(tmp_path / "all.csv", keep_default_na=False, na_values=[""])
+    known = frame[frame["needs"].isna()]
+    assert known["tau"].is_monotonic_decreasing and (known["low"] <= known["tau"]).all()
+    wanted = sum(len(designs.designs(one)) for one in read(recorded).values())
+    keys = ["arm", "verifier", "shape"]
+    assert len(frame.drop_duplicates(keys)) == wanted
+
+
+def test_the_command_names_what_is_missing(recorded, tmp_path, capsys):
+    plain = tmp_path / "plain"
+    assert run(lab(), settings(plain), {"target": {"path": "tiny"}}, quiet()) == 0
+    for arguments, why in (
+        ([str(plain)], "run it with record=replay"),
+        ([str(recorded), "--arms", "other"], "has no recorded arm 'other'; it has repeat, speculative"),
+        ([str(recorded), "--verifiers", "tokens"], "replay has no verifier 'tokens'"),
+        ([str(recorded), "--shapes", "deep=2"], "a shape is 'all', limits such as"),
+        ([str(recorded), "--shapes", "0.5*1+0.2*2"], "shares of a mixture sum to 1"),
+    ):
+        assert command(["replay", *arguments], quiet()) == 1
+        assert why in capsys.readouterr().err
+
+
+def test_constraints_and_wrong_options_are_refused(tmp_path):
+    one = lab()
+    with pytest.raises(ValueError, match="record=replay supports no constraint yet"):
+        lab(applied=object()).arms(settings(tmp_path, record="replay"))
+    for changes, why in (
+        ({"record": "all"}, "record must be one of drafts, replay"),
+        ({"record_top": 0}, "record_top must be a whole number"),
+        ({"record_share": 0.0}, "record_share must be above 0"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            settings(tmp_path, **changes)
+    assert one.arms(settings(tmp_path, record="replay"))["baseline"].record.top == 0

@@ -1,0 +1,233 @@
+"""Expected tokens at the recorded steps: equal to the engine's, to the verifiers' on subtrees, and within bounds."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from spec_lab.core.draft import Draft, Shape, chain, forest, tree
+from spec_lab.core.probabilities import Sampling, logits_to_probs
+from spec_lab.propose.trees import parse
+from spec_lab.replay import coarse, steps
+from spec_lab.replay.designs import Design, Shares, designs, estimate, evaluate, limits, mixed, table, verifier_of
+from spec_lab.replay.shapes import Subtree
+from spec_lab.replay.trees import NeedsModel
+from spec_lab.verify import Cascade, KSeq, Lenient, Match, Relaxed, Token, Traversal, Typical
+from tests.propose.lab import WARM
+from tests.replay.recorded import COLD, by_hand, decoded, without_nodes
+
+ALL = (Token(), Traversal(), Match(), KSeq(), Cascade(), Lenient(0.6), Typical(), Relaxed(3, 0.2))
+
+
+def fits(drawn):
+    return [one for one in ALL if drawn in one.accepts]
+
+
+def drawn_tree(generator, drawn, shape="2x2", vocabulary=7, peak=1.5):
+    """A random draft of one tree, drawn from a random q, and a random p; float64."""
+    forest_shape = forest((tree(parse(shape)),))
+    p = torch.from_numpy(generator.normal(size=(forest_shape.rows, vocabulary)) * peak).softmax(-1)
+    q = torch.from_numpy(generator.normal(size=(forest_shape.rows, vocabulary)) * peak).softmax(-1)
+    token = np.zeros(forest_shape.nodes, dtype=np.int64)
+    for parent in forest_shape.expanded:
+        children = forest_shape.children[parent] - forest_shape.roots
+        mass = q[parent].numpy()
+        token[children] = generator.choice(vocabulary, len(children), replace=drawn == "iid", p=mass / mass.sum())
+        if drawn == "point":
+            token[children] = np.argsort(-mass)[: len(children)]
+    own = (None, None) if drawn == "point" else (q[forest_shape.expanded], np.full(forest_shape.rows, -1))
+    if own[1] is not None:
+        own[1][forest_shape.expanded] = np.arange(len(forest_shape.expanded))
+    return Draft(forest_shape, torch.from_numpy(token), drawn, *own), p
+
+
+@pytest.mark.parametrize("drawn", ["iid", "without", "point"])
+@pytest.mark.parametrize("sampling", [WARM, Sampling(0.7, top_p=0.8), Sampling(1.3, top_k=9)], ids=str)
+def test_with_full_rows_the_recorded_run_s_expectation_is_replayed(target, drawn, sampling):
+    trees, rows = decoded(target, drawn, "2x1", sampling)
+    (sums,) = steps.evaluate(trees, Token(), [Subtree()])
+    own = rows[~rows["prefill"]].groupby("request")["expected_accepted"].agg(["sum", "count"])
+    assert len(sums.tokens) == 1, "all is recorded: one evaluation"
+    np.testing.assert_allclose(sums.tokens[0], own["sum"] + own["count"], rtol=2e-6)
+    np.testing.assert_allclose(sums.steps[0], own["count"])
+    one = estimate(Design("token", Shares(((1.0, Subtree()),))), "steps", sums, {})
+    mean = 1 + rows[~rows["prefill"]]["expected_accepted"].mean()
+    assert one.bound_low == one.bound_high == one.tau == pytest.approx(mean)
+    assert one.low <= one.tau <= one.high
+
+
+def test_greedy_runs_are_replayed_too(target):
+    trees, rows = decoded(target, "point", "2x1", COLD)
+    (sums,) = steps.evaluate(trees, Match(), [Subtree()])
+    assert sums.tokens.sum() == (1 + rows[~rows["prefill"]]["expected_accepted"]).sum()
+
+
+@pytest.mark.parametrize("drawn", ["iid", "without", "point"])
+def test_every_subtree_has_the_expectation_of_its_own_verdict(drawn):
+    """One verdict of top-down verifiers holds for all subtrees; the others verify each."""
+    generator = np.random.default_rng(1)
+    shapes = [Subtree(), Subtree(depth=1), Subtree(children=1), Subtree(nodes=3), Subtree.parse("0 1 0.0")]
+    for verifier in fits(drawn):
+        for _ in range(4):
+            draft, p = drawn_tree(generator, drawn)
+            trees = by_hand(draft, p.numpy())
+            for subtree, sums in zip(shapes, steps.evaluate(trees, verifier, shapes), strict=True):
+                keep = np.append([True], subtree.keeps(draft.shape))
+                smaller, rows = draft.keep(keep)
+                expected = verifier(smaller, p[rows]).expected_accepted(smaller.shape)[0]
+                assert sums.tokens[0].item() == pytest.approx(1 + expected, rel=1e-12), (verifier.name, str(subtree))
+
+
+@pytest.mark.parametrize("drawn", ["iid", "without", "point"])
+@pytest.mark.parametrize(("shape", "subtree"), [("1x1x1", "all"), ("3", "all"), ("3x2", "all"), ("3x2", "nodes=4")])
+@pytest.mark.parametrize("peak", [0.5, 3.0])
+def test_the_value_of_full_rows_lies_within_its_bounds(drawn, shape, subtree, peak):
+    generator, seen = np.random.default_rng(2), set()
+    for _ in range(12):
+        draft, p = drawn_tree(generator, drawn, shape, 9, peak)
+        full, part = by_hand(draft, p.numpy()), by_hand(draft, p.numpy(), top=4)
+        for verifier in fits(drawn):
+            both = (next(iter(steps.evaluate(one, verifier, [Subtree.parse(subtree)]))) for one in (full, part))
+            exact, bounds = both
+            if isinstance(bounds, NeedsModel):
+                assert isinstance(verifier, Cascade | Relaxed) and "record_top" in str(bounds)
+                continue
+            seen.add((verifier.name, bounds.kind))
+            if bounds.kind != "spread":
+                low, high = bounds.tokens.min(), bounds.tokens.max()
+                assert low - 1e-9 <= exact.tokens.item() <= high + 1e-9, verifier.name
+    own = {"token", "match", "lenient", "typical"} & {one.name for one in fits(drawn)}
+    assert {name for name, kind in seen if kind != "spread"} >= own
+    assert (("traversal", "spread") in seen) == (shape != "1x1x1" and drawn != "point")
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.9, 1.6])
+def test_another_temperature_of_the_target_follows_from_the_recorded_probabilities(temperature):
+    generator = np.random.default_rng(3)
+    for _ in range(20):
+        draft, p = drawn_tree(generator, "iid", "1x1", 9)
+        warm = logits_to_probs(p.log(), [Sampling(temperature)])
+        expected = 1 + Token()(draft, warm).expected_accepted(draft.shape)[0]
+        (sums,) = steps.evaluate(by_hand(draft, p.numpy()), Token(), [Subtree()], Sampling(temperature))
+        assert sums.tokens.item() == pytest.approx(expected)
+        (sums,) = steps.evaluate(by_hand(draft, p.numpy(), top=4), Token(), [Subtree()], Sampling(temperature))
+        assert sums.tokens.min() - 1e-9 <= expected <= sums.tokens.max() + 1e-9
+
+
+def test_the_rest_s_mass_at_another_temperature_lies_within_its_bounds():
+    generator = np.random.default_rng(4)
+    x = generator.dirichlet(np.full(30, 0.3), 50)
+    trees = by_hand(Draft(without_nodes(50), torch.empty(0, dtype=torch.long)), x, top=6)
+    for power in (0.4, 0.8, 1.2, 3.0):
+        found = coarse.target(trees, Sampling(1 / power))
+        exact = (x**power).sum(1) - found.top.sum(1)
+        assert (found.least <= exact + 1e-9).all() and (exact <= found.most + 1e-9).all()
+
+
+def test_truncation_follows_where_the_recorded_tokens_settle_it():
+    generator = np.random.default_rng(5)
+    x = generator.dirichlet(np.full(30, 0.1), 20)
+    trees = by_hand(Draft(without_nodes(20), torch.empty(0, dtype=torch.long)), x, top=25)
+    for sampling in (Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.7), Sampling(1.0, min_p=0.2), Sampling(0.0)):
+        expected = logits_to_probs(torch.from_numpy(x).log(), [sampling]).numpy()
+        found = coarse.target(trees, sampling).complete("least", 0)[:, :-2]
+        np.testing.assert_allclose(found, np.take_along_axis(expected, trees.ids.astype(np.int64), 1), atol=1e-9)
+    few = by_hand(Draft(without_nodes(20), torch.empty(0, dtype=torch.long)), x, top=2)
+    for sampling in (Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.99), Sampling(1.0, min_p=0.01)):
+        with pytest.raises(NeedsModel, match="record_top"):
+            coarse.target(few, sampling)
+
+
+@pytest.mark.parametrize("drawn", ["iid", "without"])
+def test_weights_turn_recorded_drafts_into_those_of_another_temperature(drawn):
+    """By enumeration: sum over drafts of q(draft) w(draft) E(draft) is the expectation under q'."""
+    generator, temperature, vocabulary = np.random.default_rng(6), 0.6, 3
+    p, q = (torch.from_numpy(generator.normal(size=(3, vocabulary))).softmax(-1) for _ in range(2))
+    shape = tree(parse("2"))
+    other = (q.log() / temperature).softmax(-1)
+
+    def chance(of, first, second):
+        left = 1.0 if drawn == "iid" else 1 - float(of[0, first])
+        return float(of[0, first] * of[0, second]) / left
+
+    pairs = [(a, b) for a, b in product(range(vocabulary), repeat=2) if drawn == "iid" or a != b]
+    total = expected = mass = 0.0
+    for pair in pairs:
+        place = np.array([0, -1, -1])
+        draft = Draft(shape, torch.tensor(pair), drawn, q[:1], place)
+        trees = by_hand(draft, p.numpy(), proposer={"temperature": 1.0, "tree": "0 1", "confidence": 0.0})
+        changed = coarse.drafted(trees, temperature).complete("least", 0)
+        weight = float(np.exp(steps.tempered_weights(trees, changed).sum()))
+        (sums,) = steps.evaluate(trees, Token(), [Subtree()], None, temperature)
+        assert sums.ess == pytest.approx(1)
+        value = sums.tokens.item() / sums.steps.item()
+        own = Draft(shape, torch.tensor(pair), drawn, other[:1], place)
+        assert value == pytest.approx(1 + Token()(own, p).expected_accepted(shape)[0])
+        total += chance(q, *pair) * weight * value
+        mass += chance(q, *pair) * weight
+        expected += chance(other, *pair) * value
+    assert mass == pytest.approx(1) and total == pytest.approx(expected)
+
+
+def test_what_recorded_rows_cannot_identify_is_refused_by_name(target):
+    sampled, _ = decoded(target, "iid", "2x1")
+    points, _ = decoded(target, "point", "2x1")
+    for trees, verifier, subtree, more, why in (
+        (points, KSeq(), Subtree(), {}, "supports drafts drawn iid"),
+        (sampled, Token(), Subtree.parse("3x1"), {}, "no recorded tree has the node 2"),
+        (points, Token(), Subtree(), {"draft_temperature": 0.5}, "sampled drafts only"),
+        (sampled, Token(), Subtree(), {"draft_temperature": 0.0}, "at temperature 1 do not show"),
+    ):
+        (found,) = steps.evaluate(trees, verifier, [subtree], **more)
+        assert isinstance(found, NeedsModel) and why in str(found) and str(found).startswith("needs the model: ")
+    with pytest.raises(NeedsModel, match="noise"):
+        steps.check(sampled, __import__("spec_lab.verify", fromlist=["Gumbel"]).Gumbel())
+
+
+def test_a_mixture_of_trees_has_the_mixed_expectation(target):
+    trees, _ = decoded(target)
+    first, second = steps.evaluate(trees, Token(), [Subtree(depth=1), Subtree()])
+    both = mixed([(0.25, first), (0.75, second)])
+    taus = [one.tokens.sum() / one.steps.sum() for one in (first, second, both)]
+    assert taus[2] == pytest.approx(0.25 * taus[0] + 0.75 * taus[1])
+    text = "0.25*depth=1+0.75*all"
+    (found,) = [one for one in evaluate(trees, [Design("token", Shares.parse(text))]) if one.method == "steps"]
+    assert found.tau == pytest.approx(taus[2]) and str(found.design.shapes) == text
+
+
+def test_designs_are_all_combinations_and_the_table_is_sorted(target):
+    trees, _ = decoded(target, "without", "2x2", new=6)
+    wanted = designs(trees)
+    assert {one.verifier for one in wanted} == {
+        "token",
+        "traversal",
+        "match",
+        "cascade",
+        "lenient",
+        "typical",
+        "relaxed",
+    }
+    assert len(wanted) == 7 * len(limits(trees)) and len(limits(trees)) == 4 + 5
+    frame = table([*evaluate(trees, wanted[:12])])
+    known = frame[frame["needs"] == ""]["tau"]
+    assert known.is_monotonic_decreasing and known.iloc[0] > 1
+    with pytest.raises(ValueError, match="replay has no verifier 'tokens'"):
+        designs(trees, ["tokens"])
+    assert verifier_of("typical:epsilon=0.2,delta=0.4") == Typical(0.2, 0.4)
+    with pytest.raises(ValueError, match="no option 'epsilon'"):
+        verifier_of("token:epsilon=0.2")
+
+
+def test_a_subtree_is_closed_under_parents_and_earlier_siblings():
+    shape = forest((tree(parse("2x2")), chain(3)))
+    for subtree in (Subtree(nodes=3), Subtree(children=1), Subtree(depth=2, nodes=2), Subtree.parse("0 0.0 0.1")):
+        keep = np.append([True, True], subtree.keeps(shape))
+        for node in range(2, shape.rows):
+            if keep[node]:
+                above = shape.parent[node - 2]
+                assert keep[above]
+                assert keep[[one for one in shape.children[above] if one < node]].all()
+    assert isinstance(shape, Shape) and Subtree.parse("2x1").keeps(shape).tolist() == [True] * 2 + [
+        True, False, True, False, True, True, False,
+    ]  # fmt: skip
