@@ -1,5 +1,5 @@
-"""Commands: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``samples``, ``track`` read runs; ``convert``
-weights; ``index`` text.
+"""Commands: ``spec-lab state DIR``, ``collect``, ``compare``, ``project``, ``report``, ``samples``, ``track`` read
+runs; ``convert`` weights; ``index`` text.
 
 ``spec-lab train NAME`` is short for an experiment (``experiment``).
 """
@@ -61,7 +61,7 @@ def complete(line: str) -> tuple[list[str], bool]:
     if first not in COMMANDS:
         return [], True
     if others[-1].startswith("-"):
-        known = re.findall(r"--\w+", _parser()[1][first].format_usage())
+        known = re.findall(r"--[\w-]+", _parser()[1][first].format_usage())
         return [name for name in known if name.startswith(others[-1])], False
     folder, _, begins = others[-1].rpartition("/")
     above = f"{folder}/" if folder or others[-1].startswith("/") else ""
@@ -143,6 +143,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     )
     compare.add_argument("--level", type=float, default=0.95, help="confidence of all intervals together (0.95)")
     compare.add_argument("--csv", type=Path, metavar="FILE", help="also write the comparison to a CSV file")
+    _add_project(add("project"))
     add("report").add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps")
     add("samples").add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs")
     track = add("track")
@@ -177,6 +178,26 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     more = "options, such as target.path=DIR output_dir=DIR"
     train.add_argument("overrides", nargs=argparse.REMAINDER, metavar="OVERRIDE", help=more)
     return parser, which.choices
+
+
+def _add_project(project: argparse.ArgumentParser) -> None:
+    """Add the options of ``project``."""
+    add = project.add_argument
+    add("folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps, whose acceptance is read")
+    add("--hardware", metavar="NAMES", default="h100-sxm", help="devices, with commas, or a CSV file (h100-sxm)")
+    add("--model", help="the target's size: a name, or the folder of a checkpoint; required without --costs")
+    add("--draft", help="the draft model's size, likewise; required by proposers that draft with a model")
+    add("--dtype", default="bf16", help="of weights: bf16, fp16, fp32, fp8, int8 or int4 (bf16)")
+    add("--runtime", default="graphs", help="what adds to the roofline: graphs, eager or nominal (graphs)")
+    add("--batch", metavar="SIZES", default="1,2,4,8,16,32,64,128", help="batch sizes, with commas")
+    add("--context", type=int, default=1024, help="tokens of each sequence (1024)")
+    add("--depths", metavar="LENGTHS", help="draft lengths, with commas (all that were recorded)")
+    add("--prompt", type=int, help="tokens of a prompt: speed-ups include the prefill; with --output")
+    add("--output", type=int, help="tokens of an output; with --prompt")
+    add("--lookup-ms", type=float, default=0.0, help="milliseconds of an n-gram or suffix lookup in each step (0)")
+    add("--costs", type=Path, metavar="FILE", help="a CSV file of measured forwards in place of the roofline")
+    add("--out", type=Path, metavar="DIR", help="where tables and figures go (the first DIR's folder 'projection')")
+    add("-v", "--verbose", action="store_true", help="print every cell")
 
 
 def _state(given: argparse.Namespace, console: Console) -> int:
@@ -223,6 +244,54 @@ def _compare(given: argparse.Namespace, console: Console) -> int:
         _write_table(given.csv, as_frame(found).to_csv(index=False))
         _say(console, f"Table: {given.csv}")
     return max((_refuse(f"unreadable: {one}") for one in found.unreadable), default=0)
+
+
+def _project(given: argparse.Namespace, console: Console) -> int:
+    """Project the speed-up of recorded designs to other hardware; write tables and heat maps."""
+    from spec_lab.analysis import projection
+
+    batches, lengths = _numbers("--batch", given.batch), given.depths and _numbers("--depths", given.depths)
+    for option, value in (("context", given.context), ("prompt", given.prompt), ("output", given.output)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{option} must be at least 1 (got {value})")
+    if (given.prompt is None) != (given.output is None):
+        raise ValueError("--prompt and --output go together: the share of the prefill depends on both")
+    if not 0 <= given.lookup_ms < float("inf"):
+        raise ValueError(f"--lookup-ms must be at least 0 (got {given.lookup_ms:g})")
+    prefill = None if given.prompt is None else projection.Prefill(given.prompt, given.output)
+    with sweep.reading(*given.folders):
+        designs = projection.recorded(given.folders)
+    names = [one.strip() for one in given.hardware.split(",") if one.strip()]
+    if given.costs is not None:
+        deployments = [projection.measured_deployment(designs, given.costs, given.costs.stem, given.lookup_ms / 1e3)]
+    elif given.model is None:
+        raise ValueError("--model is required: name the target's size, or give measured forwards with --costs FILE")
+    else:
+        options = {"draft": given.draft, "dtype": given.dtype, "runtime": given.runtime}
+        deployments = projection.deployments_of(
+            designs, names, given.model, given.context, lookup=given.lookup_ms / 1e3, **options
+        )
+    cells = projection.project(designs, deployments, batches, given.context, lengths, prefill)
+    even = projection.break_even(designs, deployments, max(batches), given.context, lengths, prefill)
+    projection.show(cells, even, deployments, console, given.verbose)
+    for line in projection.notes(designs):
+        console.print(line, highlight=False)
+    out = given.out or given.folders[0] / "projection"
+    for file in projection.write(cells, even, out, ("png", "svg")):
+        _say(console, str(file))
+    return 0
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """Return whole numbers from 1 on that are written with commas, ascending.
+
+    Raises:
+        ValueError: something else is written; names the option.
+    """
+    parts = [one.strip() for one in text.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d{0,6}", one, re.ASCII) for one in parts):
+        raise ValueError(f"{option} must be whole numbers from 1 on with commas, such as 1,2,4 (got {text})")
+    return sorted({int(one) for one in parts})
 
 
 def _write_table(file: Path, text: str) -> None:
@@ -318,6 +387,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
     "state": _state,
     "collect": _collect,
     "compare": _compare,
+    "project": _project,
     "report": _report,
     "samples": _samples,
     "track": _track,

@@ -17,13 +17,13 @@ from rich.console import Console
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Tables
 from spec_lab.cli.main import conf, main
+from spec_lab.core.grid import Grid
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.roofline import AttentionWork, ForwardWork, MachineLimits, Roofline
 from spec_lab.engine.sequence import Batch
 from spec_lab.propose import Null
 from spec_lab.tasks.cost import Cost, load, measure, predict, predicted_and_measured, predicted_speedups, show
-from spec_lab.tasks.cost.predict import Grid
 from spec_lab.tasks.cost.tables import COST, PARTS
 from spec_lab.tasks.cost.timing import Fixed, binary_tree, room, texts, time_arms
 from spec_lab.tasks.lab import Loop
