@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +90,18 @@ def rows_of(frame: pd.DataFrame) -> str:
 
 
 def by_table(frame: pd.DataFrame) -> str:
-    """Return the errors of each table."""
-    table = [["table", "rows", "median error", "smallest", "largest", "within 10 %", "within 25 %"]]
+    """Return the errors of each table, and how many pairs of methods with the same model it puts in the right order."""
+    table = [["table", "rows", "median error", "smallest", "largest", "within 10 %", "within 25 %", "pairs in order"]]
     for name, own in frame[frame["proposer"] != "none"].groupby("table", sort=False):
         errors = own["error"]
         within = [f"{(errors.abs() <= limit).sum()} of {len(own)}" for limit in (0.10, 0.25)]
         ends = (percent(one) for one in (errors.median(), errors.min(), errors.max()))
-        table.append([str(name), f"{len(own)}", *ends, *within])
+        pairs = [
+            (a["speedup"] - b["speedup"]) * (a["projected"] - b["projected"]) > 0
+            for _, same in own.groupby("model")
+            for a, b in combinations(same.to_dict("records"), 2)
+        ]
+        table.append([str(name), f"{len(own)}", *ends, *within, f"{sum(pairs)} of {len(pairs)}" if pairs else "-"])
     return markdown(table)
 
 
