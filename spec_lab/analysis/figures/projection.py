@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap, LinearSegmentedColormap, TwoSlopeNorm
+from matplotlib.colors import Colormap, LinearSegmentedColormap, TwoSlopeNorm, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -80,7 +80,7 @@ def best_designs(cells: pd.DataFrame) -> Figure | None:
         slower = row["speedup"] < 1
         patch = Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour[row["design"]], alpha=0.25 if slower else 0.85)
         axes.add_patch(patch)
-        ink = "black" if slower else "white"
+        ink = "black" if slower or _bright(colour[row["design"]]) else "white"
         text = f"{row['speedup']:.2f}, k={row['length']}"
         axes.text(x, y, text, ha="center", va="center", fontsize=8, color=ink)
     axes.set_xlim(-0.5, len(batches) - 0.5)
@@ -93,6 +93,12 @@ def best_designs(cells: pd.DataFrame) -> Figure | None:
     if (best["speedup"] < 1).any():
         axes.set_xlabel("batch size. Pale: slower than no draft")
     return figure
+
+
+def _bright(colour: str) -> bool:
+    """Return whether black text is easier to read on this colour than white text."""
+    red, green, blue = to_rgb(colour)
+    return 0.299 * red + 0.587 * green + 0.114 * blue > 0.52
 
 
 def _batches(cells: pd.DataFrame) -> list[int]:
