@@ -41,11 +41,12 @@ class Cost:
 
     @staticmethod
     def of(frame: pd.DataFrame) -> Cost:
-        """Return the medians over repeats of the rows of ``measure``.
+        """Return the medians over repeats of the rows of ``measure``, after ``without_drift``.
 
         Raises:
             ValueError: a point of the grid has no row.
         """
+        frame = without_drift(frame)
         fixed, arms = frame[frame["fixed"]], frame[~frame["fixed"]]
         return Cost(
             _grid(fixed, ("nodes", "batch", "context"), OF_NODES),
@@ -68,6 +69,23 @@ class Cost:
             raise ValueError(f"the costs of arm '{arm}' were not measured; measured arms are {', '.join(self.arms)}")
         own = self.arms[arm](batch=batch, context=context)
         return own + self.nodes(nodes=nodes, batch=batch, context=context)
+
+
+def without_drift(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of ``measure`` as if each repeat had found the machine equally fast.
+
+    A speed-up is a ratio of seconds to those of steps without nodes, which are a factor of every prediction. Within a
+    repeat the arms of a batch size and context are timed shortly after one another, so what slows down the machine
+    meanwhile slows down all of them. Each repeat's seconds are therefore divided by those of its own steps without
+    nodes (of all arms that drafted none, the phases ``OF_NODES``), and multiplied by their median over repeats.
+    """
+    place, parts = ["batch", "context"], [*OF_NODES, *OF_ARM]
+    none = frame[frame["nodes"] == 0]
+    own = none[list(OF_NODES)].sum(axis=1).groupby([none[name] for name in ("turn", *place)]).mean()
+    usual = own.groupby(level=place).median()
+    factor = (usual.reindex(own.index.droplevel("turn")).to_numpy() / own).rename("factor")
+    each = frame[["turn", *place]].join(factor, on=["turn", *place])["factor"].fillna(1.0).to_numpy()
+    return frame.assign(**{name: frame[name] * each for name in parts})
 
 
 def predict(
