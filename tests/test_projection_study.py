@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from experiments.projection import published
+from experiments.projection import measured, published
 
 README = (published.HERE / "README.md").read_text()
 
@@ -30,3 +30,16 @@ def test_the_context_hardly_matters_at_batch_1(frame, monkeypatch):
         monkeypatch.setattr(published, "CONTEXT", context)
         other = [published.projected(row)["projected"] for row in frame.to_dict("records")]
         assert other == pytest.approx(frame["projected"].to_numpy(), rel=0.02)
+
+
+def test_the_tables_of_measured_points_are_recomputed():
+    frame, lengths = (pd.read_csv(measured.HERE / name) for name in ("measured.csv", "lengths.csv"))
+    texts = measured.by_run(frame), measured.points(frame), measured.chains(lengths)
+    for text in (*texts, measured.earlier(pd.read_csv(measured.EARLIER))):
+        assert text in README
+    assert len(frame) == 32 and (frame["error"].abs() <= 0.10).all()
+
+
+def test_taus_of_other_lengths_lie_within_their_intervals():
+    lengths = pd.read_csv(measured.HERE / "lengths.csv")
+    assert (lengths["measured"].between(lengths["low"], lengths["high"])).all()
