@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from matplotlib.figure import Figure
 from experiments.plots import fill, markdown
 from spec_lab.analysis.figures import COLOURS, GREY, STYLE
 from spec_lab.analysis.projection import Acceptance, Deployment, speedup
-from spec_lab.analysis.projection.catalogue import PRECISIONS, hardware, model, runtime
-from spec_lab.analysis.projection.costs import precision_of, rooflines
+from spec_lab.analysis.projection.catalogue import hardware, model, precision, runtime
+from spec_lab.analysis.projection.costs import RooflineForward
 from spec_lab.analysis.projection.drafting import by_roofline
 
 HERE = Path(__file__).resolve().parent
@@ -46,8 +47,8 @@ def acceptance(tau: float, levels: Sequence[float]) -> Acceptance:
 def projected(row: dict[str, Any]) -> dict[str, float]:
     """Return the speed-up and the baseline's tokens per second that are projected for a row."""
     (device,), ran = hardware([row["hardware"]]), runtime(row["runtime"])
-    precision, target = precision_of(row["dtype"]), model("--model", row["model"])
-    own, made = PRECISIONS[precision], rooflines(device, ran, precision)
+    own, target = precision(row["dtype"]), model("--model", row["model"])
+    made = partial(RooflineForward, hardware=device, runtime=ran, precision=own)
     forward = made(target.work(own), target.layers)
     baseline = {"projected_baseline": 1.0 / float(forward.seconds(1, 1, CONTEXT))}
     if row["proposer"] == "none":

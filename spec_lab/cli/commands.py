@@ -101,6 +101,8 @@ def _training(name: str) -> str:
 
 def _refuse(error: object) -> int:
     """Print an error in one line; return the exit code."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        error = f"{error.filename}: {error.strerror}"
     print(f"spec_lab: {visible(' '.join(str(error).split()))}", file=sys.stderr)
     return 1
 
@@ -184,14 +186,14 @@ def _add_project(project: argparse.ArgumentParser) -> None:
     """Add the options of ``project``."""
     add = project.add_argument
     add("folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps, whose acceptance is read")
-    add("--hardware", metavar="NAMES", default="h100-sxm", help="devices, with commas, or a CSV file (h100-sxm)")
+    add("--hardware", metavar="NAMES", help="devices, with commas, or a CSV file (h100-sxm)")
     add("--model", help="the target's size: a name, or the folder of a checkpoint; required without --costs")
     add("--draft", help="the draft model's size, likewise; required by proposers that draft with a model")
-    add("--dtype", default="bf16", help="of weights: bf16, fp16, fp32, fp8, int8 or int4 (bf16)")
-    add("--runtime", default="graphs", help="what adds to the roofline: graphs, eager or nominal (graphs)")
+    add("--dtype", help="of weights: bf16, fp16, fp32, fp8, int8 or int4 (bf16)")
+    add("--runtime", help="what adds to the roofline: graphs, eager or nominal (graphs)")
     add("--batch", metavar="SIZES", default="1,2,4,8,16,32,64,128", help="batch sizes, with commas")
     add("--context", type=int, default=1024, help="tokens of each sequence (1024)")
-    add("--depths", metavar="LENGTHS", help="draft lengths, with commas (all that were recorded)")
+    add("--lengths", help="draft lengths, with commas (all that were recorded)")
     add("--prompt", type=int, help="tokens of a prompt: speed-ups include the prefill; with --output")
     add("--output", type=int, help="tokens of an output; with --prompt")
     add("--lookup-ms", type=float, default=0.0, help="milliseconds of an n-gram or suffix lookup in each step (0)")
@@ -250,7 +252,8 @@ def _project(given: argparse.Namespace, console: Console) -> int:
     """Project the speed-up of recorded designs to other hardware; write tables and heat maps."""
     from spec_lab.analysis import projection
 
-    batches, lengths = _numbers("--batch", given.batch), given.depths and _numbers("--depths", given.depths)
+    batches = _numbers("--batch", given.batch)
+    lengths = None if given.lengths is None else _numbers("--lengths", given.lengths)
     for option, value in (("context", given.context), ("prompt", given.prompt), ("output", given.output)):
         if value is not None and value < 1:
             raise ValueError(f"--{option} must be at least 1 (got {value})")
@@ -260,26 +263,29 @@ def _project(given: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--lookup-ms must be at least 0 (got {given.lookup_ms:g})")
     prefill = None if given.prompt is None else projection.Prefill(given.prompt, given.output)
     with sweep.reading(*given.folders):
-        designs = projection.recorded(given.folders)
-    names = [one.strip() for one in given.hardware.split(",") if one.strip()]
+        designs, idle = projection.recorded(given.folders)
+    lookup = given.lookup_ms / 1e3
+    options = {name: value for name, value in vars(given).items() if name in ROOFLINE and value is not None}
     if given.costs is not None:
-        deployments = [projection.measured_deployment(designs, given.costs, given.costs.stem, given.lookup_ms / 1e3)]
+        if options:
+            raise ValueError(f"--costs replaces the roofline: leave out --{next(iter(options))}")
+        deployments = [projection.measured_deployment(designs, given.costs, given.costs.stem, lookup)]
     elif given.model is None:
         raise ValueError("--model is required: name the target's size, or give measured forwards with --costs FILE")
     else:
-        options = {"draft": given.draft, "dtype": given.dtype, "runtime": given.runtime}
-        deployments = projection.deployments_of(
-            designs, names, given.model, given.context, lookup=given.lookup_ms / 1e3, **options
-        )
+        names = [one.strip() for one in options.pop("hardware", "h100-sxm").split(",") if one.strip()]
+        deployments = projection.deployments_of(designs, names, context=given.context, lookup=lookup, **options)
     cells = projection.project(designs, deployments, batches, given.context, lengths, prefill)
     even = projection.break_even(designs, deployments, max(batches), given.context, lengths, prefill)
-    projection.show(cells, even, deployments, console, given.verbose)
-    for line in projection.notes(designs):
-        console.print(line, highlight=False)
+    projection.show(cells, even, projection.notes(designs, deployments, idle), console, given.verbose)
     out = given.out or given.folders[0] / "projection"
     for file in projection.write(cells, even, out, ("png", "svg")):
         _say(console, str(file))
     return 0
+
+
+ROOFLINE = ("hardware", "model", "draft", "dtype", "runtime")
+"""Options of ``project`` that describe a roofline."""
 
 
 def _numbers(option: str, text: str) -> list[int]:

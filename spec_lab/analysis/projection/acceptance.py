@@ -18,7 +18,7 @@ from spec_lab.propose import trees
 from spec_lab.results import sweep
 from spec_lab.results.manifest import begun
 
-TOP_DOWN = ("token", "match", "typical", "relaxed", "lenient", "kseq")
+TOP_DOWN = ("token", "match", "typical", "relaxed", "lenient", "kseq", "gumbel")
 """Verifiers that accept a token by what stands above and beside it: deeper tokens do not change whether it is accepted,
 so that a recorded draft determines the acceptance of its first levels. Of other verifiers only the recorded length is
 known."""
@@ -105,8 +105,8 @@ class Acceptance:
         return Acceptance(ones, ones, rate ** np.arange(1.0, length + 1)[None])
 
 
-def recorded(folders: Sequence[Path]) -> list[RecordedDesign]:
-    """Return the designs of runs and sweeps: every arm that drafted.
+def recorded(folders: Sequence[Path]) -> tuple[list[RecordedDesign], list[str]]:
+    """Return the designs of runs and sweeps, every arm that drafted, and the names of proposers' arms that did not.
 
     Args:
         folders: directories of runs or sweeps; of a sweep the runs that are done are read.
@@ -116,6 +116,7 @@ def recorded(folders: Sequence[Path]) -> list[RecordedDesign]:
         OSError: a file cannot be read.
     """
     found: list[RecordedDesign] = []
+    idle: list[str] = []
     several = len(folders) > 1
     for folder in folders:
         if sweep.is_sweep(folder):
@@ -127,17 +128,18 @@ def recorded(folders: Sequence[Path]) -> list[RecordedDesign]:
         else:
             each = [(folder, folder.name if several else "")]
         for run, label in each:
-            found += of_run(run, label)
+            drafted, without = of_run(run, label)
+            found, idle = found + drafted, idle + without
     if not found:
         raise ValueError(f"no arm in {', '.join(map(str, folders))} drafted tokens; projection requires one that did")
     names = [one.name for one in found]
     if len(set(names)) < len(names):
         raise ValueError(f"two designs are called {max(names, key=names.count)}: give each run or sweep once")
-    return found
+    return found, idle
 
 
-def of_run(folder: Path, label: str = "") -> list[RecordedDesign]:
-    """Return the designs of one run, named by their arm and ``label``.
+def of_run(folder: Path, label: str = "") -> tuple[list[RecordedDesign], list[str]]:
+    """Return as ``recorded`` for one run; designs are named by their arm and ``label``.
 
     Raises:
         ValueError: the folder holds no rows of a run.
@@ -148,23 +150,18 @@ def of_run(folder: Path, label: str = "") -> list[RecordedDesign]:
     tables = metrics.load(folder)
     if not len(tables.steps):
         raise ValueError(f"{folder} holds no steps of a run; projection requires a benchmark's rows")
-    names, verifiers, found = names_in_manifest(manifest), _verifiers(folder), []
+    names, verifiers = names_in_manifest(manifest), _verifiers(folder)
+    found: list[RecordedDesign] = []
+    idle: list[str] = []
     for arm in metrics.arms(tables):
-        steps = metrics.decode_steps(tables.steps, arm)
-        if not len(steps) or not steps["depth"].max() > 0:
-            continue
-        shown = names.get(arm, arm)
-        facts = manifest["proposers"].get(arm, {})
-        found.append(
-            of_steps(
-                steps,
-                f"{label}, {shown}" if label else shown,
-                str(facts.get("name", shown)),
-                verifiers.get(arm, ""),
-                facts,
-            )
-        )
-    return found
+        steps, facts = metrics.decode_steps(tables.steps, arm), manifest["proposers"].get(arm, {})
+        name = ", ".join(one for one in (label, names.get(arm, arm)) if one)
+        proposer = str(facts.get("name", names.get(arm, arm)))
+        if len(steps) and steps["depth"].max() > 0:
+            found.append(of_steps(steps, name, proposer, verifiers.get(arm, ""), facts))
+        elif arm in manifest["proposers"] and proposer != "none":
+            idle.append(name)
+    return found, idle
 
 
 def of_steps(

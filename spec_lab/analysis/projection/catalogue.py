@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from spec_lab.core.files import read_json, read_text
 from spec_lab.core.roofline import AttentionWork, ForwardWork
 
 HERE = Path(__file__).parent
@@ -22,24 +22,27 @@ class Precision:
     """How the numbers of a model are stored and multiplied.
 
     Args:
+        name: on the command line.
         weight_bytes: of a weight. Scales of quantized weights are left out.
         factors: dtype of the products, whose peak bounds computing.
         kv_bytes: of a number of the KV cache.
     """
 
+    name: str
     weight_bytes: float
     factors: str
     kv_bytes: float = 2.0
 
 
-PRECISIONS = {
-    "bf16": Precision(2.0, "bf16"),
-    "fp32": Precision(4.0, "fp32", 4.0),
-    "fp8": Precision(1.0, "fp8"),
-    "int8": Precision(1.0, "bf16"),
-    "int4": Precision(0.5, "bf16"),
-}
-"""By name. ``int8`` and ``int4`` quantize weights only; fp16 is counted as bf16, whose peaks are the same here."""
+PRECISIONS = (
+    Precision("bf16", 2.0, "bf16"),
+    Precision("fp16", 2.0, "bf16"),  # their peaks are the same
+    Precision("fp32", 4.0, "fp32", 4.0),
+    Precision("fp8", 1.0, "fp8"),
+    Precision("int8", 1.0, "bf16"),
+    Precision("int4", 0.5, "bf16"),
+)
+"""``int8`` and ``int4`` quantize weights only."""
 
 
 @dataclass(frozen=True)
@@ -62,19 +65,18 @@ class Hardware:
     memory: float
     source: str
 
-    def peak(self, precision: str) -> float:
+    def peak(self, precision: Precision) -> float:
         """Return the FLOP/s of products at a precision.
 
         Raises:
             ValueError: the device has no such products.
         """
-        factors = PRECISIONS[precision].factors
-        if factors not in self.peaks:
+        if precision.factors not in self.peaks:
             raise ValueError(
-                f"--hardware {self.name} has no rate of {factors} products, which --dtype {precision} requires; choose "
-                "another --dtype"
+                f"--hardware {self.name} has no peak of {precision.factors} products, which --dtype {precision.name} "
+                "requires; choose another --dtype, or leave the device out"
             )
-        return self.peaks[factors]
+        return self.peaks[precision.factors]
 
 
 @dataclass(frozen=True)
@@ -173,9 +175,12 @@ def hardware(names: Sequence[str]) -> tuple[Hardware, ...]:
     """Return devices by name; a name that ends in .csv stands for all rows of that file.
 
     Raises:
-        ValueError: an unknown name, or a file with other columns than ``hardware.csv``; OSError: it cannot be read.
+        ValueError: an unknown name or none, or a file that is no table of devices.
+        OSError: a file cannot be read.
     """
     known, found = {one.name: one for one in read(HERE / "hardware.csv", _hardware)}, []
+    if not names:
+        raise ValueError(f"--hardware names no device; known are {', '.join(known)}")
     for name in names:
         found += read(Path(name), _hardware) if name.endswith(".csv") else [chosen("--hardware", name, known)]
     return tuple({one.name: one for one in found}.values())
@@ -190,10 +195,20 @@ def model(option: str, name: str) -> ModelShape:
     """Return a model by name, or of the ``config.json`` of a checkpoint's folder.
 
     Raises:
-        ValueError: an unknown name, or a config of another architecture; names the option.
+        ValueError: an unknown name, or a config of another architecture; names the option or the file.
+        OSError: the config cannot be read.
     """
-    file = Path(name) / "config.json"
-    return of_config(name, json.loads(file.read_text())) if file.is_file() else chosen(option, name, models())
+    config = read_json(Path(name) / "config.json", any_number=True)
+    return of_config(name, config) if config is not None else chosen(option, name, models())
+
+
+def precision(name: str) -> Precision:
+    """Return a precision by name.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    return chosen("--dtype", name, {one.name: one for one in PRECISIONS})
 
 
 def runtime(name: str) -> Runtime:
@@ -232,6 +247,8 @@ def of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         )
     except KeyError as error:
         raise ValueError(f"{name}/config.json has no {error}: it is not the config of a dense decoder") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}/config.json holds a size that is not a whole number ({error})") from error
 
 
 def chosen(option: str, name: str, known: Mapping[str, Row]) -> Row:
@@ -246,57 +263,64 @@ def chosen(option: str, name: str, known: Mapping[str, Row]) -> Row:
 
 
 def read(file: Path, made: Callable[[Mapping[str, str]], Row]) -> list[Row]:
-    """Return the rows of a table.
+    """Return the rows of a table of devices, models or runtimes.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: a column is missing or not a number; names the file and the row.
+        ValueError: a column is missing or a value is not what it must be; names the file and the line.
     """
-    with file.open(newline="") as stream:
-        rows, found = list(csv.DictReader(stream)), []
-    for number, row in enumerate(rows, 2):
+    found = []
+    for number, row in enumerate(rows(file), 2):
         try:
             found.append(made(row))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{file}, line {number}: {type(error).__name__} {error}") from error
+        except KeyError as error:
+            raise ValueError(f"{file} has no column {error.args[0]}") from error
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: {error}") from error
+    return found
+
+
+def rows(file: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file, by column; a row that is too short is filled with empty values.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not text, or has no rows.
+    """
+    found = list(csv.DictReader(read_text(file).splitlines(), restval=""))
+    if not found:
+        raise ValueError(f"{file} has no rows; a table has a line of column names, and a line for each row")
     return found
 
 
 def _hardware(row: Mapping[str, str]) -> Hardware:
-    peaks = {name: 1e12 * positive(row[name]) for name in ("fp32", "bf16", "fp8") if row[name].strip()}
-    memory, bandwidth = 1e9 * positive(row["memory_gb"]), 1e9 * positive(row["bandwidth_gb_s"])
+    peaks = {name: 1e12 * _positive(row, name) for name in ("fp32", "bf16", "fp8") if row[name].strip()}
+    memory, bandwidth = 1e9 * _positive(row, "memory_gb"), 1e9 * _positive(row, "bandwidth_gb_s")
     return Hardware(row["name"], row["label"], bandwidth, peaks, memory, row["source"])
 
 
 def _model(row: Mapping[str, str]) -> ModelShape:
-    return ModelShape(
-        name=row["name"],
-        layers=int(row["layers"]),
-        hidden=int(row["hidden"]),
-        intermediate=int(row["intermediate"]),
-        heads=int(row["heads"]),
-        kv_heads=int(row["kv_heads"]),
-        head_dim=int(row["head_dim"]),
-        vocabulary=int(row["vocabulary"]),
-        tied=row["tied"] == "yes",
-        source=row["source"],
-    )
+    sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary")
+    values: dict[str, Any] = {one: int(row[one]) for one in sizes}
+    return ModelShape(name=row["name"], **values, tied=row["tied"] == "yes", source=row["source"])
 
 
 def _runtime(row: Mapping[str, str]) -> Runtime:
     gap, launch = (1e-6 * float(row[name]) for name in ("layer_gap_us", "layer_launch_us"))
-    return Runtime(
-        row["name"], positive(row["bandwidth_share"]), positive(row["compute_share"]), gap, launch, row["source"]
-    )
+    bandwidth, compute = _positive(row, "bandwidth_share"), _positive(row, "compute_share")
+    return Runtime(row["name"], bandwidth, compute, gap, launch, row["source"])
 
 
-def positive(text: str) -> float:
-    """Return a positive, finite number.
+def _positive(row: Mapping[str, str], name: str) -> float:
+    """Return the positive, finite number in a column.
 
     Raises:
         ValueError: it is none.
     """
-    value = float(text)
+    try:
+        value = float(row[name])
+    except ValueError:
+        value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{text} is not a positive number")
+        raise ValueError(f"{name} must be a positive number (got {row[name] or 'nothing'})")
     return value

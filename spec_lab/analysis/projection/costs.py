@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from spec_lab.analysis.projection.catalogue import PRECISIONS, Hardware, Runtime
+from spec_lab.analysis.projection.catalogue import Hardware, Precision, Runtime, rows
 from spec_lab.core.grid import Grid
 from spec_lab.core.roofline import ForwardWork
 
@@ -43,14 +42,14 @@ class RooflineForward:
         layers: number of layers.
         hardware: the device.
         runtime: the runtime.
-        precision: a key of ``PRECISIONS``.
+        precision: of weights, KV cache and products.
     """
 
     work: ForwardWork
     layers: float
     hardware: Hardware
     runtime: Runtime
-    precision: str
+    precision: Precision
 
     def __post_init__(self) -> None:
         """Check that the device has products at this precision."""
@@ -107,13 +106,17 @@ def measured(file: Path) -> dict[str, MeasuredForward]:
         OSError: it cannot be read.
         ValueError: a column is missing, a value is not a positive number, or a model's points are no whole grid.
     """
-    frame = pd.read_csv(file)
+    frame = pd.DataFrame(rows(file))
     if missing := [name for name in COLUMNS if name not in frame]:
         raise ValueError(f"{file} has no column {missing[0]}; a table of forwards has the columns {', '.join(COLUMNS)}")
     for name in COLUMNS[1:]:
-        frame[name] = pd.to_numeric(frame[name], errors="coerce")
-        if not (np.isfinite(frame[name]) & (frame[name] >= (0 if name == "context" else 1e-12))).all():
-            raise ValueError(f"{file}: the column {name} must hold positive numbers only")
+        values = pd.to_numeric(frame[name], errors="coerce")
+        wrong = ~(np.isfinite(values) & ((values > 0) | ((values == 0) & (name == "context"))))
+        if wrong.any():
+            least = "0 or more" if name == "context" else "above 0"
+            got = frame.loc[wrong, name].iloc[0] or "nothing"
+            raise ValueError(f"{file}, line {wrong.argmax() + 2}: {name} must be a number {least} (got {got})")
+        frame[name] = values
     found = {}
     for model, own in frame.groupby("model", sort=False):
         each = own.groupby(list(AXES))["seconds"].median().sort_index()
@@ -126,25 +129,3 @@ def measured(file: Path) -> dict[str, MeasuredForward]:
             )
         found[str(model)] = MeasuredForward(Grid(points, each.to_numpy().reshape(shape)))
     return found
-
-
-def rooflines(hardware: Hardware, runtime: Runtime, precision: str) -> Callable[[ForwardWork, float], RooflineForward]:
-    """Return what makes the forward of some work and number of layers on this hardware.
-
-    Raises:
-        ValueError: the hardware has no products at this precision.
-    """
-    hardware.peak(precision)
-    return lambda work, layers: RooflineForward(work, layers, hardware, runtime, precision)
-
-
-def precision_of(name: str) -> str:
-    """Return a key of ``PRECISIONS``; fp16 is counted as bf16.
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    known = {**{one: one for one in PRECISIONS}, "fp16": "bf16"}
-    if name not in known:
-        raise ValueError(f"--dtype {name} is not known; known are {', '.join(known)}")
-    return known[name]

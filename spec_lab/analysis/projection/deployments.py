@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from spec_lab.analysis.projection import catalogue
 from spec_lab.analysis.projection.acceptance import RecordedDesign
-from spec_lab.analysis.projection.catalogue import PRECISIONS, Hardware, ModelShape, Precision, Runtime
-from spec_lab.analysis.projection.costs import measured, precision_of, rooflines
+from spec_lab.analysis.projection.catalogue import Hardware, ModelShape, Precision, Runtime
+from spec_lab.analysis.projection.costs import RooflineForward, measured
 from spec_lab.analysis.projection.drafting import Drafting, by_roofline, by_table
 from spec_lab.analysis.projection.project import Deployment
 
@@ -40,34 +41,27 @@ def deployments_of(
         ValueError: an unknown name, a model that fits nowhere, or no design whose drafting is modelled.
         OSError: a file cannot be read.
     """
-    precision, ran = precision_of(dtype), catalogue.runtime(runtime)
+    precision, ran = catalogue.precision(dtype), catalogue.runtime(runtime)
     target = catalogue.model("--model", model)
     small = None if draft is None else catalogue.model("--draft", draft)
-    found, refused = [], []
-    for device in catalogue.hardware(hardware):
-        room = largest_batch(device, target, small, PRECISIONS[precision], context)
-        if room < 1:
-            need = (target.memory(PRECISIONS[precision]) + _memory(small, PRECISIONS[precision])) / 1e9
-            refused.append(
-                f"--hardware {device.name} has {device.memory / 1e9:.0f} GB, the weights in {dtype} take {need:.1f} GB "
-                f"and a context of {context} tokens more"
-            )
-            continue
-        found.append(_deployment(designs, device, target, small, precision, ran, room, lookup))
-    if not found:
-        raise ValueError(f"{'; '.join(refused)}: choose other hardware, a smaller --model or --dtype")
+    devices = catalogue.hardware(hardware)
+    found = [_deployment(designs, one, target, small, precision, ran, context, lookup) for one in devices]
+    if not any(one.largest_batch for one in found):
+        need = sum(one.memory(precision) for one in (target, small) if one is not None) / 1e9
+        memory = ", ".join(f"{one.name} has {one.memory / 1e9:.0f} GB" for one in devices)
+        raise ValueError(
+            f"--model {model} fits on no --hardware: {memory}, the weights in {dtype} take {need:.1f} GB and a context "
+            f"of {context} tokens more; choose other hardware, a smaller --model or another --dtype"
+        )
     check(found)
     return found
 
 
-def largest_batch(
-    device: Hardware, target: ModelShape, draft: ModelShape | None, precision: Precision, context: int
-) -> float:
+def largest_batch(device: Hardware, models: Sequence[ModelShape], precision: Precision, context: int) -> int:
     """Return how many sequences fit into memory beside the weights: their KV caches; activations are left out."""
-    left = device.memory - target.memory(precision) - _memory(draft, precision)
-    models = [one for one in (target, draft) if one is not None]
+    left = device.memory - sum(one.memory(precision) for one in models)
     each = sum(one.attention(one.layers)[0] for one in models) * precision.kv_bytes * context
-    return max(math.floor(left / each), 0) if left > 0 else 0
+    return max(math.floor(left / each), 0)
 
 
 def measured_deployment(designs: Sequence[RecordedDesign], file: Path, label: str, lookup: float = 0.0) -> Deployment:
@@ -86,8 +80,8 @@ def measured_deployment(designs: Sequence[RecordedDesign], file: Path, label: st
     tables = measured(file)
     if "target" not in tables:
         raise ValueError(f"{file} has no rows whose model is target; the target's forwards are required")
-    drafting, why = _each(designs, lambda one: by_table(one.proposer, tables, lookup))
-    deployment = Deployment(label, tables["target"], drafting, max(tables["target"].grid.axes["batch"]), why)
+    drafting, left_out = _each(designs, lambda one: by_table(one.proposer, tables, lookup))
+    deployment = Deployment(label, tables["target"], drafting, max(tables["target"].grid.axes["batch"]), left_out)
     check([deployment])
     return deployment
 
@@ -108,33 +102,30 @@ def _deployment(
     device: Hardware,
     target: ModelShape,
     draft: ModelShape | None,
-    precision: str,
+    precision: Precision,
     runtime: Runtime,
-    room: float,
+    context: int,
     lookup: float,
 ) -> Deployment:
-    made = rooflines(device, runtime, precision)
-    own = PRECISIONS[precision]
-    drafting, why = _each(
+    made = partial(RooflineForward, hardware=device, runtime=runtime, precision=precision)
+    forward = made(target.work(precision), target.layers)
+    room = largest_batch(device, [target] if draft is None else [target, draft], precision, context)
+    drafting, left_out = _each(
         designs,
-        lambda one: by_roofline(one.proposer, target, draft, made, own, one.heads or one.depth, lookup),
+        lambda one: by_roofline(one.proposer, target, draft, made, precision, one.heads or one.depth, lookup),
     )
-    return Deployment(device.label, made(target.work(own), target.layers), drafting, room, why)
+    return Deployment(device.label, forward, drafting, room, left_out)
 
 
 def _each(
     designs: Sequence[RecordedDesign], made: Callable[[RecordedDesign], Drafting]
 ) -> tuple[dict[str, Drafting], dict[str, str]]:
-    """Return how each proposer drafts, and why each of the others is left out."""
+    """Return how each design drafts, and why each of the others is left out, by design."""
     found: dict[str, Drafting] = {}
-    why: dict[str, str] = {}
+    left_out: dict[str, str] = {}
     for design in designs:
         try:
-            found.setdefault(design.proposer, made(design))
+            found[design.name] = made(design)
         except ValueError as error:
-            why.setdefault(design.proposer, str(error))
-    return found, why
-
-
-def _memory(draft: ModelShape | None, precision: Precision) -> float:
-    return 0.0 if draft is None else draft.memory(precision)
+            left_out[design.name] = str(error)
+    return found, left_out

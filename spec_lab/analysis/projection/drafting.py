@@ -14,23 +14,18 @@ from spec_lab.analysis.projection.catalogue import ModelShape, Precision, work
 from spec_lab.analysis.projection.costs import ForwardCost, FreeForward
 from spec_lab.core.roofline import ForwardWork
 
-PASSES = ("draft_chain", "draft_tree", "draft_best_first", "draft_reranked", "draft_model")
+PASSES = ("draft_chain", "draft_tree", "draft_best_first", "draft_reranked")
 """Proposers that compute a pass of a draft model for each level."""
 
-ONE_PASS = ("pard",)
-"""Proposers that compute one pass of a draft model for all levels."""
-
-FEATURES = ("eagle", "eagle1", "eagle2", "eagle3", "mtp")
+FEATURES = ("eagle", "eagle3", "mtp")
 """Proposers that compute a pass of one layer for each level, on features of the target."""
 
-LOOKUPS = (
-    "ngram", "ngram_chain", "ngram_tree", "suffix", "sam", "rest", "recycling", "pld_plus",
-)  # fmt: skip
+LOOKUPS = ("ngram", "ngram_tree", "suffix", "sam", "rest", "recycling", "pld_plus")
 """Proposers that compute no model."""
 
 KINDS = {
     **dict.fromkeys(PASSES, "draft model"),
-    **dict.fromkeys(ONE_PASS, "parallel draft model"),
+    "pard": "parallel draft model",
     **dict.fromkeys(FEATURES, "feature drafter"),
     "medusa": "Medusa heads",
     "hydra": "Hydra heads",
@@ -187,7 +182,5 @@ def kind_of(proposer: str) -> str:
         ValueError: its drafting is not modelled.
     """
     if proposer not in KINDS:
-        raise ValueError(
-            f"what drafting with {proposer} costs elsewhere is not modelled; modelled are {', '.join(KINDS)}"
-        )
+        raise ValueError(f"the cost of drafting with {proposer} is not modelled")
     return KINDS[proposer]

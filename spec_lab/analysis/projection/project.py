@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -38,9 +39,10 @@ class Deployment:
     Args:
         label: of the hardware, in tables and figures.
         target: seconds of the target's forward.
-        drafting: how each proposer drafts there; proposers that are missing are left out.
-        largest_batch: sequences that fit into memory beside the weights; infinite if that is not known.
-        left_out: why each missing proposer is left out.
+        drafting: how each design drafts there, by name; others are left out.
+        largest_batch: sequences that fit into memory beside the weights, or of the measured table; infinite if it is
+            not known.
+        left_out: why each of the others is left out.
     """
 
     label: str
@@ -114,45 +116,46 @@ def project(
     Returns:
         Columns: ``hardware``, ``design``, ``proposer``, ``length``, ``batch``, ``nodes`` (of each sequence and step),
         ``tau``, ``speedup``, ``speedup_low``, ``speedup_high`` (95 %, of acceptance alone; NaN bounds with one
-        request), ``fits`` (whether weights and KV cache fit into memory; else the speed-up is NaN), ``best`` (whether
-        it is the fastest of its deployment and batch), ``best_share`` (of the resamples, those in which it is; NaN
-        where designs recorded different numbers of requests).
+        request), ``fits`` (whether the batch is at most the deployment's largest; else the speed-up is NaN), ``best``
+        (whether it is the fastest of its deployment and batch), ``best_share`` (of the resamples, those in which it is;
+        NaN where designs recorded different numbers of requests).
 
     Raises:
-        ValueError: no design has any of the lengths.
+        ValueError: a length that no design has, or batches that are all too large.
     """
-    rows, draws, paired = [], [], len({len(one.steps) for one in designs}) == 1
-    for design in designs:
-        acceptance = design.draws(resamples)
-        for length in [one for one in design.lengths if lengths is None or one in lengths]:
-            for deployment in deployments:
-                if design.proposer not in deployment.drafting:
-                    continue
-                drafting = deployment.drafting[design.proposer]
-                for batch in batches:
-                    fits = batch <= deployment.largest_batch
-                    value = np.full(len(acceptance.drafted), np.nan)
-                    if fits:
-                        value = speedup(acceptance, length, deployment, drafting, batch, context, prefill)
-                    rows.append(
-                        {
-                            "hardware": deployment.label,
-                            "design": design.name,
-                            "proposer": design.proposer,
-                            "length": length,
-                            "batch": batch,
-                            "nodes": float(acceptance.nodes[0, :length].sum()),
-                            "tau": float(acceptance.tau(length)[0]),
-                            **_named("speedup", bounded(value)),
-                            "fits": fits,
-                        }
-                    )
-                    draws.append(value)
-    if not rows:
-        known = sorted({one for design in designs for one in design.lengths})
-        raise ValueError(f"no design was recorded at a draft length of {list(lengths or [])}; recorded are {known}")
+    known = sorted({n for one in designs for n in one.lengths if any(one.name in at.drafting for at in deployments)})
+    if unknown := [one for one in lengths or () if one not in known]:
+        raise ValueError(
+            f"no projected design was recorded at a draft length of {unknown[0]}; recorded are "
+            f"{', '.join(map(str, known))}"
+        )
+    if min(batches) > (largest := max(one.largest_batch for one in deployments)):
+        raise ValueError(
+            f"batches of {min(batches)} are too large: at most {largest:g} sequences of {context:g} tokens fit into "
+            "memory, or were measured; choose a smaller --batch"
+        )
+    rows, draws = [], []
+    for curve in _curves(designs, deployments, context, lengths, prefill, resamples):
+        for batch in batches:
+            fits = batch <= curve.deployment.largest_batch
+            value = curve.speedup(batch) if fits else np.full(len(curve.acceptance.drafted), np.nan)
+            rows.append(
+                {
+                    "hardware": curve.deployment.label,
+                    "design": curve.design.name,
+                    "proposer": curve.design.proposer,
+                    "length": curve.length,
+                    "batch": batch,
+                    "nodes": float(curve.acceptance.nodes[0, : curve.length].sum()),
+                    "tau": float(curve.acceptance.tau(curve.length)[0]),
+                    **_named("speedup", bounded(value)),
+                    "fits": fits,
+                }
+            )
+            draws.append(value)
     frame = pd.DataFrame(rows)
     frame["best"], frame["best_share"] = False, np.nan
+    paired = len({len(one.steps) for one in designs if one.name in set(frame["design"])}) == 1
     for _, own in frame[frame["fits"]].groupby(["hardware", "batch"], sort=False):
         frame.loc[own["speedup"].idxmax(), "best"] = True
         each = [draws[number] for number in own.index]
@@ -181,38 +184,59 @@ def break_even(
 
     Returns:
         Columns: ``hardware``, ``design``, ``length``, ``break_even``, ``break_even_low``, ``break_even_high``: 0 where
-        the speed-up is below 1 at batch 1 already; infinite where it is above 1 up to ``most`` and up to what fits into
-        memory.
+        the speed-up is below 1 at batch 1 already; infinite where it is above 1 up to ``end``, the largest batch that
+        was looked at: ``most``, or fewer where no more fit into memory.
     """
     rows = []
+    for curve in _curves(designs, deployments, context, lengths, prefill, resamples):
+        end = min(most, curve.deployment.largest_batch)
+        if end < 1:
+            continue
+        found = crossing(curve.speedup, len(curve.acceptance.drafted), end)
+        rows.append(
+            {
+                "hardware": curve.deployment.label,
+                "design": curve.design.name,
+                "length": curve.length,
+                **_named("break_even", bounded(found, interpolated=False)),
+                "end": end,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """The speed-up of a design at one draft length on one deployment, as a function of the batch.
+
+    Args:
+        design, acceptance, length, deployment: as of ``project.speedup``.
+        speedup: of one batch or ``[R]``.
+    """
+
+    design: RecordedDesign
+    acceptance: Acceptance
+    length: int
+    deployment: Deployment
+    speedup: Callable[[ArrayLike], np.ndarray]
+
+
+def _curves(
+    designs: Sequence[RecordedDesign],
+    deployments: Sequence[Deployment],
+    context: float,
+    lengths: Sequence[int] | None,
+    prefill: Prefill | None,
+    resamples: int,
+) -> Iterator[_Curve]:
     for design in designs:
         acceptance = design.draws(resamples)
         for length in [one for one in design.lengths if lengths is None or one in lengths]:
             for deployment in deployments:
-                if design.proposer not in deployment.drafting or deployment.largest_batch < 1:
-                    continue
-                drafting = deployment.drafting[design.proposer]
-
-                def at(
-                    batch: np.ndarray,
-                    length: int = length,
-                    deployment: Deployment = deployment,
-                    drafting: Drafting = drafting,
-                    acceptance: Acceptance = acceptance,
-                ) -> np.ndarray:
-                    return speedup(acceptance, length, deployment, drafting, batch, context, prefill)
-
-                found = crossing(at, len(acceptance.drafted), min(most, deployment.largest_batch))
-                rows.append(
-                    {
-                        "hardware": deployment.label,
-                        "design": design.name,
-                        "length": length,
-                        **_named("break_even", bounded(found, interpolated=False)),
-                    }
-                )
-    names = ["hardware", "design", "length", "break_even", "break_even_low", "break_even_high"]
-    return pd.DataFrame(rows, columns=names)
+                drafting = deployment.drafting.get(design.name)
+                if drafting is not None:
+                    at = partial(speedup, acceptance, length, deployment, drafting, context=context, prefill=prefill)
+                    yield _Curve(design, acceptance, length, deployment, at)
 
 
 def crossing(at: Callable[[np.ndarray], np.ndarray], count: int, most: float) -> np.ndarray:  # [R]

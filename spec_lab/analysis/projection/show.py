@@ -17,19 +17,20 @@ from spec_lab.core.terminal import visible
 
 NOTE = (
     "Speed-ups are over autoregressive decoding in the same batch. Intervals are 95 %, over requests: they carry the "
-    "uncertainty of acceptance, not that of the cost model. Acceptance is as recorded, whatever the model and batch."
+    "uncertainty of acceptance, not that of the cost model. Acceptance is as recorded, whatever the model and batch. "
+    "Fastest in: the share of the resamples in which the design is the fastest."
 )
 
 
 def show(
-    cells: pd.DataFrame, even: pd.DataFrame, deployments: Sequence[Deployment], console: Console, verbose: bool = False
+    cells: pd.DataFrame, even: pd.DataFrame, notes: Sequence[str], console: Console, verbose: bool = False
 ) -> None:
-    """Print the fastest design at each batch size, and each design's best length and break-even batch.
+    """Print the fastest design at each batch size, each design's best length and break-even batch, and notes.
 
     Args:
         cells: of ``project``.
         even: of ``break_even``.
-        deployments: the deployments, whose left-out proposers are named.
+        notes: of ``notes``.
         console: prints.
         verbose: whether every cell is printed as well.
     """
@@ -38,18 +39,33 @@ def show(
         console.print(_designs(str(hardware), own, even[even["hardware"] == hardware]))
         if verbose:
             console.print(_every(str(hardware), own))
-    for line in dict.fromkeys(why for deployment in deployments for why in deployment.left_out.values()):
-        console.print(f"Left out: {visible(line)}.", highlight=False)
-    console.print(NOTE, highlight=False)
+    for line in (*notes, NOTE):
+        console.print(visible(line), highlight=False, markup=False)
 
 
-def notes(designs: Sequence[RecordedDesign]) -> list[str]:
-    """Return why designs were projected at their recorded length only."""
+def notes(designs: Sequence[RecordedDesign], deployments: Sequence[Deployment], idle: Sequence[str] = ()) -> list[str]:
+    """Return what is not projected, and why.
+
+    Args:
+        designs: what was recorded.
+        deployments: where it is projected to.
+        idle: names of arms that drafted nothing.
+    """
+    left_out = {name: why for deployment in deployments for name, why in deployment.left_out.items()}
+    cut = {one.name: one.why_not for one in designs if not one.any_length and one.name not in left_out}
     return [
-        f"{visible(one.name)}: only drafts of {one.depth} levels are projected: {one.why_not}."
-        for one in designs
-        if not one.any_length
+        *(f"Left out: {', '.join(names)}: {why}." for why, names in _by_value(left_out).items()),
+        *(f"{', '.join(names)}: only the recorded length, since {why}." for why, names in _by_value(cut).items()),
+        *([f"Left out: {', '.join(idle)}: no token was drafted."] if idle else []),
     ]
+
+
+def _by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the keys of each value."""
+    found: dict[str, list[str]] = {}
+    for key, value in values.items():
+        found.setdefault(value, []).append(key)
+    return found
 
 
 def _best(hardware: str, cells: pd.DataFrame) -> Table:
@@ -61,7 +77,7 @@ def _best(hardware: str, cells: pd.DataFrame) -> Table:
     for batch, own in cells.groupby("batch"):
         best = own[own["best"]]
         if not len(best):
-            shown.add_row(f"{batch}", *[""] * 5, "does not fit into memory")
+            shown.add_row(f"{batch}", *[""] * 5, "does not fit")
             continue
         row = best.iloc[0]
         slower = "" if row["speedup"] > 1 else ", slower than no draft"
@@ -106,12 +122,12 @@ def _speedup(row: Mapping[str, Any] | pd.Series) -> str:
 
 
 def _even(row: pd.Series) -> str:
-    """Return a break-even batch with its interval; "none" where drafting never pays."""
-    value, low, high = (row[name] for name in ("break_even", "break_even_low", "break_even_high"))
-    if np.isnan(low):
-        return _batch(value)
-    return f"{_batch(value)} [{_batch(low)}, {_batch(high)}]"
+    """Return a break-even batch with its interval; "none" where the speed-up is below 1 at batch 1 already."""
+    value, low, high = (_batch(row[name], row["end"]) for name in ("break_even", "break_even_low", "break_even_high"))
+    return value if np.isnan(row["break_even_low"]) or low == high == value else f"{value} [{low}, {high}]"
 
 
-def _batch(value: float) -> str:
-    return "none" if value == 0 else "beyond" if np.isinf(value) else f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+def _batch(value: float, end: float) -> str:
+    if value == 0:
+        return "none"
+    return f"> {end:g}" if np.isinf(value) else f"{value:.0f}" if value >= 10 else f"{value:.1f}"

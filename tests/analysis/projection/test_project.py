@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_lab.analysis.projection import Acceptance, Deployment, Prefill, RecordedDesign, break_even, project, speedup
-from spec_lab.analysis.projection.catalogue import PRECISIONS, Hardware, Runtime, models, work
+from spec_lab.analysis.projection.catalogue import Hardware, Runtime, models, precision, work
 from spec_lab.analysis.projection.costs import FreeForward, RooflineForward
 from spec_lab.analysis.projection.drafting import Drafting, by_roofline
 from spec_lab.analysis.projection.project import crossing
 from spec_lab.core.roofline import MachineLimits, Roofline
 
+BF16 = precision("bf16")
 PLAIN = Runtime("plain", 1.0, 1.0, 0.0, 0.0, "")
 FREE = Drafting("lookup", FreeForward())
 
@@ -46,7 +47,7 @@ def device(bandwidth=1e12, peak=1e14) -> Hardware:
 
 def roofline(hardware: Hardware, runtime: Runtime = PLAIN, name: str = "llama-3.1-8b") -> RooflineForward:
     shape = models()[name]
-    return RooflineForward(shape.work(PRECISIONS["bf16"]), shape.layers, hardware, runtime, "bf16")
+    return RooflineForward(shape.work(BF16), shape.layers, hardware, runtime, BF16)
 
 
 def design(accepted: np.ndarray, name: str = "chain", proposer: str = "draft_chain") -> RecordedDesign:
@@ -74,16 +75,16 @@ def test_sequoia_s_formula_divides_by_the_seconds_of_a_forward_over_all_nodes():
 
 def test_where_reading_weights_bounds_a_step_a_free_draft_gains_tau():
     shape = models()["llama-3.1-8b"]
-    weights = work(shape.layer_weights, shape.head_weights, (0, 0), PRECISIONS["bf16"])
-    target = RooflineForward(weights, 1, device(peak=1e30), PLAIN, "bf16")
+    weights = work(shape.layer_weights, shape.head_weights, (0, 0), BF16)
+    target = RooflineForward(weights, 1, device(peak=1e30), PLAIN, BF16)
     chain = Acceptance.of_chain(0.7, 8)
     assert speedup(chain, 8, Deployment("any", target, {}), FREE, 64, 0.0) == pytest.approx(chain.tau(8))
 
 
 def test_where_computing_bounds_a_step_a_free_draft_gains_tau_over_its_rows():
     shape = models()["llama-3.1-8b"]
-    weights = work(shape.layer_weights, shape.head_weights, (0, 0), PRECISIONS["bf16"])
-    target = RooflineForward(weights, 1, device(bandwidth=1e30), PLAIN, "bf16")
+    weights = work(shape.layer_weights, shape.head_weights, (0, 0), BF16)
+    target = RooflineForward(weights, 1, device(bandwidth=1e30), PLAIN, BF16)
     chain = Acceptance.of_chain(0.7, 8)
     assert speedup(chain, 8, Deployment("any", target, {}), FREE, 64, 0.0) == pytest.approx(chain.tau(8) / 9)
 
@@ -155,8 +156,8 @@ def test_no_speed_up_exceeds_the_tokens_of_a_step(hardware, runtime, rate, lengt
     chain, shape = Acceptance.of_chain(rate, length), models()["llama-3.1-8b"]
     deployment = Deployment("any", roofline(hardware, runtime), {})
     draft = by_roofline(
-        proposer, shape, None, lambda one, layers: RooflineForward(one, layers, hardware, runtime, "bf16"),
-        PRECISIONS["bf16"], length,
+        proposer, shape, None, lambda one, layers: RooflineForward(one, layers, hardware, runtime, BF16),
+        BF16, length,
     )  # fmt: skip
     found = speedup(chain, length, deployment, draft, batch, 1000.0)
     assert 0 < found <= chain.tau(length) * (1 + 1e-12)
@@ -183,13 +184,13 @@ def test_break_even_is_where_one_is_crossed(hardware, runtime, rate, length):
 def test_break_even_of_a_closed_form():
     """tau (1 + e B) / (1 + e (1 + n) B) = 1 at B = (tau - 1) / (e (n + 1 - tau))."""
     one = design(np.array([[7.0, 4.0], [7.0, 4.0]]), proposer="ngram")
-    deployment = Deployment("any", Linear(1.0, 0.01), {"ngram": FREE})
+    deployment = Deployment("any", Linear(1.0, 0.01), {"chain": FREE})
     (row,) = break_even([one], [deployment], 1000, 0.0, [2]).to_dict("records")
     assert row["break_even"] == pytest.approx(1.1 / (0.01 * 0.9), rel=1e-9)
     assert row["break_even_low"] == row["break_even_high"] == pytest.approx(row["break_even"])
     (row,) = break_even([one], [deployment], 100, 0.0, [2]).to_dict("records")
     assert row["break_even"] == np.inf
-    never = Deployment("any", Constant(1.0), {"ngram": Drafting("lookup", FreeForward(), lookup=5.0)})
+    never = Deployment("any", Constant(1.0), {"chain": Drafting("lookup", FreeForward(), lookup=5.0)})
     assert break_even([one], [never], 100, 0.0)["break_even"].tolist() == [0.0, 0.0]
 
 
@@ -200,7 +201,7 @@ def test_intervals_are_those_of_the_bootstrap_over_requests():
     generator = np.random.default_rng(3)
     accepted = np.sort(generator.integers(0, 11, (12, 3)).astype(float), axis=1)[:, ::-1]
     one = design(accepted, proposer="ngram")
-    deployment = Deployment("any", Constant(1.0), {"ngram": FREE})
+    deployment = Deployment("any", Constant(1.0), {"chain": FREE})
     (row,) = project([one], [deployment], [1], 0.0, [3], resamples=999).to_dict("records")
     expected = cluster_interval(10.0 + accepted.sum(1), np.full(12, 10.0), np.arange(12), resamples=999)
     assert (row["speedup"], row["speedup_low"], row["speedup_high"]) == pytest.approx(tuple(expected))
@@ -211,7 +212,7 @@ def test_the_fastest_design_of_each_cell_and_how_often_resamples_agree():
     mixed = good.copy()
     mixed[0] = 0.0  # nine draws in ten have no such request less often than once in five
     designs = [design(good, "good", "ngram"), design(bad, "bad", "ngram"), design(mixed, "mixed", "ngram")]
-    deployment = Deployment("any", Constant(1.0), {"ngram": FREE}, largest_batch=4)
+    deployment = Deployment("any", Constant(1.0), dict.fromkeys(("good", "bad", "mixed"), FREE), largest_batch=4)
     cells = project(designs, [deployment], [1, 8], 0.0, [2])
     small, large = cells[cells["batch"] == 1].set_index("design"), cells[cells["batch"] == 8]
     assert small["best"].to_dict() == {"good": True, "bad": False, "mixed": False}
@@ -221,11 +222,13 @@ def test_the_fastest_design_of_each_cell_and_how_often_resamples_agree():
 
 def test_shares_of_resamples_are_left_out_where_designs_have_other_requests():
     designs = [design(np.ones((5, 2)), "five", "ngram"), design(np.ones((4, 2)), "four", "ngram")]
-    cells = project(designs, [Deployment("any", Constant(1.0), {"ngram": FREE})], [1], 0.0)
+    cells = project(designs, [Deployment("any", Constant(1.0), {"five": FREE, "four": FREE})], [1], 0.0)
     assert cells["best_share"].isna().all() and cells["best"].sum() == 1
 
 
 def test_a_length_that_was_not_recorded_is_refused():
-    deployment = Deployment("any", Constant(1.0), {"ngram": FREE})
-    with pytest.raises(ValueError, match=r"no design was recorded at a draft length of \[5\]; recorded are \[1, 2\]"):
-        project([design(np.ones((2, 2)), proposer="ngram")], [deployment], [1], 0.0, [5])
+    deployment = Deployment("any", Constant(1.0), {"chain": FREE}, largest_batch=4)
+    with pytest.raises(ValueError, match="recorded at a draft length of 5; recorded are 1, 2"):
+        project([design(np.ones((2, 2)), proposer="ngram")], [deployment], [1], 0.0, [2, 5])
+    with pytest.raises(ValueError, match="batches of 8 are too large: at most 4 sequences of 100 tokens fit"):
+        project([design(np.ones((2, 2)), proposer="ngram")], [deployment], [8, 16], 100.0)

@@ -9,8 +9,10 @@ import pytest
 
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import cluster_interval
-from spec_lab.analysis.projection import draw, measured_deployment, project, recorded
+from spec_lab.analysis.projection import Deployment, draw, measured_deployment, notes, project, recorded
 from spec_lab.analysis.projection.acceptance import of_steps
+from spec_lab.analysis.projection.costs import FreeForward
+from spec_lab.analysis.projection.drafting import Drafting
 from spec_lab.cli.commands import command
 from spec_lab.tasks.benchmark import run
 from tests.analysis.metrics.tables import steps
@@ -95,7 +97,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_arms_of_a_run_are_designs(folder):
-    designs = recorded([folder])
+    designs, _ = recorded([folder])
     assert [(one.name, one.proposer, one.depth, one.any_length) for one in designs] == [
         ("ngram", "ngram", 2, True), ("longer", "ngram", 4, True), ("model", "draft_chain", 3, True),
     ]  # fmt: skip
@@ -119,9 +121,9 @@ def test_the_command_prints_and_writes_a_projection(folder, tmp_path, capsys):
 
 
 def test_a_design_without_its_draft_model_is_left_out_and_said(folder, tmp_path, capsys):
-    assert command(["project", str(folder), *OPTIONS, "--depths", "2", "--out", str(tmp_path)]) == 0
+    assert command(["project", str(folder), *OPTIONS, "--lengths", "2", "--out", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "Left out: draft_chain drafts with a model: choose its size with --draft MODEL." in said
+    assert "Left out: model: draft_chain drafts with a model: choose its size with --draft MODEL." in said
     assert set(pd.read_csv(tmp_path / "projection.csv")["design"]) == {"ngram", "longer"}
 
 
@@ -149,12 +151,16 @@ def test_measured_forwards_replace_the_roofline(folder, tmp_path, capsys):
     [
         ([], "--model is required"),
         (["--model", "llama-3.1-8b", "--batch", "1,x"], "--batch must be whole numbers from 1 on with commas"),
-        (["--model", "llama-3.1-8b", "--depths", "0"], "--depths must be whole numbers from 1 on"),
-        (["--model", "llama-3.1-8b", "--depths", "9"], "no design was recorded at a draft length of [9]"),
+        (["--model", "llama-3.1-8b", "--lengths", "0"], "--lengths must be whole numbers from 1 on"),
+        (["--model", "llama-3.1-8b", "--lengths", ""], "--lengths must be whole numbers from 1 on"),
+        (["--model", "llama-3.1-8b", "--lengths", "9"], "recorded at a draft length of 9; recorded are 1, 2, 3, 4"),
+        (["--model", "llama-3.1-8b", "--hardware", ","], "--hardware names no device"),
+        (["--model", "llama-3.1-8b", "--hardware", "none.csv"], "none.csv: No such file or directory"),
+        (["--model", "llama-3.1-8b", "--costs", "nowhere.csv"], "--costs replaces the roofline: leave out --model"),
         (["--model", "llama-3.1-8b", "--context", "0"], "--context must be at least 1 (got 0)"),
         (["--model", "llama-3.1-8b", "--prompt", "5"], "--prompt and --output go together"),
         (["--model", "llama-3.1-8b", "--lookup-ms", "-1"], "--lookup-ms must be at least 0 (got -1)"),
-        (["--costs", "nowhere.csv"], "nowhere.csv"),
+        (["--costs", "nowhere.csv"], "nowhere.csv: No such file or directory"),
     ],
 )
 def test_what_cannot_be_projected_is_refused_in_one_line(folder, tmp_path, capsys, more, message):
@@ -172,14 +178,14 @@ def test_a_folder_without_drafts_is_refused(tmp_path, capsys):
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["proposers"]
     assert command(["project", str(tmp_path), "--model", "llama-3.1-8b", "--out", str(tmp_path)]) == 1
-    assert "drafting with repeat costs elsewhere is not modelled" in capsys.readouterr().err
+    assert "drafting with repeat is not modelled" in capsys.readouterr().err
 
 
 def test_figures_show_the_cells(folder, tmp_path):
     file = tmp_path / "mine.csv"
     rows = [("target", t, b, c, 0.01 + 1e-4 * t * b) for t in (1, 8) for b in (1, 4) for c in (0, 512)]
     pd.DataFrame(rows, columns=["model", "tokens", "batch", "context", "seconds"]).to_csv(file, index=False)
-    designs = [one for one in recorded([folder]) if one.proposer == "ngram"]
+    designs = [one for one in recorded([folder])[0] if one.proposer == "ngram"]
     cells = project(designs, [measured_deployment(designs, file, "mine")], [1, 4], 64.0)
     made = draw(cells)
     assert set(made) == {"best", "speedup_ngram", "speedup_longer"}
@@ -191,3 +197,23 @@ def test_figures_show_the_cells(folder, tmp_path):
     shown = {text.get_text() for text in made["best"].axes[0].texts}
     best = cells[cells["best"]]
     assert shown == {f"{row.speedup:.2f}, k={row.length}" for row in best.itertuples()}
+
+
+def test_notes_name_what_is_not_projected(tmp_path):
+    class Silent(Repeat):
+        name = "ngram"
+
+        def __init__(self):
+            super().__init__(0)
+
+    run(lab(proposer=Repeat(2), more_proposers={"silent": Silent()}), settings(tmp_path), {})
+    designs, idle = recorded([tmp_path])
+    assert [one.name for one in designs] == ["repeat"] and idle == ["silent"]
+    tree = of_steps(steps({"nodes": 6, "depth": 2, "accepted": 1}), "tree", "eagle3", "token", {"tree": "reranked"})
+    deployment = Deployment("any", FreeForward(), {"tree": Drafting("", FreeForward())}, 1, {"repeat": "of a reason"})
+    assert notes([*designs, tree], [deployment], idle) == [
+        "Left out: repeat: of a reason.",
+        "tree: only the recorded length, since which nodes a shorter tree keeps was not recorded (it is grown anew in "
+        "each step).",
+        "Left out: silent: no token was drafted.",
+    ]
