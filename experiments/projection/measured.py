@@ -1,6 +1,6 @@
 """Compare predicted with measured speed-ups of the study cost_of_nodes, and divide the error into its causes.
 
-python -m experiments.cost_of_nodes.measure --out OUT
+python -m experiments.cost_of_nodes.measure --out OUT --folder OUT
 python -m experiments.projection.measured OUT
 
 Reads the rows of that study; writes ``measured.csv``, ``measured.png`` and tables of the README. No model is loaded.
@@ -32,7 +32,7 @@ from spec_lab.tasks import cost as costs
 
 HERE = Path(__file__).resolve().parent
 EARLIER = HERE.parent / "cost_of_nodes" / "results.csv"
-"""The 32 points that were measured before, on another machine, of which no rows are left."""
+"""The 32 points that were measured before, on another machine; their rows are not kept."""
 
 
 def results(out: Path) -> pd.DataFrame:
@@ -212,7 +212,7 @@ def draw(frame: pd.DataFrame, before: pd.DataFrame) -> Figure:
     panels = figure.subplots(1, 2, sharey=True)
     new = frame.assign(shown=100 * frame["error"])
     old = before.assign(shown=100 * (before["predicted_over_measured"] - 1))
-    titles = ("earlier: another machine, no rows left", "now: costs compared within repeats")
+    titles = ("earlier, on another machine", "now, with costs compared within repeats")
     for axes, title, one in zip(panels, titles, (old, new), strict=True):
         axes.axhspan(-10, 10, color=GREY, alpha=0.15, lw=0)
         axes.axhline(0, color=GREY, linestyle="--", linewidth=1)

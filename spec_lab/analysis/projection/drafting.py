@@ -134,7 +134,7 @@ def by_roofline(
         return Drafting(kind, FreeForward(), lookup=lookup)
     if kind in ("draft model", "parallel draft model"):
         if draft is None:
-            raise ValueError(f"{proposer} drafts with a model: choose its size with --draft MODEL")
+            raise ValueError("the size of the draft model is required; choose it with --draft MODEL")
         forward = made(draft.work(precision), draft.layers)
         return Drafting(kind, forward) if kind == "draft model" else Drafting(kind, forward, False, "masks")
     if kind == "Medusa heads":
@@ -162,10 +162,7 @@ def by_table(proposer: str, tables: Mapping[str, ForwardCost], lookup: float = 0
         return Drafting(kind, FreeForward(), lookup=lookup)
     forward = tables.get(proposer, tables.get("draft"))
     if forward is None:
-        raise ValueError(
-            f"the measured table has no rows of what {proposer} drafts with: add rows whose model is {proposer}, "
-            "or draft"
-        )
+        raise ValueError(f"--costs has no rows whose model is {proposer} or draft; measure what drafts, too")
     return {
         "draft model": Drafting(kind, forward),
         "parallel draft model": Drafting(kind, forward, False, "masks"),

@@ -89,7 +89,7 @@ def test_a_checkpoint_s_config_is_a_model(tmp_path):
         ({"hardware": []}, "--hardware names no device; known are a100-40"),
         ({"model": "gpt-5"}, "--model gpt-5 is not known; known are llama-68m"),
         ({"draft": "tiny"}, "--draft tiny is not known"),
-        ({"draft": None}, "draft_chain drafts with a model: choose its size with --draft MODEL"),
+        ({"draft": None}, "the size of the draft model is required; choose it with --draft MODEL"),
         ({"dtype": "fp64"}, "--dtype fp64 is not known; known are bf16"),
         ({"runtime": "magic"}, "--runtime magic is not known; known are nominal, graphs, eager"),
         ({"dtype": "fp8", "hardware": ["a100-80"]}, "--hardware a100-80 has no peak of fp8 products"),
@@ -159,7 +159,7 @@ def test_one_context_is_a_grid_too(tmp_path):
         (table([("target", 1, "", 0, 0.1)]), r"line 2: batch must be a number above 0 \(got nothing\)"),
         (table([]), "has no rows; a table has a line of column names"),
         (table([("draft", *row[1:]) for row in GRID]), "has no rows whose model is target"),
-        (table(GRID), "has no rows of what draft_chain drafts with: add rows whose model is draft_chain, or draft"),
+        (table(GRID), "--costs has no rows whose model is draft_chain or draft; measure what drafts, too"),
     ],
 )
 def test_a_table_that_does_not_suffice_is_refused(tmp_path, text, message):

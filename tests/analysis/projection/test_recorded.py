@@ -123,7 +123,7 @@ def test_the_command_prints_and_writes_a_projection(folder, tmp_path, capsys):
 def test_a_design_without_its_draft_model_is_left_out_and_said(folder, tmp_path, capsys):
     assert command(["project", str(folder), *OPTIONS, "--lengths", "2", "--out", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "Left out: model: draft_chain drafts with a model: choose its size with --draft MODEL." in said
+    assert "Left out: model: the size of the draft model is required; choose it with --draft MODEL." in said
     assert set(pd.read_csv(tmp_path / "projection.csv")["design"]) == {"ngram", "longer"}
 
 
