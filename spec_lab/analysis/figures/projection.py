@@ -49,7 +49,8 @@ def speedups_by_batch_and_length(cells: pd.DataFrame, design: str) -> Figure | N
                 _frame(axes, column, int(np.nanargmax(grid[:, column])))
         _axes(axes, batches, [str(one) for one in lengths], device)
     panels[0].set_ylabel("draft length")
-    figure.suptitle(f"Projected speed-up: {short([design], 48)[design]}", fontsize=10, x=0.01, ha="left")
+    title = f"Projected speed-up: {short([design], 36)[design]}\nFrames: the fastest length"
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     return figure
 
 
@@ -102,14 +103,15 @@ def _bright(colour: str) -> bool:
 
 
 def _batches(cells: pd.DataFrame) -> list[int]:
-    return sorted(int(one) for one in cells["batch"].unique())
+    """Return the batch sizes that fit somewhere."""
+    return sorted(int(one) for one in cells.loc[cells["fits"], "batch"].unique())
 
 
 def _panels(count: int, columns: int, rows: int) -> tuple[Figure, Sequence[Axes]]:
     across = min(count, 3)
     down = -(-count // across)
-    size = (CELL * 1.15 * columns + 0.7) * across, (CELL * 0.75 * rows + 0.85) * down + 0.3
-    figure = Figure(figsize=(max(size[0], 4.0), size[1]), layout="constrained")
+    size = (CELL * 1.15 * columns + 0.7) * across, (CELL * 0.75 * rows + 0.85) * down + 0.45
+    figure = Figure(figsize=(max(size[0], 4.4), size[1]), layout="constrained")
     every = list(figure.subplots(down, across, squeeze=False).flat)
     for axes in every[count:]:
         axes.set_visible(False)
@@ -129,7 +131,7 @@ def _numbers(axes: Axes, grid: np.ndarray, norm: TwoSlopeNorm) -> None:
 
 
 def _frame(axes: Axes, x: int, y: int) -> None:
-    axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor="black", linewidth=1.3))
+    axes.add_patch(Rectangle((x - 0.46, y - 0.44), 0.92, 0.88, fill=False, edgecolor="black", linewidth=1.2))
 
 
 def _axes(axes: Axes, batches: Sequence[int], rows: Sequence[str], title: str) -> None:
