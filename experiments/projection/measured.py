@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from matplotlib.figure import Figure
 
 from experiments.cost_of_nodes.measure import by_size, runs_of
 from experiments.plots import fill, markdown
+from experiments.projection import published
 from spec_lab.analysis import metrics
 from spec_lab.analysis.figures import COLOURS, GREY, STYLE
 from spec_lab.analysis.metrics.phases import since_last_step
@@ -31,6 +33,8 @@ from spec_lab.core.grid import Grid
 from spec_lab.tasks import cost as costs
 
 HERE = Path(__file__).resolve().parent
+percent = partial(published.percent, decimals=1)
+
 EARLIER = HERE.parent / "cost_of_nodes" / "results.csv"
 """The 32 points that were measured before, on another machine; their rows are not kept."""
 
@@ -98,7 +102,7 @@ def _projected(cost: costs.Cost, tables: metrics.Tables, arm: str, batch: int) -
             {"tokens": tuple(1 + n for n in cost.nodes.axes["nodes"]), **_rest(cost.nodes)}, cost.nodes.seconds + plain
         )
     )
-    drafting = Drafting("lookup", FreeForward(), lookup=own - plain)
+    drafting = Drafting(FreeForward(), lookup=own - plain)
     found = speedup(acceptance, length, Deployment("here", forward, {}), drafting, batch, context)
     return float(found[0]) / metrics.speedup(tables.requests, arm).mean - 1
 
@@ -195,11 +199,6 @@ def chains(table: pd.DataFrame) -> str:
         head = (f"{row[name]}" for name in ("temperature", "batch", "length", "from_length"))
         rows.append([*head, projected, measured])
     return markdown(rows)
-
-
-def percent(value: float) -> str:
-    """Return a signed share with one decimal, as tables show it."""
-    return f"{100 * value:+.1f} %"
 
 
 def _largest(errors: pd.Series) -> float:

@@ -115,9 +115,9 @@ def baselines(frame: pd.DataFrame) -> str:
     return markdown(table)
 
 
-def percent(value: float) -> str:
+def percent(value: float, decimals: int = 0) -> str:
     """Return a signed share, as tables show it."""
-    return f"{value:+.0%}".replace("%", " %")
+    return f"{100 * value:+.{decimals}f} %"
 
 
 def draw(frame: pd.DataFrame) -> Figure:

@@ -279,7 +279,7 @@ def _project(given: argparse.Namespace, console: Console) -> int:
     even = projection.break_even(designs, deployments, max(batches), given.context, lengths, prefill)
     projection.show(cells, even, projection.notes(designs, deployments, idle), console, given.verbose)
     out = given.out or given.folders[0] / "projection"
-    for file in projection.write(cells, even, out, ("png", "svg")):
+    for file in projection.write(cells, even, out):
         _say(console, str(file))
     return 0
 

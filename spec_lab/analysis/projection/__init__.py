@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -49,8 +48,8 @@ def draw(cells: pd.DataFrame) -> dict[str, Figure]:
     return {name: figure for name, figure in made.items() if figure is not None}
 
 
-def write(cells: pd.DataFrame, even: pd.DataFrame, folder: Path, formats: Sequence[str] = ("png",)) -> list[Path]:
-    """Write ``projection.csv``, ``break_even.csv`` and the figures into a folder; returns the files.
+def write(cells: pd.DataFrame, even: pd.DataFrame, folder: Path) -> list[Path]:
+    """Write ``projection.csv``, ``break_even.csv`` and the figures (PNG, SVG) into a folder; returns the files.
 
     Raises:
         OSError: it cannot be written.
@@ -59,4 +58,4 @@ def write(cells: pd.DataFrame, even: pd.DataFrame, folder: Path, formats: Sequen
     files = [folder / "projection.csv", folder / "break_even.csv"]
     for file, frame in zip(files, (cells, even), strict=True):
         write_text(file, frame.to_csv(index=False, float_format="%.6g"))
-    return files + save(draw(cells), folder, formats)
+    return files + save(draw(cells), folder, ("png", "svg"))

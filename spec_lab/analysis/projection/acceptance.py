@@ -31,8 +31,7 @@ class RecordedDesign:
     Args:
         name: unique among the designs.
         proposer: name of its proposer.
-        requests: ``[G]`` the requests, ascending.
-        steps: ``[G]`` decode steps of each.
+        steps: ``[G]`` decode steps of each request.
         drafted: ``[G, K]`` steps whose draft has level k, from 1.
         nodes: ``[G, K]`` draft nodes in level k.
         accepted: ``[G, K]`` steps that accepted k tokens or more; forced ones do not count.
@@ -43,7 +42,6 @@ class RecordedDesign:
 
     name: str
     proposer: str
-    requests: tuple[int, ...]
     steps: np.ndarray
     drafted: np.ndarray
     nodes: np.ndarray
@@ -94,15 +92,6 @@ class Acceptance:
     def tau(self, length: int) -> np.ndarray:  # [R]
         """Return tokens per step of drafts of at most ``length`` levels: 1 + the sum of survival."""
         return 1.0 + self.survival[:, :length].sum(1)
-
-    @staticmethod
-    def of_chain(rate: float, length: int) -> Acceptance:
-        """Return the acceptance of full chains whose tokens are accepted with one rate, independently.
-
-        Then tau is (1 - rate^(length + 1)) / (1 - rate) (Leviathan et al., 2211.17192, equation 1).
-        """
-        ones = np.ones((1, length))
-        return Acceptance(ones, ones, rate ** np.arange(1.0, length + 1)[None])
 
 
 def recorded(folders: Sequence[Path]) -> tuple[list[RecordedDesign], list[str]]:
@@ -202,7 +191,6 @@ def of_steps(
     return RecordedDesign(
         name=name,
         proposer=proposer,
-        requests=tuple(int(one) for one in request),
         steps=np.bincount(number, minlength=len(request)).astype(float),
         drafted=summed(drafted),
         nodes=summed(each),

@@ -14,7 +14,7 @@ from spec_lab.analysis.projection.catalogue import ModelShape, Precision, work
 from spec_lab.analysis.projection.costs import ForwardCost, FreeForward
 from spec_lab.core.roofline import ForwardWork
 
-PASSES = ("draft_chain", "draft_tree", "draft_best_first", "draft_reranked")
+DRAFT_MODELS = ("draft_chain", "draft_tree", "draft_best_first", "draft_reranked")
 """Proposers that compute a pass of a draft model for each level."""
 
 FEATURES = ("eagle", "eagle3", "mtp")
@@ -24,7 +24,7 @@ LOOKUPS = ("ngram", "ngram_tree", "suffix", "sam", "rest", "recycling", "pld_plu
 """Proposers that compute no model."""
 
 KINDS = {
-    **dict.fromkeys(PASSES, "draft model"),
+    **dict.fromkeys(DRAFT_MODELS, "draft model"),
     "pard": "parallel draft model",
     **dict.fromkeys(FEATURES, "feature drafter"),
     "medusa": "Medusa heads",
@@ -37,12 +37,23 @@ EAGLE3_VOCABULARY = 32_000
 """Tokens that EAGLE-3's published heads draft, where the target has more."""
 
 
+First = Literal["committed", "last", "masks", "one"]
+
+PASSES_OF: dict[str, tuple[bool, First]] = {
+    "draft model": (True, "last"),
+    "parallel draft model": (False, "masks"),
+    "feature drafter": (True, "committed"),
+    "Medusa heads": (False, "one"),
+    "Hydra heads": (True, "one"),
+}
+"""``Drafting.sequential`` and ``Drafting.first`` of each kind that computes a model."""
+
+
 @dataclass(frozen=True)
 class Drafting:
     """How a proposer drafts.
 
     Args:
-        kind: a value of ``KINDS``.
         forward: one pass of what drafts.
         sequential: whether each level takes a pass; else one pass drafts all.
         first: rows of the first pass: "committed", all tokens of the step before; "last", the last one, and the last
@@ -50,10 +61,9 @@ class Drafting:
         lookup: seconds of each step on the host.
     """
 
-    kind: str
     forward: ForwardCost
     sequential: bool = True
-    first: Literal["committed", "last", "masks", "one"] = "last"
+    first: First = "last"
     lookup: float = 0.0
 
     def seconds(self, acceptance: Acceptance, length: int, batch: ArrayLike, context: ArrayLike) -> np.ndarray:
@@ -131,24 +141,23 @@ def by_roofline(
     """
     kind, hidden = kind_of(proposer), target.hidden
     if kind == "lookup":
-        return Drafting(kind, FreeForward(), lookup=lookup)
+        return Drafting(FreeForward(), lookup=lookup)
     if kind in ("draft model", "parallel draft model"):
         if draft is None:
             raise ValueError("the size of the draft model is required; choose it with --draft MODEL")
         forward = made(draft.work(precision), draft.layers)
-        return Drafting(kind, forward) if kind == "draft model" else Drafting(kind, forward, False, "masks")
-    if kind == "Medusa heads":
-        heads = work(levels * hidden * hidden, levels * target.head_weights, (0, 0), precision)
-        return Drafting(kind, made(heads, 1), False, "one")
-    if kind == "Hydra heads":
-        matrices = hidden * hidden * (levels + 3) / 2
-        return Drafting(kind, made(work(round(matrices), target.head_weights, (0, 0), precision), 1), True, "one")
-    head, extra = target.head_weights, 2 * hidden * hidden
-    if proposer == "eagle3":
-        head = hidden * min(target.vocabulary, EAGLE3_VOCABULARY)
-        extra = hidden * target.head_dim * (target.heads + 2 * target.kv_heads)  # queries, keys, values of two inputs
-    layer = work(target.layer_weights + extra, head, target.attention(1), precision)
-    return Drafting(kind, made(layer, 1), True, "committed")
+    elif kind == "Medusa heads":
+        forward = made(work(levels * hidden * hidden, levels * target.head_weights, (0, 0), precision), 1)
+    elif kind == "Hydra heads":
+        matrices = round(hidden * hidden * (levels + 3) / 2)
+        forward = made(work(matrices, target.head_weights, (0, 0), precision), 1)
+    else:
+        head, extra = target.head_weights, 2 * hidden * hidden
+        if proposer == "eagle3":
+            head = hidden * min(target.vocabulary, EAGLE3_VOCABULARY)
+            extra = hidden * target.head_dim * (target.heads + 2 * target.kv_heads)  # of two inputs
+        forward = made(work(target.layer_weights + extra, head, target.attention(1), precision), 1)
+    return Drafting(forward, *PASSES_OF[kind])
 
 
 def by_table(proposer: str, tables: Mapping[str, ForwardCost], lookup: float = 0.0) -> Drafting:
@@ -159,17 +168,11 @@ def by_table(proposer: str, tables: Mapping[str, ForwardCost], lookup: float = 0
     """
     kind = kind_of(proposer)
     if kind == "lookup":
-        return Drafting(kind, FreeForward(), lookup=lookup)
+        return Drafting(FreeForward(), lookup=lookup)
     forward = tables.get(proposer, tables.get("draft"))
     if forward is None:
         raise ValueError(f"--costs has no rows whose model is {proposer} or draft; measure what drafts, too")
-    return {
-        "draft model": Drafting(kind, forward),
-        "parallel draft model": Drafting(kind, forward, False, "masks"),
-        "feature drafter": Drafting(kind, forward, True, "committed"),
-        "Medusa heads": Drafting(kind, forward, False, "one"),
-        "Hydra heads": Drafting(kind, forward, True, "one"),
-    }[kind]
+    return Drafting(forward, *PASSES_OF[kind])
 
 
 def kind_of(proposer: str) -> str:

@@ -17,7 +17,7 @@ from spec_lab.core.roofline import MachineLimits, Roofline
 
 BF16 = precision("bf16")
 PLAIN = Runtime("plain", 1.0, 1.0, 0.0, 0.0, "")
-FREE = Drafting("lookup", FreeForward())
+FREE = Drafting(FreeForward())
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,28 @@ def roofline(hardware: Hardware, runtime: Runtime = PLAIN, name: str = "llama-3.
 def design(accepted: np.ndarray, name: str = "chain", proposer: str = "draft_chain") -> RecordedDesign:
     """Full chains: ``[G, K]`` steps that accepted k tokens or more, of ten steps of each request."""
     ones = np.full(accepted.shape, 10.0)
-    return RecordedDesign(name, proposer, tuple(range(len(accepted))), ones[:, 0], ones, ones, accepted)
+    return RecordedDesign(name, proposer, ones[:, 0], ones, ones, accepted)
+
+
+def of_chain(rate: float, length: int) -> Acceptance:
+    """Full chains whose tokens are accepted with one rate, independently."""
+    ones = np.ones((1, length))
+    return Acceptance(ones, ones, rate ** np.arange(1.0, length + 1)[None])
 
 
 @pytest.mark.parametrize(("rate", "length", "cost"), [(0.8, 5, 0.1), (0.6, 1, 0.5), (0.9, 12, 0.02), (0.0, 3, 0.2)])
 def test_a_chain_of_constant_acceptance_has_leviathan_s_speed_up(rate, length, cost):
     """Theorem 3.8 of 2211.17192: (1 - a^(g + 1)) / ((1 - a) (g c + 1))."""
     deployment = Deployment("any", Constant(2.0), {})
-    draft = Drafting("draft model", Constant(2.0 * cost))
-    found = speedup(Acceptance.of_chain(rate, length), length, deployment, draft, 1, 100.0)
+    draft = Drafting(Constant(2.0 * cost))
+    found = speedup(of_chain(rate, length), length, deployment, draft, 1, 100.0)
     assert found == pytest.approx((1 - rate ** (length + 1)) / ((1 - rate) * (length * cost + 1)))
 
 
 def test_sequoia_s_formula_divides_by_the_seconds_of_a_forward_over_all_nodes():
     """Section 4.3 of 2402.12374: tau / (t(n) + d c)."""
     tree = Acceptance(np.ones((1, 2)), np.array([[3.0, 6.0]]), np.array([[0.7, 0.4]]))
-    deployment, draft = Deployment("any", Linear(1.0, 0.05), {}), Drafting("draft model", Constant(0.1))
+    deployment, draft = Deployment("any", Linear(1.0, 0.05), {}), Drafting(Constant(0.1))
     assert speedup(tree, 2, deployment, draft, 1, 0.0) == pytest.approx(2.1 * 1.05 / (1.5 + 2 * 0.1))
     assert speedup(tree, 1, deployment, draft, 1, 0.0) == pytest.approx(1.7 * 1.05 / (1.2 + 0.1))
 
@@ -77,7 +83,7 @@ def test_where_reading_weights_bounds_a_step_a_free_draft_gains_tau():
     shape = models()["llama-3.1-8b"]
     weights = work(shape.layer_weights, shape.head_weights, (0, 0), BF16)
     target = RooflineForward(weights, 1, device(peak=1e30), PLAIN, BF16)
-    chain = Acceptance.of_chain(0.7, 8)
+    chain = of_chain(0.7, 8)
     assert speedup(chain, 8, Deployment("any", target, {}), FREE, 64, 0.0) == pytest.approx(chain.tau(8))
 
 
@@ -85,7 +91,7 @@ def test_where_computing_bounds_a_step_a_free_draft_gains_tau_over_its_rows():
     shape = models()["llama-3.1-8b"]
     weights = work(shape.layer_weights, shape.head_weights, (0, 0), BF16)
     target = RooflineForward(weights, 1, device(bandwidth=1e30), PLAIN, BF16)
-    chain = Acceptance.of_chain(0.7, 8)
+    chain = of_chain(0.7, 8)
     assert speedup(chain, 8, Deployment("any", target, {}), FREE, 64, 0.0) == pytest.approx(chain.tau(8) / 9)
 
 
@@ -113,7 +119,7 @@ def test_a_batch_takes_a_pass_while_any_sequence_drafts_on():
     drafted = np.array([[lengths[k:].sum() for k in (1, 2, 3)]])
     chain = Acceptance(drafted, drafted, drafted / 2)
     expected = sum(lengths[list(each)].prod() * max(each) for each in product(range(4), repeat=3))
-    draft = Drafting("draft model", Constant(1.0))
+    draft = Drafting(Constant(1.0))
     assert draft.seconds(chain, 3, 3, 0.0) == pytest.approx(expected)
     assert draft.seconds(chain, 3, 1, 0.0) == pytest.approx(drafted.sum())
 
@@ -126,13 +132,13 @@ def test_rows_of_a_pass():
         "committed": 2.5 + 2 + 4,
     }
     for first, expected in rows.items():
-        assert Drafting("", Linear(0.0, 1.0), True, first).seconds(tree, 3, 1, 0.0) == pytest.approx(expected)
-    assert Drafting("", Linear(0.0, 1.0), False, "masks").seconds(tree, 3, 1, 0.0) == pytest.approx(1.2 + 2)
-    assert Drafting("", Linear(0.0, 1.0), False, "one").seconds(tree, 3, 1, 0.0) == pytest.approx(1.0)
+        assert Drafting(Linear(0.0, 1.0), True, first).seconds(tree, 3, 1, 0.0) == pytest.approx(expected)
+    assert Drafting(Linear(0.0, 1.0), False, "masks").seconds(tree, 3, 1, 0.0) == pytest.approx(1.2 + 2)
+    assert Drafting(Linear(0.0, 1.0), False, "one").seconds(tree, 3, 1, 0.0) == pytest.approx(1.0)
 
 
 def test_the_prefill_dilutes_the_speed_up():
-    deployment, chain = Deployment("any", Linear(1.0, 0.01), {}), Acceptance.of_chain(0.7, 4)
+    deployment, chain = Deployment("any", Linear(1.0, 0.01), {}), of_chain(0.7, 4)
     without = speedup(chain, 4, deployment, FREE, 1, 10.0)
     step, first = 1.05, 1.0 + 0.01 * 200
     found = speedup(chain, 4, deployment, FREE, 1, 10.0, Prefill(200, 101))
@@ -153,7 +159,7 @@ batches = st.floats(1, 4096)
     hardware, runtimes, st.floats(0, 0.99), st.integers(1, 12), batches, st.sampled_from(["eagle3", "medusa", "ngram"])
 )
 def test_no_speed_up_exceeds_the_tokens_of_a_step(hardware, runtime, rate, length, batch, proposer):
-    chain, shape = Acceptance.of_chain(rate, length), models()["llama-3.1-8b"]
+    chain, shape = of_chain(rate, length), models()["llama-3.1-8b"]
     deployment = Deployment("any", roofline(hardware, runtime), {})
     draft = by_roofline(
         proposer, shape, None, lambda one, layers: RooflineForward(one, layers, hardware, runtime, BF16),
@@ -165,8 +171,8 @@ def test_no_speed_up_exceeds_the_tokens_of_a_step(hardware, runtime, rate, lengt
 
 @given(hardware, runtimes, st.floats(0.1, 0.95), st.integers(1, 8))
 def test_break_even_is_where_one_is_crossed(hardware, runtime, rate, length):
-    chain, deployment = Acceptance.of_chain(rate, length), Deployment("any", roofline(hardware, runtime), {})
-    draft = Drafting("draft model", roofline(hardware, runtime, "llama-3.2-1b"))
+    chain, deployment = of_chain(rate, length), Deployment("any", roofline(hardware, runtime), {})
+    draft = Drafting(roofline(hardware, runtime, "llama-3.2-1b"))
 
     def at(batch):
         return speedup(chain, length, deployment, draft, batch, 500.0)
@@ -190,7 +196,7 @@ def test_break_even_of_a_closed_form():
     assert row["break_even_low"] == row["break_even_high"] == pytest.approx(row["break_even"])
     (row,) = break_even([one], [deployment], 100, 0.0, [2]).to_dict("records")
     assert row["break_even"] == np.inf
-    never = Deployment("any", Constant(1.0), {"chain": Drafting("lookup", FreeForward(), lookup=5.0)})
+    never = Deployment("any", Constant(1.0), {"chain": Drafting(FreeForward(), lookup=5.0)})
     assert break_even([one], [never], 100, 0.0)["break_even"].tolist() == [0.0, 0.0]
 
 

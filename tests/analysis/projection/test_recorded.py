@@ -210,7 +210,7 @@ def test_notes_name_what_is_not_projected(tmp_path):
     designs, idle = recorded([tmp_path])
     assert [one.name for one in designs] == ["repeat"] and idle == ["silent"]
     tree = of_steps(steps({"nodes": 6, "depth": 2, "accepted": 1}), "tree", "eagle3", "token", {"tree": "reranked"})
-    deployment = Deployment("any", FreeForward(), {"tree": Drafting("", FreeForward())}, 1, {"repeat": "of a reason"})
+    deployment = Deployment("any", FreeForward(), {"tree": Drafting(FreeForward())}, 1, {"repeat": "of a reason"})
     assert notes([*designs, tree], [deployment], idle) == [
         "Left out: repeat: of a reason.",
         "tree: only the recorded length, since which nodes a shorter tree keeps was not recorded (it is grown anew in "
