@@ -1,5 +1,5 @@
-"""Commands: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``replay``, ``samples``, ``track`` read runs;
-``convert`` weights; ``index`` text.
+"""Commands: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``replay``, ``bounds``, ``project``, ``samples``,
+``track`` read runs; ``convert`` weights; ``index`` text.
 
 ``spec-lab train NAME`` is short for an experiment (``experiment``).
 """
@@ -61,7 +61,7 @@ def complete(line: str) -> tuple[list[str], bool]:
     if first not in COMMANDS:
         return [], True
     if others[-1].startswith("-"):
-        known = re.findall(r"--\w+", _parser()[1][first].format_usage())
+        known = re.findall(r"--[\w-]+", _parser()[1][first].format_usage())
         return [name for name in known if name.startswith(others[-1])], False
     folder, _, begins = others[-1].rpartition("/")
     above = f"{folder}/" if folder or others[-1].startswith("/") else ""
@@ -101,6 +101,8 @@ def _training(name: str) -> str:
 
 def _refuse(error: object) -> int:
     """Print an error in one line; return the exit code."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        error = f"{error.filename}: {error.strerror}"
     print(f"spec_lab: {visible(' '.join(str(error).split()))}", file=sys.stderr)
     return 1
 
@@ -143,6 +145,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     )
     compare.add_argument("--level", type=float, default=0.95, help="confidence of all intervals together (0.95)")
     compare.add_argument("--csv", type=Path, metavar="FILE", help="also write the comparison to a CSV file")
+    _add_project(add("project"))
     add("report").add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps")
     replay = add("replay")
     what = "a run with record=replay; or a file: a trace of another system (--format)"
@@ -194,6 +197,26 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     return parser, which.choices
 
 
+def _add_project(project: argparse.ArgumentParser) -> None:
+    """Add the options of ``project``."""
+    add = project.add_argument
+    add("folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps, whose acceptance is read")
+    add("--hardware", metavar="NAMES", help="devices, with commas, or a CSV file (h100-sxm)")
+    add("--model", help="the target's size: a name, or the folder of a checkpoint; required without --costs")
+    add("--draft", help="the draft model's size, likewise; required by proposers that draft with a model")
+    add("--dtype", help="of weights: bf16, fp16, fp32, fp8, int8 or int4 (bf16)")
+    add("--runtime", help="what adds to the roofline: graphs, eager or nominal (graphs)")
+    add("--batch", metavar="SIZES", default="1,2,4,8,16,32,64,128", help="batch sizes, with commas")
+    add("--context", type=int, default=1024, help="tokens of each sequence (1024)")
+    add("--lengths", help="draft lengths, with commas (all that were recorded)")
+    add("--prompt", type=int, help="tokens of a prompt: speed-ups include the prefill; with --output")
+    add("--output", type=int, help="tokens of an output; with --prompt")
+    add("--lookup-ms", type=float, default=0.0, help="milliseconds of an n-gram or suffix lookup in each step (0)")
+    add("--costs", type=Path, metavar="FILE", help="a CSV file of measured forwards in place of the roofline")
+    add("--out", type=Path, metavar="DIR", help="where tables and figures go (the first DIR's folder 'projection')")
+    add("-v", "--verbose", action="store_true", help="print every cell")
+
+
 def _state(given: argparse.Namespace, console: Console) -> int:
     """Print the state of each run of a sweep: done, running, failed or pending."""
     with sweep.reading(given.folder):
@@ -238,6 +261,58 @@ def _compare(given: argparse.Namespace, console: Console) -> int:
         _write_table(given.csv, as_frame(found).to_csv(index=False))
         _say(console, f"Table: {given.csv}")
     return max((_refuse(f"unreadable: {one}") for one in found.unreadable), default=0)
+
+
+def _project(given: argparse.Namespace, console: Console) -> int:
+    """Project the speed-up of recorded designs to other hardware; write tables and heat maps."""
+    from spec_lab.analysis import projection
+
+    batches = _numbers("--batch", given.batch)
+    lengths = None if given.lengths is None else _numbers("--lengths", given.lengths)
+    for option, value in (("context", given.context), ("prompt", given.prompt), ("output", given.output)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{option} must be at least 1 (got {value})")
+    if (given.prompt is None) != (given.output is None):
+        raise ValueError("--prompt and --output go together: the share of the prefill depends on both")
+    if not 0 <= given.lookup_ms < float("inf"):
+        raise ValueError(f"--lookup-ms must be at least 0 (got {given.lookup_ms:g})")
+    prefill = None if given.prompt is None else projection.Prefill(given.prompt, given.output)
+    with sweep.reading(*given.folders):
+        designs, idle = projection.recorded(given.folders)
+    lookup = given.lookup_ms / 1e3
+    options = {name: value for name, value in vars(given).items() if name in ROOFLINE and value is not None}
+    if given.costs is not None:
+        if options:
+            raise ValueError(f"--costs replaces the roofline: leave out --{next(iter(options))}")
+        deployments = [projection.measured_deployment(designs, given.costs, given.costs.stem, lookup)]
+    elif given.model is None:
+        raise ValueError("--model is required: name the target's size, or give measured forwards with --costs FILE")
+    else:
+        names = [one.strip() for one in options.pop("hardware", "h100-sxm").split(",") if one.strip()]
+        deployments = projection.deployments_of(designs, names, context=given.context, lookup=lookup, **options)
+    cells = projection.project(designs, deployments, batches, given.context, lengths, prefill)
+    even = projection.break_even(designs, deployments, max(batches), given.context, lengths, prefill)
+    projection.show(cells, even, projection.notes(designs, deployments, idle), console, given.verbose)
+    out = given.out or given.folders[0] / "projection"
+    for file in projection.write(cells, even, out):
+        _say(console, str(file))
+    return 0
+
+
+ROOFLINE = ("hardware", "model", "draft", "dtype", "runtime")
+"""Options of ``project`` that describe a roofline."""
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """Return whole numbers from 1 on that are written with commas, ascending.
+
+    Raises:
+        ValueError: something else is written; names the option.
+    """
+    parts = [one.strip() for one in text.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d{0,6}", one, re.ASCII) for one in parts):
+        raise ValueError(f"{option} must be whole numbers from 1 on with commas, such as 1,2,4 (got {text})")
+    return sorted({int(one) for one in parts})
 
 
 def _write_table(file: Path, text: str) -> None:
@@ -354,6 +429,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
     "state": _state,
     "collect": _collect,
     "compare": _compare,
+    "project": _project,
     "report": _report,
     "replay": _replay,
     "samples": _samples,

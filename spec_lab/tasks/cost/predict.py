@@ -15,46 +15,16 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
-from scipy.interpolate import RegularGridInterpolator
 
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Tables
+from spec_lab.core.grid import Grid
 
 OF_NODES = ("target", "probabilities", "commit", "between")
 """Phases of a step whose seconds depend on the number of nodes, not on the proposer."""
 
 OF_ARM = ("propose", "verify")
 """Phases of a step whose seconds depend on the proposer and its way of drawing."""
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Seconds at the points of a grid, interpolated linearly.
-
-    Args:
-        axes: the points of each axis by name, ascending.
-        seconds: one value for each point; its shape is the length of each axis.
-    """
-
-    axes: Mapping[str, tuple[float, ...]]
-    seconds: np.ndarray
-
-    def __call__(self, **places: ArrayLike) -> np.ndarray:
-        """Return the seconds at points given by axis; arrays broadcast.
-
-        Raises:
-            ValueError: a point lies outside the grid; nothing is extrapolated.
-        """
-        for name, points in self.axes.items():
-            asked = np.asarray(places[name], dtype=float)
-            if asked.size and not (points[0] <= asked.min() and asked.max() <= points[-1]):
-                raise ValueError(
-                    f"costs were measured for {name} from {points[0]:g} to {points[-1]:g}, not from {asked.min():g} to "
-                    f"{asked.max():g}: measure again with a wider range"
-                )
-        between = RegularGridInterpolator(tuple(np.array(points) for points in self.axes.values()), self.seconds)
-        asked_for = np.broadcast_arrays(*(np.asarray(places[name], dtype=float) for name in self.axes))
-        return between(np.stack(asked_for, axis=-1)).reshape(asked_for[0].shape)
 
 
 @dataclass(frozen=True)
@@ -71,11 +41,12 @@ class Cost:
 
     @staticmethod
     def of(frame: pd.DataFrame) -> Cost:
-        """Return the medians over repeats of the rows of ``measure``.
+        """Return the medians over repeats of the rows of ``measure``, after ``without_drift``.
 
         Raises:
             ValueError: a point of the grid has no row.
         """
+        frame = without_drift(frame)
         fixed, arms = frame[frame["fixed"]], frame[~frame["fixed"]]
         return Cost(
             _grid(fixed, ("nodes", "batch", "context"), OF_NODES),
@@ -98,6 +69,23 @@ class Cost:
             raise ValueError(f"the costs of arm '{arm}' were not measured; measured arms are {', '.join(self.arms)}")
         own = self.arms[arm](batch=batch, context=context)
         return own + self.nodes(nodes=nodes, batch=batch, context=context)
+
+
+def without_drift(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of ``measure`` as if each repeat had found the machine equally fast.
+
+    A speed-up is a ratio of seconds to those of steps without nodes, which are a factor of every prediction. Within a
+    repeat the arms of a batch size and context are timed shortly after one another, so what slows down the machine
+    meanwhile slows down all of them. Each repeat's seconds are therefore divided by those of its own steps without
+    nodes (of all arms that drafted none, the phases ``OF_NODES``), and multiplied by their median over repeats.
+    """
+    place, parts = ["batch", "context"], [*OF_NODES, *OF_ARM]
+    none = frame[frame["nodes"] == 0]
+    own = none[list(OF_NODES)].sum(axis=1).groupby([none[name] for name in ("turn", *place)]).mean()
+    usual = own.groupby(level=place).median()
+    factor = (usual.reindex(own.index.droplevel("turn")).to_numpy() / own).rename("factor")
+    each = frame[["turn", *place]].join(factor, on=["turn", *place])["factor"].fillna(1.0).to_numpy()
+    return frame.assign(**{name: frame[name] * each for name in parts})
 
 
 def predict(

@@ -1,0 +1,220 @@
+"""The recorded acceptance of designs: an arm of a run at each draft length that its steps determine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from spec_lab.analysis import metrics
+from spec_lab.analysis.metrics.intervals import resampled
+from spec_lab.analysis.names import names_in_manifest
+from spec_lab.core.files import read_json
+from spec_lab.propose import trees
+from spec_lab.results import sweep
+from spec_lab.results.manifest import begun
+
+TOP_DOWN = ("token", "match", "typical", "relaxed", "lenient", "kseq", "gumbel")
+"""Verifiers that accept a token by what stands above and beside it: deeper tokens do not change whether it is accepted,
+so that a recorded draft determines the acceptance of its first levels. Of other verifiers only the recorded length is
+known."""
+
+
+@dataclass(frozen=True)
+class RecordedDesign:
+    """What one arm drafted and accepted, summed within each request, level by level.
+
+    Args:
+        name: unique among the designs.
+        proposer: name of its proposer.
+        steps: ``[G]`` decode steps of each request.
+        drafted: ``[G, K]`` steps whose draft has level k, from 1.
+        nodes: ``[G, K]`` draft nodes in level k.
+        accepted: ``[G, K]`` steps that accepted k tokens or more; forced ones do not count.
+        any_length: whether shorter drafts than recorded are determined.
+        why_not: where they are not, why.
+        heads: of Medusa; else 0.
+    """
+
+    name: str
+    proposer: str
+    steps: np.ndarray
+    drafted: np.ndarray
+    nodes: np.ndarray
+    accepted: np.ndarray
+    any_length: bool = True
+    why_not: str = ""
+    heads: int = 0
+
+    @property
+    def depth(self) -> int:
+        """The longest draft."""
+        return self.drafted.shape[1]
+
+    @property
+    def lengths(self) -> range:
+        """The draft lengths whose acceptance the recording determines."""
+        return range(1 if self.any_length else self.depth, self.depth + 1)
+
+    def draws(self, resamples: int) -> Acceptance:
+        """Return acceptance as recorded (draw 0) and in bootstrap resamples of whole requests.
+
+        Designs with equally many requests share their draws, so that their differences are paired. With one request
+        there are no resamples.
+        """
+        count = len(self.steps)
+        weights = np.ones((1, count))
+        if count > 1:
+            weights = np.vstack([weights, resampled(count, resamples)])
+        steps = weights @ self.steps
+        drafted, nodes, accepted = (weights @ one / steps[:, None] for one in (self.drafted, self.nodes, self.accepted))
+        return Acceptance(drafted, nodes, accepted)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Means over steps, level by level; ``[R, K]`` for R draws.
+
+    Args:
+        drafted: share of the steps whose draft has level k.
+        nodes: nodes in level k.
+        survival: share of the steps that accepted k tokens or more.
+    """
+
+    drafted: np.ndarray
+    nodes: np.ndarray
+    survival: np.ndarray
+
+    def tau(self, length: int) -> np.ndarray:  # [R]
+        """Return tokens per step of drafts of at most ``length`` levels: 1 + the sum of survival."""
+        return 1.0 + self.survival[:, :length].sum(1)
+
+
+def recorded(folders: Sequence[Path]) -> tuple[list[RecordedDesign], list[str]]:
+    """Return the designs of runs and sweeps, every arm that drafted, and the names of proposers' arms that did not.
+
+    Args:
+        folders: directories of runs or sweeps; of a sweep the runs that are done are read.
+
+    Raises:
+        ValueError: no run, no steps, or no arm that drafted.
+        OSError: a file cannot be read.
+    """
+    found: list[RecordedDesign] = []
+    idle: list[str] = []
+    several = len(folders) > 1
+    for folder in folders:
+        if sweep.is_sweep(folder):
+            done = [one for one in sweep.runs(folder) if one.state == "done"]
+            labels = sweep.labels({one.folder.name: one.overrides for one in done})
+            each = [(one.folder, labels[one.folder.name]) for one in done]
+            if not each:
+                raise ValueError(f"no run of {folder} is done; run the sweep to its end first")
+        else:
+            each = [(folder, folder.name if several else "")]
+        for run, label in each:
+            drafted, without = of_run(run, label)
+            found, idle = found + drafted, idle + without
+    if not found:
+        raise ValueError(f"no arm in {', '.join(map(str, folders))} drafted tokens; projection requires one that did")
+    names = [one.name for one in found]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two designs are called {max(names, key=names.count)}: give each run or sweep once")
+    return found, idle
+
+
+def of_run(folder: Path, label: str = "") -> tuple[list[RecordedDesign], list[str]]:
+    """Return as ``recorded`` for one run; designs are named by their arm and ``label``.
+
+    Raises:
+        ValueError: the folder holds no rows of a run.
+    """
+    manifest = begun(folder)
+    if manifest is None:
+        raise ValueError(f"{folder} holds no run (no manifest.json)")
+    tables = metrics.load(folder)
+    if not len(tables.steps):
+        raise ValueError(f"{folder} holds no steps of a run; projection requires a benchmark's rows")
+    names, verifiers = names_in_manifest(manifest), _verifiers(folder)
+    found: list[RecordedDesign] = []
+    idle: list[str] = []
+    for arm in metrics.arms(tables):
+        steps, facts = metrics.decode_steps(tables.steps, arm), manifest["proposers"].get(arm, {})
+        name = ", ".join(one for one in (label, names.get(arm, arm)) if one)
+        proposer = str(facts.get("name", names.get(arm, arm)))
+        if len(steps) and steps["depth"].max() > 0:
+            found.append(of_steps(steps, name, proposer, verifiers.get(arm, ""), facts))
+        elif arm in manifest["proposers"] and proposer != "none":
+            idle.append(name)
+    return found, idle
+
+
+def of_steps(
+    steps: pd.DataFrame, name: str, proposer: str, verifier: str, facts: Mapping[str, Any] | None = None
+) -> RecordedDesign:
+    """Return the design that an arm's decode steps recorded.
+
+    Args:
+        steps: of ``metrics.decode_steps``.
+        name: the design's.
+        proposer: name of the proposer.
+        verifier: name of the verifier; empty if it is not known.
+        facts: of the proposer, from the manifest.
+    """
+    facts = facts or {}
+    request, number = np.unique(steps["request"].to_numpy(), return_inverse=True)
+    depth, nodes = steps["depth"].to_numpy(), steps["nodes"].to_numpy()
+    accepted = (steps["accepted"] - steps["forced_accepted"]).to_numpy()
+    levels = np.arange(1, int(depth.max()) + 1)
+
+    def summed(each: np.ndarray) -> np.ndarray:  # [N, K] -> [G, K]
+        return np.stack([np.bincount(number, column, len(request)) for column in each.T], axis=1)
+
+    drafted = (depth[:, None] >= levels).astype(float)
+    chains, static = bool((depth == nodes).all()), _static(facts, len(levels))
+    if chains:
+        each = drafted
+    elif static is not None and (nodes <= static.sum()).all():
+        each = drafted * static
+        each *= (nodes / np.maximum(each.sum(1), 1))[:, None]  # of trees cut by the context, the nodes that are left
+    else:
+        each = drafted * (nodes / np.maximum(depth, 1))[:, None]
+    why = ""
+    if verifier not in TOP_DOWN:
+        why = f"whether a token is accepted may depend on deeper ones (verifier {verifier or 'not recorded'})"
+    elif not chains and static is None:
+        why = "which nodes a shorter tree keeps was not recorded (it is grown anew in each step)"
+    return RecordedDesign(
+        name=name,
+        proposer=proposer,
+        steps=np.bincount(number, minlength=len(request)).astype(float),
+        drafted=summed(drafted),
+        nodes=summed(each),
+        accepted=summed((accepted[:, None] >= levels).astype(float)),
+        any_length=not why,
+        why_not=why,
+        heads=int(facts.get("heads", 0) or 0),
+    )
+
+
+def _static(facts: Mapping[str, Any], depth: int) -> np.ndarray | None:  # [K]
+    """Return how many nodes each level of a fixed tree has; None where trees are not fixed."""
+    text = facts.get("tree")
+    if not isinstance(text, str) or not text or any(mark.isalpha() for mark in text):
+        return None
+    try:
+        paths = trees.parse(text)
+    except ValueError:
+        return None
+    count = np.bincount([len(path) for path in paths], minlength=depth + 1)[1:].astype(float)
+    return count if len(count) == depth else None
+
+
+def _verifiers(folder: Path) -> dict[str, str]:
+    """Return the names of the arms' verifiers, from ``summary.json``; none of a run that has not ended."""
+    summary = read_json(folder / "summary.json") or {}
+    return {arm: str(one.get("verifier") or "") for arm, one in summary.get("arms", {}).items()}

@@ -1,0 +1,326 @@
+"""Named hardware, models and runtimes, read from the tables beside this file; each row names its source."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spec_lab.core.files import read_json, read_text
+from spec_lab.core.roofline import AttentionWork, ForwardWork
+
+HERE = Path(__file__).parent
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How the numbers of a model are stored and multiplied.
+
+    Args:
+        name: on the command line.
+        weight_bytes: of a weight. Scales of quantized weights are left out.
+        factors: dtype of the products, whose peak bounds computing.
+        kv_bytes: of a number of the KV cache.
+    """
+
+    name: str
+    weight_bytes: float
+    factors: str
+    kv_bytes: float = 2.0
+
+
+PRECISIONS = (
+    Precision("bf16", 2.0, "bf16"),
+    Precision("fp16", 2.0, "bf16"),  # their peaks are the same
+    Precision("fp32", 4.0, "fp32", 4.0),
+    Precision("fp8", 1.0, "fp8"),
+    Precision("int8", 1.0, "bf16"),
+    Precision("int4", 0.5, "bf16"),
+)
+"""``int8`` and ``int4`` quantize weights only."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device, by its nominal limits.
+
+    Args:
+        name: on the command line.
+        label: in tables and figures.
+        bandwidth: bytes per second of its memory.
+        peaks: FLOP/s of dense products, by dtype of their factors.
+        memory: bytes.
+        source: of these numbers.
+    """
+
+    name: str
+    label: str
+    bandwidth: float
+    peaks: Mapping[str, float]
+    memory: float
+    source: str
+
+    def peak(self, precision: Precision) -> float:
+        """Return the FLOP/s of products at a precision.
+
+        Raises:
+            ValueError: the device has no such products.
+        """
+        if precision.factors not in self.peaks:
+            raise ValueError(
+                f"--hardware {self.name} has no peak of {precision.factors} products, which --dtype {precision.name} "
+                "requires; choose another --dtype, or leave the device out"
+            )
+        return self.peaks[precision.factors]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A dense transformer with gated MLPs, as Llama and Qwen are; biases and norms are left out.
+
+    Args:
+        name: on the command line.
+        layers: number of layers.
+        hidden, intermediate: sizes of the residual stream and of the MLPs.
+        heads, kv_heads, head_dim: of attention.
+        vocabulary: V.
+        tied: whether embedding and LM head share their weights.
+        source: of these numbers.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    source: str = ""
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of one layer."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def head_weights(self) -> int:
+        """Weights of the LM head."""
+        return self.hidden * self.vocabulary
+
+    @property
+    def weights(self) -> int:
+        """All weights, embeddings included."""
+        return self.layers * self.layer_weights + self.head_weights * (1 if self.tied else 2)
+
+    def work(self, precision: Precision) -> ForwardWork:
+        """Return what a forward reads and computes."""
+        return work(self.layers * self.layer_weights, self.head_weights, self.attention(self.layers), precision)
+
+    def attention(self, layers: int) -> tuple[int, int]:
+        """Return keys and values of one position, and FLOPs of one row over one position, of so many layers."""
+        return 2 * layers * self.kv_heads * self.head_dim, 4 * layers * self.heads * self.head_dim
+
+    def memory(self, precision: Precision) -> float:
+        """Return the bytes of all weights."""
+        return self.weights * precision.weight_bytes
+
+
+def work(matrices: int, head: int, attention: tuple[int, int], precision: Precision) -> ForwardWork:
+    """Return the work of a forward.
+
+    Args:
+        matrices: weights that multiply every row, without the LM head's.
+        head: weights of the LM head.
+        attention: of ``ModelShape.attention``.
+        precision: of weights and KV cache.
+    """
+    kv, flops = attention
+    return ForwardWork(
+        weight_bytes=round((matrices + head) * precision.weight_bytes),
+        row_flops=2 * matrices,
+        logits_flops=2 * head,
+        attention=(AttentionWork(round(kv * precision.kv_bytes), flops),) if kv else (),
+    )
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a runtime attains of the hardware, and what it adds.
+
+    Args:
+        name: on the command line.
+        bandwidth_share, compute_share: of the nominal rates.
+        layer_gap: seconds that the device spends on each layer of a forward besides matrices and the KV cache.
+        layer_launch: seconds in which the host launches a layer's kernels while the device computes earlier ones.
+        source: of these numbers.
+    """
+
+    name: str
+    bandwidth_share: float
+    compute_share: float
+    layer_gap: float
+    layer_launch: float
+    source: str
+
+
+def hardware(names: Sequence[str]) -> tuple[Hardware, ...]:
+    """Return devices by name; a name that ends in .csv stands for all rows of that file.
+
+    Raises:
+        ValueError: an unknown name or none, or a file that is no table of devices.
+        OSError: a file cannot be read.
+    """
+    known, found = {one.name: one for one in read(HERE / "hardware.csv", _hardware)}, []
+    if not names:
+        raise ValueError(f"--hardware names no device; known are {', '.join(known)}")
+    for name in names:
+        found += read(Path(name), _hardware) if name.endswith(".csv") else [chosen("--hardware", name, known)]
+    return tuple({one.name: one for one in found}.values())
+
+
+def models() -> dict[str, ModelShape]:
+    """Return all models by name."""
+    return {one.name: one for one in read(HERE / "models.csv", _model)}
+
+
+def model(option: str, name: str) -> ModelShape:
+    """Return a model by name, or of the ``config.json`` of a checkpoint's folder.
+
+    Raises:
+        ValueError: an unknown name, or a config of another architecture; names the option or the file.
+        OSError: the config cannot be read.
+    """
+    config = read_json(Path(name) / "config.json", any_number=True)
+    return of_config(name, config) if config is not None else chosen(option, name, models())
+
+
+def precision(name: str) -> Precision:
+    """Return a precision by name.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    return chosen("--dtype", name, {one.name: one for one in PRECISIONS})
+
+
+def runtime(name: str) -> Runtime:
+    """Return a runtime by name.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    return chosen("--runtime", name, {one.name: one for one in read(HERE / "runtimes.csv", _runtime)})
+
+
+def of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
+    """Return the shape that a config of transformers describes.
+
+    Raises:
+        ValueError: experts, or a config without the sizes of a dense decoder.
+    """
+    if any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise ValueError(
+            f"{name} has experts: how many of them a step reads depends on its rows, which projection does not model; "
+            "use measured forwards (--costs FILE)"
+        )
+    try:
+        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        return ModelShape(
+            name=name,
+            layers=int(config["num_hidden_layers"]),
+            hidden=hidden,
+            intermediate=int(config["intermediate_size"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            vocabulary=int(config["vocab_size"]),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            source=f"{name}/config.json",
+        )
+    except KeyError as error:
+        raise ValueError(f"{name}/config.json has no {error}: it is not the config of a dense decoder") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}/config.json holds a size that is not a whole number ({error})") from error
+
+
+def chosen(option: str, name: str, known: Mapping[str, Row]) -> Row:
+    """Return the named row.
+
+    Raises:
+        ValueError: it is not known; names the option and what is.
+    """
+    if name not in known:
+        raise ValueError(f"{option} {name} is not known; known are {', '.join(known)}")
+    return known[name]
+
+
+def read(file: Path, made: Callable[[Mapping[str, str]], Row]) -> list[Row]:
+    """Return the rows of a table of devices, models or runtimes.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: a column is missing or a value is not what it must be; names the file and the line.
+    """
+    found = []
+    for number, row in enumerate(rows(file), 2):
+        try:
+            found.append(made(row))
+        except KeyError as error:
+            raise ValueError(f"{file} has no column {error.args[0]}") from error
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: {error}") from error
+    return found
+
+
+def rows(file: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file, by column; a row that is too short is filled with empty values.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not text, or has no rows.
+    """
+    found = list(csv.DictReader(read_text(file).splitlines(), restval=""))
+    if not found:
+        raise ValueError(f"{file} has no rows; a table has a line of column names, and a line for each row")
+    return found
+
+
+def _hardware(row: Mapping[str, str]) -> Hardware:
+    peaks = {name: 1e12 * _positive(row, name) for name in ("fp32", "bf16", "fp8") if row[name].strip()}
+    memory, bandwidth = 1e9 * _positive(row, "memory_gb"), 1e9 * _positive(row, "bandwidth_gb_s")
+    return Hardware(row["name"], row["label"], bandwidth, peaks, memory, row["source"])
+
+
+def _model(row: Mapping[str, str]) -> ModelShape:
+    sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary")
+    values: dict[str, Any] = {one: int(row[one]) for one in sizes}
+    return ModelShape(name=row["name"], **values, tied=row["tied"] == "yes", source=row["source"])
+
+
+def _runtime(row: Mapping[str, str]) -> Runtime:
+    gap, launch = (1e-6 * float(row[name]) for name in ("layer_gap_us", "layer_launch_us"))
+    bandwidth, compute = _positive(row, "bandwidth_share"), _positive(row, "compute_share")
+    return Runtime(row["name"], bandwidth, compute, gap, launch, row["source"])
+
+
+def _positive(row: Mapping[str, str], name: str) -> float:
+    """Return the positive, finite number in a column.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        value = float(row[name])
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be a positive number (got {row[name] or 'nothing'})")
+    return value

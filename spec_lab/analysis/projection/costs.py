@@ -1,0 +1,131 @@
+"""Seconds of a forward: from a measured table, or from the roofline of named hardware."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
+
+from spec_lab.analysis.projection.catalogue import Hardware, Precision, Runtime, rows
+from spec_lab.core.grid import Grid
+from spec_lab.core.roofline import ForwardWork
+
+
+class ForwardCost(Protocol):
+    """Seconds of one forward of a model."""
+
+    def seconds(self, rows: ArrayLike, batch: ArrayLike, context: ArrayLike) -> np.ndarray:
+        """Return the seconds of a forward; arguments broadcast.
+
+        Args:
+            rows: tokens of each sequence that the forward computes, all with logits; means may be fractions.
+            batch: number of sequences.
+            context: tokens of each sequence in the KV cache.
+        """
+
+
+@dataclass(frozen=True)
+class RooflineForward:
+    """The roofline of a forward, with what a runtime attains of it and adds to it.
+
+    Matrices and attention run one after the other, so each is bounded on its own (Williams et al., 2009, doi
+    10.1145/1498765.1498785): max(bytes / bandwidth, FLOPs / peak), with every row over every position of its sequence.
+    Each layer adds ``Runtime.layer_gap``. Where the host launches kernels, a forward takes at least its
+    ``layer_launch``, which overlaps with computing.
+
+    Args:
+        work: what a forward reads and computes.
+        layers: number of layers.
+        hardware: the device.
+        runtime: the runtime.
+        precision: of weights, KV cache and products.
+    """
+
+    work: ForwardWork
+    layers: float
+    hardware: Hardware
+    runtime: Runtime
+    precision: Precision
+
+    def __post_init__(self) -> None:
+        """Check that the device has products at this precision."""
+        self.hardware.peak(self.precision)
+
+    def seconds(self, rows: ArrayLike, batch: ArrayLike, context: ArrayLike) -> np.ndarray:
+        """See ``ForwardCost``."""
+        each, sequences, cached = (np.asarray(one, dtype=float) for one in (rows, batch, context))
+        bandwidth = self.hardware.bandwidth * self.runtime.bandwidth_share
+        peak = self.hardware.peak(self.precision) * self.runtime.compute_share
+        computed, work = each * sequences, self.work
+        device = np.maximum(work.weight_bytes / bandwidth, (work.row_flops + work.logits_flops) * computed / peak)
+        for one in work.attention:
+            read = one.kv_bytes * sequences * (cached + each)
+            device = device + np.maximum(read / bandwidth, float(one.flops) * computed * (cached + each) / peak)
+        launch = self.layers * self.runtime.layer_launch
+        return np.maximum(device + self.layers * self.runtime.layer_gap, launch)
+
+
+@dataclass(frozen=True)
+class MeasuredForward:
+    """Measured seconds, interpolated linearly in tokens, batch and context."""
+
+    grid: Grid
+
+    def seconds(self, rows: ArrayLike, batch: ArrayLike, context: ArrayLike) -> np.ndarray:
+        """See ``ForwardCost``.
+
+        Raises:
+            ValueError: a point lies outside the measured table; nothing is extrapolated.
+        """
+        return self.grid(tokens=rows, batch=batch, context=context)
+
+
+@dataclass(frozen=True)
+class FreeForward:
+    """A forward that takes no time."""
+
+    def seconds(self, rows: ArrayLike, batch: ArrayLike, context: ArrayLike) -> np.ndarray:
+        """See ``ForwardCost``."""
+        return np.zeros(np.broadcast(rows, batch, context).shape)
+
+
+COLUMNS = ("model", "tokens", "batch", "context", "seconds")
+"""Columns of a measured table. ``model`` is "target" or the name of what drafts; ``tokens`` is per sequence."""
+
+AXES = ("tokens", "batch", "context")
+
+
+def measured(file: Path) -> dict[str, MeasuredForward]:
+    """Return the measured forwards of a CSV file with ``COLUMNS``, by model; of equal points the median.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: a column is missing, a value is not a positive number, or a model's points are no whole grid.
+    """
+    frame = pd.DataFrame(rows(file))
+    if missing := [name for name in COLUMNS if name not in frame]:
+        raise ValueError(f"{file} has no column {missing[0]}; a table of forwards has the columns {', '.join(COLUMNS)}")
+    for name in COLUMNS[1:]:
+        values = pd.to_numeric(frame[name], errors="coerce")
+        wrong = ~(np.isfinite(values) & ((values > 0) | ((values == 0) & (name == "context"))))
+        if wrong.any():
+            least = "0 or more" if name == "context" else "above 0"
+            got = frame.loc[wrong, name].iloc[0] or "nothing"
+            raise ValueError(f"{file}, line {wrong.argmax() + 2}: {name} must be a number {least} (got {got})")
+        frame[name] = values
+    found = {}
+    for model, own in frame.groupby("model", sort=False):
+        each = own.groupby(list(AXES))["seconds"].median().sort_index()
+        points = {name: tuple(sorted(float(one) for one in own[name].unique())) for name in AXES}
+        shape = [len(one) for one in points.values()]
+        if len(each) != np.prod(shape):
+            raise ValueError(
+                f"{file}: the rows of {model} cover {len(each)} of the {np.prod(shape)} points of their grid; measure "
+                "every pair of tokens, batch and context"
+            )
+        found[str(model)] = MeasuredForward(Grid(points, each.to_numpy().reshape(shape)))
+    return found

@@ -1,0 +1,131 @@
+"""Where designs are projected to: named hardware with a model, or measured forwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from spec_lab.analysis.projection import catalogue
+from spec_lab.analysis.projection.acceptance import RecordedDesign
+from spec_lab.analysis.projection.catalogue import Hardware, ModelShape, Precision, Runtime
+from spec_lab.analysis.projection.costs import RooflineForward, measured
+from spec_lab.analysis.projection.drafting import Drafting, by_roofline, by_table
+from spec_lab.analysis.projection.project import Deployment
+
+
+def deployments_of(
+    designs: Sequence[RecordedDesign],
+    hardware: Sequence[str],
+    model: str,
+    context: int,
+    draft: str | None = None,
+    dtype: str = "bf16",
+    runtime: str = "graphs",
+    lookup: float = 0.0,
+) -> list[Deployment]:
+    """Return the named hardware on which the model fits.
+
+    Args:
+        designs: what is projected.
+        hardware: names, or CSV files of devices.
+        model: name of the target's size, or the folder of a checkpoint.
+        context: tokens of each sequence, whose KV cache takes memory.
+        draft: name of the draft model's size; None if no design needs one.
+        dtype: of all weights.
+        runtime: its name.
+        lookup: seconds of a lookup in each step.
+
+    Raises:
+        ValueError: an unknown name, a model that fits nowhere, or no design whose drafting is modelled.
+        OSError: a file cannot be read.
+    """
+    precision, ran = catalogue.precision(dtype), catalogue.runtime(runtime)
+    target = catalogue.model("--model", model)
+    small = None if draft is None else catalogue.model("--draft", draft)
+    devices = catalogue.hardware(hardware)
+    found = [_deployment(designs, one, target, small, precision, ran, context, lookup) for one in devices]
+    if not any(one.largest_batch for one in found):
+        need = sum(one.memory(precision) for one in (target, small) if one is not None) / 1e9
+        memory = ", ".join(f"{one.name} has {one.memory / 1e9:.0f} GB" for one in devices)
+        raise ValueError(
+            f"--model {model} fits on no --hardware: {memory}, the weights in {dtype} take {need:.1f} GB and a context "
+            f"of {context} tokens more; choose other hardware, a smaller --model or another --dtype"
+        )
+    check(found)
+    return found
+
+
+def largest_batch(device: Hardware, models: Sequence[ModelShape], precision: Precision, context: int) -> int:
+    """Return how many sequences fit into memory beside the weights: their KV caches; activations are left out."""
+    left = device.memory - sum(one.memory(precision) for one in models)
+    each = sum(one.attention(one.layers)[0] for one in models) * precision.kv_bytes * context
+    return max(math.floor(left / each), 0)
+
+
+def measured_deployment(designs: Sequence[RecordedDesign], file: Path, label: str, lookup: float = 0.0) -> Deployment:
+    """Return the deployment of which a table of forwards was measured.
+
+    Args:
+        designs: what is projected.
+        file: a CSV file (``costs.COLUMNS``).
+        label: of the hardware.
+        lookup: seconds of a lookup in each step.
+
+    Raises:
+        ValueError: a malformed table, one without the target, or no design whose drafting it has.
+        OSError: it cannot be read.
+    """
+    tables = measured(file)
+    if "target" not in tables:
+        raise ValueError(f"{file} has no rows whose model is target; the target's forwards are required")
+    drafting, left_out = _each(designs, lambda one: by_table(one.proposer, tables, lookup))
+    deployment = Deployment(label, tables["target"], drafting, max(tables["target"].grid.axes["batch"]), left_out)
+    check([deployment])
+    return deployment
+
+
+def check(deployments: Iterable[Deployment]) -> None:
+    """Refuse deployments where no design can be projected to.
+
+    Raises:
+        ValueError: the drafting of every design is not known there; says why.
+    """
+    every = list(deployments)
+    if not any(one.drafting for one in every):
+        raise ValueError("; ".join(dict.fromkeys(why for one in every for why in one.left_out.values())))
+
+
+def _deployment(
+    designs: Sequence[RecordedDesign],
+    device: Hardware,
+    target: ModelShape,
+    draft: ModelShape | None,
+    precision: Precision,
+    runtime: Runtime,
+    context: int,
+    lookup: float,
+) -> Deployment:
+    made = partial(RooflineForward, hardware=device, runtime=runtime, precision=precision)
+    forward = made(target.work(precision), target.layers)
+    room = largest_batch(device, [target] if draft is None else [target, draft], precision, context)
+    drafting, left_out = _each(
+        designs,
+        lambda one: by_roofline(one.proposer, target, draft, made, precision, one.heads or one.depth, lookup),
+    )
+    return Deployment(device.label, forward, drafting, room, left_out)
+
+
+def _each(
+    designs: Sequence[RecordedDesign], made: Callable[[RecordedDesign], Drafting]
+) -> tuple[dict[str, Drafting], dict[str, str]]:
+    """Return how each design drafts, and why each of the others is left out, by design."""
+    found: dict[str, Drafting] = {}
+    left_out: dict[str, str] = {}
+    for design in designs:
+        try:
+            found[design.name] = made(design)
+        except ValueError as error:
+            left_out[design.name] = str(error)
+    return found, left_out

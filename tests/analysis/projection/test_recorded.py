@@ -1,0 +1,219 @@
+"""What a run's steps determine about designs with other draft lengths, and the command that projects them."""
+
+import json
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from spec_lab.analysis import metrics
+from spec_lab.analysis.metrics import cluster_interval
+from spec_lab.analysis.projection import Deployment, draw, measured_deployment, notes, project, recorded
+from spec_lab.analysis.projection.acceptance import of_steps
+from spec_lab.analysis.projection.costs import FreeForward
+from spec_lab.analysis.projection.drafting import Drafting
+from spec_lab.cli.commands import command
+from spec_lab.tasks.benchmark import run
+from tests.analysis.metrics.tables import steps
+from tests.labs import Repeat, lab, settings
+
+OPTIONS = ["--hardware", "h100-sxm,l4", "--model", "llama-3.1-8b", "--batch", "1,8,512", "--context", "256"]
+
+
+def chains(*rows):
+    """Steps of chains: request, drafted, accepted."""
+    return steps(*({"request": r, "nodes": n, "depth": n, "accepted": a} for r, n, a in rows))
+
+
+def test_tau_of_shorter_chains_counts_what_they_would_have_accepted():
+    frame = chains((0, 3, 3), (0, 3, 1), (1, 3, 0), (1, 1, 1))
+    design = of_steps(frame, "chain", "ngram", "token")
+    acceptance = design.draws(0)
+    cut = [1 + np.minimum(frame["accepted"], length).mean() for length in (1, 2, 3)]
+    assert [acceptance.tau(length)[0] for length in design.lengths] == pytest.approx(cut)
+    assert acceptance.tau(3)[0] == pytest.approx(metrics.tau_pooled_raw(frame))
+    assert acceptance.nodes[0].tolist() == [1.0, 0.75, 0.75]
+    assert acceptance.survival[0] == pytest.approx(metrics.survival(frame))
+
+
+def test_forced_tokens_do_not_count():
+    frame = steps({"accepted": 3, "forced_accepted": 2}, {"accepted": 0})
+    assert of_steps(frame, "chain", "ngram", "token").draws(0).tau(3)[0] == 1.5
+
+
+def test_resamples_draw_whole_requests():
+    frame = chains(*((request, 2, accepted) for request, accepted in enumerate((2, 1, 0, 2, 1, 1)) for _ in range(4)))
+    taus = of_steps(frame, "chain", "ngram", "token").draws(999).tau(2)
+    expected = cluster_interval(1.0 + frame["accepted"], np.ones(len(frame)), frame["request"], resamples=999)
+    assert (taus[0], *np.quantile(taus[1:], [0.025, 0.975])) == pytest.approx(tuple(expected))
+
+
+def test_one_request_has_no_resamples():
+    assert len(of_steps(chains((0, 2, 1)), "chain", "ngram", "token").draws(99).tau(1)) == 1
+
+
+def test_levels_of_a_fixed_tree():
+    frame = steps({"nodes": 6, "depth": 2, "accepted": 2}, {"nodes": 6, "depth": 2, "accepted": 0})
+    facts = {"tree": "0 1 2 0.0 0.1 1.0", "heads": 2}
+    design = of_steps(frame, "tree", "medusa", "token", facts)
+    assert design.draws(0).nodes[0].tolist() == [3.0, 3.0]
+    assert design.any_length and design.heads == 2
+    cut = steps({"nodes": 4, "depth": 2, "accepted": 2})  # by the context: what is left is spread alike
+    assert of_steps(cut, "tree", "medusa", "token", facts).draws(0).nodes[0].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("verifier", "facts", "why"),
+    [
+        ("traversal", {"tree": "0 1 2 0.0 0.1 1.0"}, r"may depend on deeper ones \(verifier traversal\)"),
+        ("", {"tree": "0 1 2 0.0 0.1 1.0"}, "verifier not recorded"),
+        ("token", {"tree": "reranked"}, "which nodes a shorter tree keeps was not recorded"),
+    ],
+)
+def test_where_shorter_drafts_are_not_determined_only_the_recorded_length_is_projected(verifier, facts, why):
+    design = of_steps(steps({"nodes": 6, "depth": 2, "accepted": 1}), "tree", "eagle3", verifier, facts)
+    assert list(design.lengths) == [2]
+    assert re.search(why, design.why_not)
+    assert design.draws(0).nodes[0].sum() == 6
+
+
+# Runs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run whose arms draft chains under names of proposers that are modelled."""
+    out = tmp_path_factory.mktemp("run")
+
+    class Ngram(Repeat):
+        name = "ngram"
+
+    class Chain(Repeat):
+        name = "draft_chain"
+
+    run(lab(proposer=Ngram(2), more_proposers={"longer": Ngram(4), "model": Chain(3)}), settings(out), {})
+    return out
+
+
+def test_the_arms_of_a_run_are_designs(folder):
+    designs, _ = recorded([folder])
+    assert [(one.name, one.proposer, one.depth, one.any_length) for one in designs] == [
+        ("ngram", "ngram", 2, True), ("longer", "ngram", 4, True), ("model", "draft_chain", 3, True),
+    ]  # fmt: skip
+    tables = metrics.load(folder)
+    for design, arm in zip(designs, ("speculative", "longer", "model"), strict=True):
+        steps = metrics.decode_steps(tables.steps, arm)
+        assert design.draws(0).tau(design.depth)[0] == pytest.approx(metrics.tau_pooled_raw(steps))
+
+
+def test_the_command_prints_and_writes_a_projection(folder, tmp_path, capsys):
+    code = command(["project", str(folder), *OPTIONS, "--draft", "llama-3.2-1b", "--out", str(tmp_path / "out"), "-v"])
+    said = capsys.readouterr().out
+    assert code == 0 and "H100 SXM 80 GB: the fastest design" in said and "L4 24 GB: each design" in said
+    cells = pd.read_csv(tmp_path / "out" / "projection.csv")
+    assert len(cells) == 2 * 3 * (2 + 4 + 3) and set(cells["batch"]) == {1, 8, 512}
+    assert not cells[(cells["hardware"] == "L4 24 GB") & (cells["batch"] == 512)]["fits"].any()
+    even = pd.read_csv(tmp_path / "out" / "break_even.csv")
+    assert len(even) == 2 * (2 + 4 + 3)
+    names = {"best", "speedup_ngram", "speedup_longer", "speedup_model"}
+    assert {file.name for file in (tmp_path / "out").glob("*.png")} == {f"{name}.png" for name in names}
+
+
+def test_a_design_without_its_draft_model_is_left_out_and_said(folder, tmp_path, capsys):
+    assert command(["project", str(folder), *OPTIONS, "--lengths", "2", "--out", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Left out: model: the size of the draft model is required; choose it with --draft MODEL." in said
+    assert set(pd.read_csv(tmp_path / "projection.csv")["design"]) == {"ngram", "longer"}
+
+
+def test_measured_forwards_replace_the_roofline(folder, tmp_path, capsys):
+    file = tmp_path / "mine.csv"
+    rows = [("target", t, b, c, 0.01 + 1e-4 * t * b) for t in (1, 8) for b in (1, 4) for c in (0, 512)]
+    pd.DataFrame(rows, columns=["model", "tokens", "batch", "context", "seconds"]).to_csv(file, index=False)
+    args = ["project", str(folder), "--costs", str(file), "--batch", "1,4", "--context", "64", "--out", str(tmp_path)]
+    assert command(args) == 0
+    cells = pd.read_csv(tmp_path / "projection.csv")
+    row = cells[(cells["design"] == "longer") & (cells["length"] == 4) & (cells["batch"] == 4)].iloc[0]
+    nodes = row["nodes"]
+    assert row["speedup"] == pytest.approx(row["tau"] * 0.0104 / (0.01 + 4e-4 * (1 + nodes)), rel=1e-5)
+    args[args.index("1,4")] = "1,8"
+    assert command(args) == 0  # the table ends at 4
+    assert not pd.read_csv(tmp_path / "projection.csv").query("batch == 8")["fits"].any()
+    args[args.index("64")] = "1024"
+    capsys.readouterr()
+    assert command(args) == 1
+    assert "costs were measured for context from 0 to 512, not from 1024 to 1024" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "--model is required"),
+        (["--model", "llama-3.1-8b", "--batch", "1,x"], "--batch must be whole numbers from 1 on with commas"),
+        (["--model", "llama-3.1-8b", "--lengths", "0"], "--lengths must be whole numbers from 1 on"),
+        (["--model", "llama-3.1-8b", "--lengths", ""], "--lengths must be whole numbers from 1 on"),
+        (["--model", "llama-3.1-8b", "--lengths", "9"], "recorded at a draft length of 9; recorded are 1, 2, 3, 4"),
+        (["--model", "llama-3.1-8b", "--hardware", ","], "--hardware names no device"),
+        (["--model", "llama-3.1-8b", "--hardware", "none.csv"], "none.csv: No such file or directory"),
+        (["--model", "llama-3.1-8b", "--costs", "nowhere.csv"], "--costs replaces the roofline: leave out --model"),
+        (["--model", "llama-3.1-8b", "--context", "0"], "--context must be at least 1 (got 0)"),
+        (["--model", "llama-3.1-8b", "--prompt", "5"], "--prompt and --output go together"),
+        (["--model", "llama-3.1-8b", "--lookup-ms", "-1"], "--lookup-ms must be at least 0 (got -1)"),
+        (["--costs", "nowhere.csv"], "nowhere.csv: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_projected_is_refused_in_one_line(folder, tmp_path, capsys, more, message):
+    assert command(["project", str(folder), "--out", str(tmp_path), *more]) == 1
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_a_folder_without_drafts_is_refused(tmp_path, capsys):
+    assert command(["project", str(tmp_path / "none"), "--model", "llama-3.1-8b"]) == 1
+    assert "holds no run" in capsys.readouterr().err
+    run(lab(), settings(tmp_path, baseline=False), {})
+    tables = metrics.load(tmp_path)
+    assert len(tables.steps)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["proposers"]
+    assert command(["project", str(tmp_path), "--model", "llama-3.1-8b", "--out", str(tmp_path)]) == 1
+    assert "drafting with repeat is not modelled" in capsys.readouterr().err
+
+
+def test_figures_show_the_cells(folder, tmp_path):
+    file = tmp_path / "mine.csv"
+    rows = [("target", t, b, c, 0.01 + 1e-4 * t * b) for t in (1, 8) for b in (1, 4) for c in (0, 512)]
+    pd.DataFrame(rows, columns=["model", "tokens", "batch", "context", "seconds"]).to_csv(file, index=False)
+    designs = [one for one in recorded([folder])[0] if one.proposer == "ngram"]
+    cells = project(designs, [measured_deployment(designs, file, "mine")], [1, 4], 64.0)
+    made = draw(cells)
+    assert set(made) == {"best", "speedup_ngram", "speedup_longer"}
+    axes = made["speedup_longer"].axes[0]
+    image = axes.get_images()[0].get_array()
+    longer = cells[cells["design"] == "longer"].pivot(index="length", columns="batch", values="speedup")
+    np.testing.assert_allclose(image, longer.to_numpy())
+    assert axes.get_xlabel() and axes.get_title(loc="left") == "mine"
+    shown = {text.get_text() for text in made["best"].axes[0].texts}
+    best = cells[cells["best"]]
+    assert shown == {f"{row.speedup:.2f}, k={row.length}" for row in best.itertuples()}
+
+
+def test_notes_name_what_is_not_projected(tmp_path):
+    class Silent(Repeat):
+        name = "ngram"
+
+        def __init__(self):
+            super().__init__(0)
+
+    run(lab(proposer=Repeat(2), more_proposers={"silent": Silent()}), settings(tmp_path), {})
+    designs, idle = recorded([tmp_path])
+    assert [one.name for one in designs] == ["repeat"] and idle == ["silent"]
+    tree = of_steps(steps({"nodes": 6, "depth": 2, "accepted": 1}), "tree", "eagle3", "token", {"tree": "reranked"})
+    deployment = Deployment("any", FreeForward(), {"tree": Drafting(FreeForward())}, 1, {"repeat": "of a reason"})
+    assert notes([*designs, tree], [deployment], idle) == [
+        "Left out: repeat: of a reason.",
+        "tree: only the recorded length, since which nodes a shorter tree keeps was not recorded (it is grown anew in "
+        "each step).",
+        "Left out: silent: no token was drafted.",
+    ]
