@@ -290,11 +290,11 @@ def _replay(given: argparse.Namespace, console: Console) -> int:
 
 def _bounds(given: argparse.Namespace, console: Console) -> int:
     """Print how close verifiers come to the optimum on recorded draft trees, and where the other tokens are lost."""
-    from spec_lab.replay.bounds import table
-    from spec_lab.replay.show import bounds, print_bounds
+    from spec_lab.replay.bounds import of_run, table
+    from spec_lab.replay.show import print_bounds
 
     with sweep.reading(given.folder):
-        found = bounds(given.folder, given.arms)
+        found = of_run(given.folder, given.arms)
     print_bounds(found, console)
     if given.csv:
         _write_table(given.csv, table(found).to_csv(index=False))

@@ -16,13 +16,15 @@ intervals over requests. ``optimum`` describes the bound of whole trees.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from tqdm import tqdm
 
 from spec_lab.analysis.metrics.intervals import Interval, quantiles, resampled
 from spec_lab.core.draft import Draft
@@ -32,7 +34,8 @@ from spec_lab.replay import coarse, optimum, steps
 from spec_lab.replay.coarse import PSEUDO, Variant
 from spec_lab.replay.designs import VERIFIERS, verifier_of
 from spec_lab.replay.shapes import Subtree
-from spec_lab.replay.trees import NeedsModel, RecordedTrees
+from spec_lab.replay.trees import NeedsModel, RecordedTrees, read
+from spec_lab.results.manifest import begun
 from spec_lab.verify import KSeq, Match, Token, Traversal, Verifier
 
 RESAMPLES = 1999
@@ -98,6 +101,15 @@ class ArmBounds:
     verifiers: tuple[VerifierBounds, ...] = ()
     needs: str = ""
 
+    def figures(self) -> dict[str, Any]:
+        """The figures of the run's own verifier, by their names in ``summary.json``; empty where it is not known."""
+        own = next((one for one in self.verifiers if one.used), None)
+        if own is None:
+            return {}
+        found = {"optimum_tau": self.optimum, "share_of_optimum": own.share, "share_of_optimum_first": own.share_first}
+        found |= {f"lost_{part}": value for part, value in own.lost.items()}
+        return {name: value._asdict() for name, value in found.items()}
+
     def summary(self) -> dict[str, Any]:
         """The contents of ``bounds`` in ``summary.json``."""
         if self.needs:
@@ -129,6 +141,22 @@ def used_verifier(manifest: Mapping[str, Any]) -> str:
     name = str(own.get("_target_", "")).rpartition(".")[2].lower()
     options = ",".join(f"{key}={value}" for key, value in own.items() if not key.startswith("_"))
     return (f"{name}:{options}" if options else name) if name in VERIFIERS else ""
+
+
+def of_run(folder: Path, arms: Sequence[str] = ()) -> dict[str, ArmBounds]:
+    """Return the bounds of every recorded arm of a run or a verifier study.
+
+    Args:
+        folder: its directory.
+        arms: of the run; all if empty.
+
+    Raises:
+        ValueError: no recorded run there, or an unknown arm.
+        OSError: a file that cannot be read.
+    """
+    recorded, used = read(folder, tuple(arms)), used_verifier(begun(folder) or {})
+    shown = tqdm(recorded.items(), desc="bounds", unit="arm", disable=True if len(recorded) < 2 else None)
+    return {name: bounds_of(trees, used) for name, trees in shown}
 
 
 def bounds_of(trees: RecordedTrees, used: str = "") -> ArmBounds:

@@ -16,9 +16,8 @@ from tqdm import tqdm
 from spec_lab.analysis.metrics.intervals import Interval
 from spec_lab.core.terminal import visible
 from spec_lab.replay import designs, traces
-from spec_lab.replay.bounds import PARTS, ArmBounds, bounds_of, used_verifier
+from spec_lab.replay.bounds import PARTS, ArmBounds
 from spec_lab.replay.trees import read
-from spec_lab.results.manifest import begun
 from spec_lab.verify import Lenient
 
 MOST = 40
@@ -129,22 +128,6 @@ def print_table(frame: pd.DataFrame, console: Console) -> None:
         console.print(f"The first {MOST} of {len(known)}; --csv FILE writes all.", highlight=False)
     for why, each in frame[frame["needs"] != ""].groupby("needs", sort=False):
         console.print(visible(f"{len(each)} designs: {why}"), soft_wrap=True, highlight=False)
-
-
-def bounds(folder: Path, arms: Sequence[str] = ()) -> dict[str, ArmBounds]:
-    """Return the bounds of every recorded arm of a run.
-
-    Args:
-        folder: the run's directory.
-        arms: of the run; all if empty.
-
-    Raises:
-        ValueError: no recorded run there, or an unknown arm.
-        OSError: a file that cannot be read.
-    """
-    recorded, used = read(folder, tuple(arms)), used_verifier(begun(folder) or {})
-    shown = tqdm(recorded.items(), desc="bounds", unit="arm", disable=None)
-    return {name: bounds_of(trees, used) for name, trees in shown}
 
 
 def print_bounds(found: Mapping[str, ArmBounds], console: Console) -> None:

@@ -1,5 +1,6 @@
 """Bounds of recorded runs: shares of the optimum, parts of what is lost, and what is refused."""
 
+import json
 from dataclasses import replace
 from io import StringIO
 from itertools import combinations
@@ -19,6 +20,7 @@ from spec_lab.replay import bounds, coarse
 from spec_lab.replay.bounds import acceptance, best_points, bounds_of, tree_gain, used_verifier
 from spec_lab.replay.optimum import by_rank, modelled, optimal_acceptance
 from spec_lab.tasks.benchmark import run
+from spec_lab.tasks.verifier_study import study_verifiers
 from spec_lab.verify import KSeq, Match, Token, Traversal
 from tests.distributions.tabular import Outputs, World, every_draft
 from tests.labs import Repeat, lab, settings
@@ -222,6 +224,41 @@ def test_the_command_prints_every_arm_and_writes_all_numbers(recorded, tmp_path)
     lost = frame[[f"lost_{part}" for part in bounds.PARTS]].sum(axis=1)
     np.testing.assert_allclose(lost, frame["depth"] + 1 - frame["tau"], atol=1e-9)
     assert set(frame["arm"]) == {"speculative", "repeat"}
+
+
+def test_summary_and_report_have_the_bounds(recorded):
+    summary = json.loads((recorded / "summary.json").read_text())
+    found = bounds.of_run(recorded)
+    for name, arm in found.items():
+        own = by_name(arm)["token"]
+        written = summary["bounds"][name]["verifiers"]["token"]
+        assert written["used"] and written["share"]["mean"] == pytest.approx(own.share.mean)
+        assert sum(one["mean"] for one in written["lost"].values()) == pytest.approx(arm.depth + 1 - own.tau.mean)
+        assert summary["arms"][name]["share_of_optimum"]["mean"] == pytest.approx(own.share.mean)
+        assert summary["arms"][name]["optimum_tau"]["mean"] == pytest.approx(arm.optimum.mean)
+    assert "share_of_optimum" not in summary["arms"]["baseline"]
+    assert command(["report", str(recorded)], quiet()) == 0
+    page = (recorded / "report.html").read_text()
+    assert "share, first level" in page and "token (used)" in page and (recorded / "figures" / "lost.svg").exists()
+
+
+def test_a_run_without_recording_has_none(tmp_path):
+    assert run(lab(), settings(tmp_path / "out"), {"target": {"path": "tiny"}}, quiet()) == 0
+    assert "bounds" not in json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert command(["report", str(tmp_path / "out")], quiet()) == 0
+    assert "<h2>Bounds" not in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_study_has_them_too(tmp_path):
+    one = lab(temperature=1.0, proposer=named("2x1"), verifiers={"token": Token(), "kseq": KSeq()})
+    own = settings(tmp_path / "out", record="replay", record_top=61, batch_size=1)
+    assert study_verifiers(one, own, CONFIG, quiet(), every=4, repeats=1) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    found = summary["bounds"]["speculative"]
+    expected = summary["proposers"]["speculative"]["verifiers"]["kseq"]["expected_accepted"]["mean"]
+    assert found["verifiers"]["kseq"]["tau"]["mean"] == pytest.approx(1 + expected, rel=1e-5)
+    share = summary["proposers"]["speculative"]["verifiers"]["kseq"]["share_of_bound"]["mean"]
+    assert share > 0 and 0.7 < found["verifiers"]["kseq"]["share_first"]["mean"] <= 1.3
 
 
 def test_the_command_names_what_is_missing(recorded, tmp_path, capsys):
