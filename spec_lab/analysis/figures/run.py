@@ -124,7 +124,8 @@ def lost(bounds: Mapping[str, Mapping[str, Any]]) -> Figure | None:
         if own := next((own for own in one.get("verifiers", {}).values() if own["used"]), None):
             parts = {"tau": own["tau"]["mean"]} | {part: value["mean"] for part, value in own["lost"].items()}
             rows[arm] = {part: max(parts[part], 0.0) for part in LOST}
-            texts.append(f"{own['share']['mean']:.0%} of the optimum" if own["share"]["mean"] is not None else "")
+            most = "optimum" if one.get("kind") == "exact" else "bound"
+            texts.append(f"{own['share']['mean']:.0%} of the {most}" if own["share"]["mean"] is not None else "")
     if not rows:
         return None
     figure, axes = style.stacked_bars(pd.DataFrame(rows).T, LOST, texts, right=1.6, bottom=1.35)
