@@ -108,6 +108,7 @@ def levels(draft: Draft, p: Tensor, lumps: int = 0) -> LevelBounds:
     places = _per_level(shape, np.ones(shape.rows, dtype=bool))
     expanded = _per_level(shape, count > 0)
     token = np.concatenate([np.zeros(shape.roots, dtype=np.int64), draft.token.numpy()])
+    visits = _Visits(shape, _exhausted(draft, way))
     for level in range(shape.deepest):
         rows = np.flatnonzero((depth == level) & (count > 0))
         tree = shape.root[rows]
@@ -145,10 +146,8 @@ def levels(draft: Draft, p: Tensor, lumps: int = 0) -> LevelBounds:
             total = np.minimum(total, places[tree, level + 1])
             weight[nodes] = total / np.maximum(expanded[tree, level + 1], 1)
             continue
-        included = _included(q_above, token[nodes], _leading(shape, rows)[tree], lumps)
-        cap = np.where(places[tree, level + 1] == expanded[tree, level + 1], 1.0, np.inf)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            weight[nodes] = np.where(p_own > 0, np.minimum(weight[above] * p_own / included, cap), 0.0)
+        drawn_at = _drawn_at(q_above, token[nodes], lumps)
+        weight[nodes] = visits.below(nodes, p_own, *drawn_at)
     return LevelBounds(found, weight)
 
 
@@ -174,28 +173,101 @@ def _per_level(shape: Shape, marked: np.ndarray) -> np.ndarray:  # [B, D + 1]
     return found
 
 
-def _leading(shape: Shape, rows: np.ndarray) -> np.ndarray:  # [B]
-    """The least number of leading children that have children themselves, over these rows of each tree."""
-    below = shape.table[rows]
-    open_ = np.where(below >= 0, np.append(shape.count, 0)[below] > 0, False)
-    leading = np.logical_and.accumulate(open_, axis=1).sum(1)
-    found = np.full(shape.roots, np.iinfo(np.int64).max)
-    np.minimum.at(found, shape.root[rows], leading)
+def _exhausted(draft: Draft, way: str) -> np.ndarray:  # [B] bool
+    """Trees in which q's support may have been exhausted, so that planned nodes are missing."""
+    shape, found = draft.shape, np.zeros(draft.shape.roots, dtype=bool)
+    assert draft.q is not None and draft.q_row is not None
+    if way != "iid":
+        support = (draft.q[draft.q_row[shape.expanded]] > 0).sum(1).numpy()
+        found[shape.root[shape.expanded[support <= shape.count[shape.expanded]]]] = True
     return found
 
 
-def _included(q: np.ndarray, token: np.ndarray, count: np.ndarray, lumps: int) -> np.ndarray:  # [n]
-    """P(the token is among ``count`` ones drawn without replacement): exact for two at most, else no more than that."""
+RANKS = 3
+"""Ranks at which the probability of a draw without replacement is bounded from below; 0 from there on."""
+
+
+def _drawn_at(q: np.ndarray, token: np.ndarray, lumps: int) -> tuple[np.ndarray, np.ndarray]:  # [n, RANKS] each
+    """P(the token is drawn as the first, second, .. without replacement): a lower and an upper bound.
+
+    Exact for the first two where no column stands for several tokens.
+    """
     own = q[np.arange(len(q)), token]
     others = q.copy()
     others[np.arange(len(q)), token] = 0.0
     total = others.sum(1, keepdims=True) + own[:, None]
     left = np.maximum(total - others, own[:, None])  # what a first token leaves; at least the token's own
+    most = own * np.divide(others, left, out=np.zeros_like(others), where=left > 0).sum(1)
     if lumps:
         left[:, -lumps:] = 1.0  # several tokens, of which only one is drawn first
-    second = own * np.divide(others, left, out=np.zeros_like(others), where=left > 0).sum(1)
-    found = np.where(count >= 1, own, 0.0) + np.where(count >= 2, second, 0.0)
-    return np.where(count >= 3, np.maximum(found, -np.expm1(count * np.log1p(-np.minimum(own, 1 - 1e-16)))), found)
+    least = own * np.divide(others, left, out=np.zeros_like(others), where=left > 0).sum(1)
+    not_yet = np.maximum(1.0 - own - most, 0.0)  # it is drawn later; then with at least its own probability
+    ahead = np.maximum(1.0 - own - least, 0.0)
+    return np.stack([own, least, not_yet * own], 1), np.stack([own, np.minimum(most, 1.0), ahead], 1)
+
+
+class _Visits:
+    """How often trees drawn without replacement have a node of a given text, from the places of a tree.
+
+    A text of depth d is that of each place of depth d with some probability: the product over its tokens of P(it is the
+    draw of that rank). For every row these are followed down its tree, as bounds, with a bound of a(s).
+
+    Args:
+        shape: the forest.
+        exhausted: ``[B]`` trees that lack planned nodes. They have no upper bound.
+    """
+
+    def __init__(self, shape: Shape, exhausted: np.ndarray) -> None:
+        self.shape, self.exhausted = shape, exhausted
+        self.slot = np.zeros(shape.rows, dtype=np.int64)
+        self.tables: list[np.ndarray] = []  # of each depth, the rows of each tree [B, places]; -1 fills up
+        for level in range(shape.deepest + 1):
+            rows = np.flatnonzero(shape.depth == level)
+            order = rows[np.argsort(shape.root[rows], kind="stable")]
+            counts = np.bincount(shape.root[order], minlength=shape.roots)
+            place = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+            self.slot[order] = place
+            table = np.full((shape.roots, int(counts.max(initial=0))), -1, dtype=np.int64)
+            table[shape.root[order], place] = order
+            self.tables.append(table)
+        self.least = self.most = np.ones((shape.roots, 1))  # [rows of a depth, places]
+        self.bound = np.ones(shape.roots)  # of a(s)
+        self.number = np.arange(shape.roots)  # [R'] of each row, its place in these
+
+    def below(self, nodes: np.ndarray, p: np.ndarray, least: np.ndarray, most: np.ndarray) -> np.ndarray:  # [n]
+        """Go down to the nodes of the next depth; return their weights.
+
+        Args:
+            nodes: rows ``[n]``, all of one depth.
+            p: ``[n]`` of their tokens.
+            least, most: ``[n, RANKS]`` of ``_drawn_at``.
+        """
+        shape = self.shape
+        above, tree = shape.parent[nodes - shape.roots], shape.root[nodes]
+        places = self.tables[int(shape.depth[nodes[0]])][tree]  # [n, places]
+        there = places >= 0
+        safe = np.where(there, places, shape.roots)
+        rank = shape.rank[safe - shape.roots]
+        parent = self.slot[shape.parent[safe - shape.roots]]
+        known = there & (rank < RANKS)
+        number = self.number[above]
+        at = np.minimum(rank, RANKS - 1)
+        low = np.take_along_axis(self.least[number], parent, 1) * np.take_along_axis(least, at, 1)
+        high = np.take_along_axis(self.most[number], parent, 1) * np.where(
+            rank < RANKS, np.take_along_axis(most, at, 1), most[:, -1:]
+        )
+        self.least, self.most = np.where(known, low, 0.0), np.where(there, high, 0.0)
+        expanded = there & (shape.count[safe] > 0)
+        bound = self.bound[number] * p
+        self.bound = np.where(self.exhausted[tree], bound, np.minimum(bound, self.most.sum(1)))
+        self.number = np.zeros(shape.rows, dtype=np.int64)
+        self.number[nodes] = np.arange(len(nodes))
+        seen = (self.least * expanded).sum(1)
+        weight = np.full(len(nodes), np.inf)
+        np.divide(self.bound, seen, out=weight, where=seen > 0)
+        weight[self.bound == 0] = 0.0
+        whole = ~self.exhausted[tree] & (there == expanded).all(1)
+        return np.where(whole, np.minimum(weight, 1.0), weight)
 
 
 # Trees ---------------------------------------------------------------------------------------------------------------
