@@ -151,7 +151,7 @@ def print_bounds(found: Mapping[str, ArmBounds], console: Console) -> None:
             shown.add_column(heading, justify="right", no_wrap=True)
         for one in arm.verifiers:
             label = f"{one.name}{'' if one.lossless else ', lossy'}{' *' * one.used}"
-            shares = [f"{value.mean:.1%}" for value in (one.share_first, one.share)]
+            shares = [f"{x.mean:.1%}" if np.isfinite(x.mean) else "" for x in (one.share_first, one.share)]
             lost = [f"{one.lost[part].mean:.2f}" for part in PARTS]
             shown.add_row(visible(label), _interval(one.tau), *shares, *lost)
         console.print(shown, highlight=False)

@@ -19,6 +19,7 @@ from spec_lab.propose.trees import parse
 from spec_lab.replay import bounds, coarse
 from spec_lab.replay.bounds import acceptance, best_points, bounds_of, tree_gain, used_verifier
 from spec_lab.replay.optimum import by_rank, modelled, optimal_acceptance
+from spec_lab.replay.show import print_bounds
 from spec_lab.tasks.benchmark import run
 from spec_lab.tasks.verifier_study import study_verifiers
 from spec_lab.verify import KSeq, Match, Token, Traversal
@@ -204,6 +205,17 @@ def test_greedy_runs_have_bounds_too(target):
     arm = bounds_of(decoded(target, "point", "2x1", COLD)[0], "match")
     assert by_name(arm)["match"].share.mean == pytest.approx(1) or arm.optimum.mean == 1
     assert total(arm, by_name(arm)["match"]) == pytest.approx(0, abs=1e-12)
+
+
+def test_trees_of_which_nothing_can_be_accepted_have_no_share():
+    draft = Draft(tree(parse("1x1")), torch.tensor([1, 1]))
+    arm = bounds_of(by_hand(draft, np.array([[1.0, 0.0, 0.0]] * 3)), "token")
+    own = by_name(arm)["token"]
+    assert np.isnan(own.share.mean) and np.isnan(own.share_first.mean) and arm.optimum.mean == own.tau.mean == 1
+    assert own.lost["draft"].mean == 2
+    console = quiet()
+    print_bounds({"speculative": arm}, console)
+    assert "nan" not in console.file.getvalue()
 
 
 def test_the_used_verifier_is_read_from_the_manifest():
