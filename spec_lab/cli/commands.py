@@ -1,4 +1,4 @@
-"""Commands: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``replay``, ``bounds``, ``project``, ``samples``,
+"""Commands: ``spec-lab state``, ``collect``, ``compare``, ``report``, ``replay``, ``bounds``, ``project``, ``samples`` and
 ``track`` read runs; ``convert`` weights; ``index`` text.
 
 ``spec-lab train NAME`` is short for an experiment (``experiment``).
@@ -162,6 +162,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     formats = "of a file: jsonl (docs/replay.md), vllm (the text of /metrics), sglang (JSON lines of responses)"
     own("--format", choices=("jsonl", "vllm", "sglang"), default="jsonl", help=formats)
     own("--csv", type=Path, metavar="FILE", help="also write all designs to a CSV file")
+    bounds = add("bounds")
+    bounds.add_argument("folder", type=Path, metavar="DIR", help="a run with record=replay")
+    bounds.add_argument("--arms", nargs="+", default=[], metavar="ARM", help="arms of the run (all)")
+    bounds.add_argument("--csv", type=Path, metavar="FILE", help="also write all numbers to a CSV file")
     add("samples").add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs")
     track = add("track")
     track.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps")
@@ -359,6 +363,20 @@ def _replay(given: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _bounds(given: argparse.Namespace, console: Console) -> int:
+    """Print how close verifiers come to the optimum on recorded draft trees, and where the other tokens are lost."""
+    from spec_lab.replay.bounds import of_run, table
+    from spec_lab.replay.show import print_bounds
+
+    with sweep.reading(given.folder):
+        found = of_run(given.folder, given.arms)
+    print_bounds(found, console)
+    if given.csv:
+        _write_table(given.csv, table(found).to_csv(index=False))
+        _say(console, f"Table: {given.csv}")
+    return 0
+
+
 def _samples(given: argparse.Namespace, console: Console) -> int:
     """Write a run's answers to HumanEval or LiveCodeBench for their own evaluators; nothing is executed."""
     from spec_lab.analysis.samples import write_samples
@@ -432,6 +450,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
     "project": _project,
     "report": _report,
     "replay": _replay,
+    "bounds": _bounds,
     "samples": _samples,
     "track": _track,
     "dashboard": _dashboard,

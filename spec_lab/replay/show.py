@@ -1,9 +1,9 @@
-"""The command ``spec-lab replay``: evaluate designs of a recorded run, print a table, write a CSV file."""
+"""The commands ``spec-lab replay`` and ``spec-lab bounds``: evaluate a recorded run, and print tables."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from spec_lab.analysis.metrics.intervals import Interval
 from spec_lab.core.terminal import visible
 from spec_lab.replay import designs, traces
+from spec_lab.replay.bounds import PARTS, ArmBounds
 from spec_lab.replay.trees import read
 from spec_lab.verify import Lenient
 
@@ -126,3 +128,43 @@ def print_table(frame: pd.DataFrame, console: Console) -> None:
         console.print(f"The first {MOST} of {len(known)}; --csv FILE writes all.", highlight=False)
     for why, each in frame[frame["needs"] != ""].groupby("needs", sort=False):
         console.print(visible(f"{len(each)} designs: {why}"), soft_wrap=True, highlight=False)
+
+
+def print_bounds(found: Mapping[str, ArmBounds], console: Console) -> None:
+    """Print each arm's shares of the optimum, and where its tokens are lost."""
+    for name, arm in found.items():
+        if arm.needs:
+            console.print(visible(f"{name}: {arm.needs}"), soft_wrap=True, highlight=False)
+            continue
+        most = {"exact": "optimum", "bound": "at most", "estimate": "estimated optimum"}[arm.kind]
+        console.print(
+            visible(
+                f"{name}: drawn {arm.drawn}, {arm.nodes:.3g} nodes, depth {arm.depth:.3g}, {arm.steps} steps; "
+                f"{most} {_interval(arm.optimum)} tokens a step, of at most {arm.depth + 1:.3g}"
+            ),
+            style="bold",
+            highlight=False,
+        )
+        shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        shown.add_column("\nverifier", overflow="fold", min_width=14)
+        for heading in ("\ntau", "share:\nfirst", "\ntree", "lost:\nverifier", "\nopen", "\ntree", "\ndraft"):
+            shown.add_column(heading, justify="right", no_wrap=True)
+        for one in arm.verifiers:
+            label = f"{one.name}{'' if one.lossless else ', lossy'}{' *' * one.used}"
+            shares = [f"{x.mean:.1%}" if np.isfinite(x.mean) else "" for x in (one.share_first, one.share)]
+            lost = [f"{one.lost[part].mean:.2f}" for part in PARTS]
+            shown.add_row(visible(label), _interval(one.tau), *shares, *lost)
+        console.print(shown, highlight=False)
+    if any(not arm.needs for arm in found.values()):
+        console.print(
+            "*: the run's verifier. Share of the optimum: first: a child of the root is accepted, if only these are "
+            "drafted; tree: accepted tokens. Lost tokens sum to depth + 1 - tau. verifier: the best lossless one here "
+            "accepts more; open: none here does, but the bound permits it; tree: another tree of as many nodes, an "
+            "estimate; draft: the rest. Lossy verifiers may exceed the optimum. See docs/bounds.md.",
+            highlight=False,
+        )
+
+
+def _interval(value: Interval) -> str:
+    mean = f"{value.mean:.2f}"
+    return f"{mean} [{value.low:.2f}, {value.high:.2f}]" if np.isfinite(value.low) else mean

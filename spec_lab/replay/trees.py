@@ -19,9 +19,9 @@ import pandas as pd
 from spec_lab.core.draft import WAYS, Drawn, Shape
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.recording import unpack_ids
+from spec_lab.results import study
 from spec_lab.results.manifest import begun
 from spec_lab.results.writer import load, load_replay
-from spec_lab.tasks.verifier_study import tables as study
 
 BY_PREFIX = ("draft_chain", "draft_tree", "draft_best_first", "draft_reranked")
 """Proposers whose q follows from the text before a token alone, wherever the step began: a draft model's."""

@@ -28,6 +28,7 @@ from spec_lab.core.roofline import Roofline
 from spec_lab.engine.proposer import most_at_once
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
+from spec_lab.replay.bounds import ArmBounds, of_run
 from spec_lab.results.schema import CHECK_COLUMNS, DRAFT_COLUMNS, TURN_COLUMNS
 from spec_lab.results.writer import Recorder
 from spec_lab.tasks.certify.certificate import in_short
@@ -107,7 +108,8 @@ def run(
         tables = recorder.gather()
         if settings.prefix_cache is not None:
             used["cached_prompt_shares"] = metrics.cached_prompt_shares(tables.requests)
-        summary = _summary(lab, settings, arms, tables, config, facts.get("roofline"))
+        bounds = of_run(settings.output_dir) if settings.record == "replay" else {}
+        summary = _summary(lab, settings, arms, tables, config, facts.get("roofline"), bounds)
         return Done(
             summary | margins(lab, requests, tables) | used,
             lambda: [] if many else _draw(with_names(tables, names), settings.output_dir / "figures"),
@@ -172,16 +174,19 @@ def _summary(
     tables: metrics.Tables,
     config: Mapping[str, Any],
     roofline: Mapping[str, Any] | None,
+    bounds: Mapping[str, ArmBounds],
 ) -> dict[str, Any]:
     """The contents of ``summary.json``: what all arms share, the main arm's figures, and every arm's under "arms".
 
-    ``roofline`` holds the facts of the manifest: of a resumed run, from when it began.
+    ``roofline`` holds the facts of the manifest: of a resumed run, from when it began. ``bounds`` are those of arms
+    whose distributions were recorded.
     """
     made_of = [{part: config.get(part) for part in ("proposer", "arms", "verifier")}, lab.weights(), lab.facts()]
     known = lab.target.cache.certificates
     each = {
         name: _parts(arms[name], [name, *made_of], known)
         | metrics.summarise(tables, name, roofline=Roofline.of(roofline))
+        | (bounds[name].figures() if name in bounds else {})
         for name in metrics.arms(tables)
     }
     main = next(iter(each.values()))
@@ -201,6 +206,7 @@ def _summary(
         **main,
         "arms": each,
         "against": metrics.speedups_over_peers(tables),
+        **({"bounds": {name: one.summary() for name, one in bounds.items()}} if bounds else {}),
         "errors": tables.requests["error"][tables.requests["error"] != ""].tolist(),
     }
 

@@ -10,6 +10,9 @@ H is a prefix of the tokens in ascending order of p / q (2502.18779), so that V 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 from torch import Tensor
 
@@ -36,31 +39,66 @@ def transport_bound(p: Tensor, q: Tensor, count: int, drawn: Drawn) -> np.ndarra
     Raises:
         ValueError: p and q of different shapes, negative or NaN; a negative count; drawn ``point``.
     """
+    found = inside(p, q, (count,), drawn)
+    if found is None:
+        return np.zeros(len(p))
+    lost = (found.drafts[count] - found.target).max(-1)  # the empty set's 0 is no more than the whole support's 1 - p
+    return np.where(found.support > 0, np.clip(1.0 - lost, 0.0, 1.0), 0.0)
+
+
+class Inside(NamedTuple):
+    """Masses of the sets H that can be the best: the first j + 1 tokens of a row in ascending order of p / q.
+
+    Args:
+        target: ``[n, S]`` p(H); S is the largest support of q.
+        drafts: P(all drafts lie in H) by the number of siblings, ``[n, S]`` each.
+        support: ``[n]`` tokens of each row that can be drafted.
+    """
+
+    target: np.ndarray
+    drafts: dict[int, np.ndarray]
+    support: np.ndarray
+
+
+def inside(p: Tensor, q: Tensor, counts: Sequence[int], drawn: Drawn) -> Inside | None:
+    """Return the masses of all sets that can be the best; None where nothing is drafted.
+
+    Args:
+        p, q, drawn: as of ``transport_bound``.
+        counts: numbers of siblings.
+
+    Raises:
+        ValueError: as ``transport_bound``.
+    """
     if drawn == "point":
         raise ValueError("point drafts are not random: what can be accepted of them is p(drafts)")
     if p.ndim != 2 or p.shape != q.shape:
         raise ValueError(f"p and q must have equal shapes (got {tuple(p.shape)} and {tuple(q.shape)})")
-    if count < 0:
-        raise ValueError(f"{count} siblings cannot be drawn")
+    if min(counts) < 0:
+        raise ValueError(f"{min(counts)} siblings cannot be drawn")
     target, draft = _normalised(p), _normalised(q)
     draft[draft < TINY] = 0.0
     support = (draft > 0).sum(-1)
-    if count == 0 or not support.any():
-        return np.zeros(len(draft))
+    if max(counts) == 0 or not support.any():
+        return None
     # tokens that are never drafted stand last: in H they only cost
     ratio = np.divide(target, draft, out=np.full_like(draft, np.inf), where=draft > 0)
     order = np.argsort(ratio, axis=-1, kind="stable")[:, : int(support.max())]
     target, draft = np.take_along_axis(target, order, -1), np.take_along_axis(draft, order, -1)
-    if drawn == "iid" or count == 1:
-        every = np.cumsum(draft, -1) ** count
-    else:
-        every = np.zeros_like(draft)
-        some = support > count  # else all of the support is drafted, and lies in H only where H is all of it
-        if some.any():
-            every[some] = all_inside(draft[some], count)
-        every[np.arange(len(every)), support - 1] = 1.0
-    lost = (every - np.cumsum(target, -1)).max(-1)  # the empty set's 0 is no more than the whole support's 1 - p
-    return np.where(support > 0, np.clip(1.0 - lost, 0.0, 1.0), 0.0)
+    return Inside(np.cumsum(target, -1), {one: _every(draft, support, one, drawn) for one in counts}, support)
+
+
+def _every(draft: np.ndarray, support: np.ndarray, count: int, drawn: Drawn) -> np.ndarray:  # [n, S]
+    """P(all ``count`` drafts lie among the first j + 1 tokens)."""
+    if drawn == "iid" or count <= 1:
+        return np.cumsum(draft, -1) ** count
+    every = np.zeros_like(draft)
+    some = support > count  # else all of the support is drafted, and lies in H only where H is all of it
+    if some.any():
+        every[some] = all_inside(draft[some], count)
+    drafted = np.flatnonzero(support)
+    every[drafted, support[drafted] - 1] = 1.0
+    return every
 
 
 def all_inside(q: np.ndarray, count: int) -> np.ndarray:

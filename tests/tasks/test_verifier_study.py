@@ -20,9 +20,9 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.proposer import Requires
 from spec_lab.propose import Null
+from spec_lab.results.study import load
 from spec_lab.tasks.verifier_study import pooled, study_verifiers
 from spec_lab.tasks.verifier_study.recorded import drafts_along, of_prompt, pairs, positions, proposers_of, sample
-from spec_lab.tasks.verifier_study.tables import load
 from spec_lab.verify import Gumbel, KSeq, Lenient, Match, Token, Traversal
 from spec_lab.verify.transport import transport_bound
 from tests import checkpoints

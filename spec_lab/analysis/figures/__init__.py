@@ -25,6 +25,7 @@ from spec_lab.analysis.figures.run import (
     acceptance,
     accepted_trees,
     cost,
+    lost,
     phases,
     throughput,
     tokens,
@@ -58,15 +59,21 @@ def draw(tables: Tables, folder: Path, formats: Sequence[str] = ("png",)) -> lis
     )
 
 
-def run_figures(tables: Tables, trees: Mapping[str, Collection[Ranks]] | None = None) -> Figures:
+def run_figures(
+    tables: Tables,
+    trees: Mapping[str, Collection[Ranks]] | None = None,
+    bounds: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Figures:
     """Draw every figure that the run has data for.
 
     Args:
         tables: the run's rows.
         trees: the arms' static draft trees, as paths of child ranks.
+        bounds: of arms whose distributions were recorded, as in ``summary.json``.
     """
     plain = {one.__name__: partial(one, tables) for one in (throughput, acceptance, tokens, phases, cost)}
-    return _drawn(plain | {"accepted_trees": partial(accepted_trees, tables, trees)})
+    more = {"accepted_trees": partial(accepted_trees, tables, trees), "lost": partial(lost, bounds or {})}
+    return _drawn(plain | more)
 
 
 def sweep_figures(table: pd.DataFrame, keys: Sequence[str]) -> Figures:

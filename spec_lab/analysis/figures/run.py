@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -99,6 +99,37 @@ def phases(tables: Tables) -> Figure | None:
     texts = [f"{ms:.2f} ms, overhead {share:.1%}" for ms, share in zip(widths.sum(axis=1), shares, strict=True)]
     figure, axes = style.stacked_bars(widths, parts, texts, right=2.0, bottom=1.35)
     axes.set(title="Decode time by phase", xlabel="milliseconds per emitted token")
+    return figure
+
+
+LOST = {
+    "tau": ("emitted (tau)", "#22639c"),
+    "verifier": ("lost to the verifier", "#d9822b"),
+    "open": ("open: no known verifier", "#f0c48e"),
+    "tree": ("lost to the tree", "#7b9a5b"),
+    "draft": ("lost to the draft", "#c9c9c9"),
+}
+"""Parts of the most tokens that a step can emit: label and colour."""
+
+
+@rc_context(STYLE)
+def lost(bounds: Mapping[str, Mapping[str, Any]]) -> Figure | None:
+    """Draw where the tokens of a step are lost: depth + 1 tokens in parts, one bar per arm.
+
+    Args:
+        bounds: ``bounds`` of ``summary.json``, by the arms' shown names.
+    """
+    rows, texts = {}, []
+    for arm, one in bounds.items():
+        if own := next((own for own in one.get("verifiers", {}).values() if own["used"]), None):
+            parts = {"tau": own["tau"]["mean"]} | {part: value["mean"] for part, value in own["lost"].items()}
+            rows[arm] = {part: max(parts[part], 0.0) for part in LOST}
+            most = "optimum" if one.get("kind") == "exact" else "bound"
+            texts.append(f"{own['share']['mean']:.0%} of the {most}" if own["share"]["mean"] is not None else "")
+    if not rows:
+        return None
+    figure, axes = style.stacked_bars(pd.DataFrame(rows).T, LOST, texts, right=1.6, bottom=1.35)
+    axes.set(title="Where tokens are lost", xlabel="tokens a step, of at most depth + 1")
     return figure
 
 

@@ -38,6 +38,18 @@ PARTS = {
 }
 """What is read of ``summary.json``."""
 
+VALUE = {"mean": (float, None), "low": (float, None), "high": (float, None)}
+BOUNDS = {
+    "?needs": str,
+    "?kind": str,
+    "?depth": (float, None),
+    "?optimum": VALUE,
+    "?verifiers": {
+        str: {"used": bool, "lossless": bool, "tau": VALUE, "share": VALUE, "share_first": VALUE, "lost": {str: VALUE}}
+    },
+}
+"""What is read of an arm's ``bounds``."""
+
 MARGIN = {"median": float, "largest": float}
 
 MARKS = {"accepted": "a", "forced": "f"}
@@ -73,12 +85,13 @@ def page(folder: Path) -> str:
     roofline = Roofline.of(manifest.get("roofline"))
     figures_of = {arm: metrics.summarise(tables, arm, roofline=roofline) for arm in arms}
     drafted = {arm: tree for arm, facts in manifest["proposers"].items() if (tree := _tree(facts.get("tree")))}
+    bounds = renamed(summary.get("bounds", {}), names)
     prompts, prompts_shown = _prompts(tables, arms)
     content = Page(
         title=f"{manifest['config'].get('name', 'run')}: {folder.resolve().name}",
         lead=_lead(manifest, summary, tables),
         warnings=_warnings(manifest, summary, tables),
-        drawn=figures.run_figures(tables, drafted),
+        drawn=figures.run_figures(tables, drafted, bounds),
         facts=_facts(manifest, summary, tables),
     )
     return render(
@@ -98,6 +111,8 @@ def page(folder: Path) -> str:
             *margin_notes(renamed(summary.get("output_margins", {}), names)),
         ],
         peers=_peers(tables),
+        bounds=_bounds(bounds),
+        no_bounds=[(arm, one["needs"]) for arm, one in bounds.items() if one.get("needs")],
         names=arms,
         prompts=prompts,
         prompts_shown=prompts_shown,
@@ -132,7 +147,9 @@ def _summary(folder: Path) -> dict[str, Any]:
     file = folder / "summary.json"
     try:
         summary = read_json(file) or {}
-        expect(summary, {**PARTS, "?arms": {str: PARTS}, "?output_margins": {str: MARGIN}}, "")
+        expect(
+            summary, {**PARTS, "?arms": {str: PARTS}, "?output_margins": {str: MARGIN}, "?bounds": {str: BOUNDS}}, ""
+        )
     except ValueError as error:
         why = str(error) if str(file) in str(error) else f"{file} is not readable ({error})"
         raise Unreadable(f"{why}; run the same command again to write it anew") from error
@@ -192,6 +209,30 @@ def _peers(tables: Tables) -> DataTable | None:
     arms = list(next(iter(speedups.values()), ()))
     rows = [[Cell(arm), *(figure_cell("speedup", one[arm]) for one in speedups.values())] for arm in arms]
     return DataTable([("arm", False), *((peer, True) for peer in speedups)], rows) if rows else None
+
+
+def _bounds(bounds: Mapping[str, Mapping[str, Any]]) -> DataTable | None:
+    """Return the shares of the optimum and the parts of what is lost; None without."""
+    rows = []
+    for arm, one in bounds.items():
+        for name, own in one.get("verifiers", {}).items():
+            label = f"{name}{'' if own['lossless'] else ', lossy'}{' (used)' * own['used']}"
+            shares = [_bound(own[share], ".1%") for share in ("share_first", "share")]
+            lost = [_bound(own["lost"].get(part), ".3f") for part in ("verifier", "open", "tree", "draft")]
+            most = _bound(one.get("optimum"), ".3f")
+            rows.append([Cell(arm), Cell(label), _bound(own["tau"], ".3f"), most, Cell(one["kind"]), *shares, *lost])
+    columns = [("arm", False), ("verifier", False), ("tau", True), ("optimal tau", True), ("which is", False)]
+    columns += [("share, first level", True), ("share, tree", True)]
+    columns += [(f"lost: {part}", True) for part in ("verifier", "open", "tree", "draft")]
+    return DataTable(columns, rows) if rows else None
+
+
+def _bound(value: Mapping[str, float | None] | None, form: str) -> Cell:
+    """Return the cell of a mean with its interval."""
+    if value is None or value["mean"] is None:
+        return Cell("", float("nan"))
+    ends = "" if value["low"] is None else f" [{value['low']:{form}}, {value['high']:{form}}]"
+    return Cell(f"{value['mean']:{form}}{ends}", value["mean"])
 
 
 def _lead(manifest: Mapping[str, Any], summary: Mapping[str, Any], tables: Tables) -> str:

@@ -24,8 +24,8 @@ def summarise(
     """Return the numbers of a run.
 
     Args:
-        rows: as in ``tables.RECORDED``.
-        texts: as in ``tables.TEXTS``.
+        rows: as in ``study.RECORDED``.
+        texts: as in ``study.TEXTS``.
         verifiers: names, in the order shown.
         facts: of each proposer, in the order shown.
     """

@@ -12,13 +12,14 @@ from rich.console import Console
 from tqdm import tqdm
 
 from spec_lab.core.options import whole
+from spec_lab.replay.bounds import of_run
 from spec_lab.results.manifest import finite
 from spec_lab.results.parts import Rows
+from spec_lab.results.study import load, parts
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.tasks.verifier_study import pooled, show
 from spec_lab.tasks.verifier_study.recorded import of_prompt, pairs, proposers_of
-from spec_lab.tasks.verifier_study.tables import load, parts
 
 
 def study_verifiers(
@@ -90,6 +91,8 @@ def study_verifiers(
             **pooled.summarise(recorded, texts, list(verifiers), {name: facts[name] for name in proposers}),
             "left_out": left_out,
         }
+        if settings.record == "replay" and len(recorded):
+            summary["bounds"] = {name: one.summary() for name, one in of_run(settings.output_dir).items()}
         return Done(
             summary,
             lambda: show.draw(finite(summary), settings.output_dir / "figures"),

@@ -1,0 +1,454 @@
+"""How far a recorded run is from what is possible: shares of the optimum, and where the missing tokens are lost.
+
+A step whose tree has depth D emits at most D + 1 tokens. What it emits less than that is split into four parts:
+
+- ``verifier``: the best lossless verifier of this project accepts more of the same trees;
+- ``open``: no verifier here accepts it, and it is not proved that none can. 0 where the optimum is attained: for
+  chains (block verification), and for points;
+- ``tree``: another tree of as many nodes and at most the same depth. An estimate: acceptance follows from depth and
+  rank alone, as in Sequoia (2402.12374), and each node is verified optimally;
+- ``draft``: the rest. A draft whose q is p has every token of a chain accepted, D + 1 tokens.
+
+They sum to D + 1 - tau. All are means over the recorded steps after the prefill (see ``steps``), with bootstrap
+intervals over requests. ``optimum`` describes the bound of whole trees.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+from spec_lab.analysis.metrics.intervals import Interval, quantiles, resampled
+from spec_lab.core.draft import Draft
+from spec_lab.propose.trees import by_rank as value_by_rank
+from spec_lab.propose.trees import grow
+from spec_lab.replay import coarse, optimum, steps
+from spec_lab.replay.coarse import PSEUDO, Variant
+from spec_lab.replay.designs import VERIFIERS, verifier_of
+from spec_lab.replay.shapes import Subtree
+from spec_lab.replay.trees import NeedsModel, RecordedTrees, read
+from spec_lab.results.manifest import begun
+from spec_lab.verify import KSeq, Match, Token, Traversal, Verifier
+
+RESAMPLES = 1999
+PARTS = ("verifier", "open", "tree", "draft")
+"""The parts of what is lost, as ``lost_*``."""
+
+FIRST, WHOLE = Subtree(depth=1), Subtree()
+
+
+@dataclass(frozen=True, eq=False)
+class VerifierBounds:
+    """One verifier on the trees of an arm.
+
+    Args:
+        name: as it is written.
+        lossless: whether its output has the target's distribution. Others can exceed the optimum.
+        used: whether the run used it.
+        tau: expected tokens of a step.
+        unknown: half the width of what tokens that were not recorded leave open of tau.
+        share_first: P(a child of the root is accepted) over its optimum, where only the first level is drafted.
+        share: accepted tokens over the optimum of the trees, or over its bound.
+        lost: tokens a step that are lost, by part; they sum to depth + 1 - tau.
+    """
+
+    name: str
+    lossless: bool
+    used: bool
+    tau: Interval
+    unknown: float
+    share_first: Interval
+    share: Interval
+    lost: Mapping[str, Interval]
+
+
+@dataclass(frozen=True, eq=False)
+class ArmBounds:
+    """The bounds of one arm.
+
+    Args:
+        arm: its name.
+        drawn: how its nodes were drawn.
+        steps: recorded steps after the prefill.
+        nodes, depth: their means.
+        optimum: most expected tokens of a step by any lossless verifier of these trees.
+        kind: "exact"; "bound" where no verifier need reach it; "estimate" where the masses of the tokens that were not
+            recorded are not known (other temperatures than 1).
+        points: a bound of the expected tokens of any tree of points of as many nodes and at most this depth, whichever
+            draft chose them.
+        best: the lossless verifier of this project with the largest tau.
+        verifiers: all that fit, most tokens first.
+        needs: why there are no bounds; empty where there are.
+    """
+
+    arm: str
+    drawn: str = ""
+    steps: int = 0
+    nodes: float = float("nan")
+    depth: float = float("nan")
+    optimum: Interval = Interval(*[float("nan")] * 3)
+    kind: str = ""
+    points: Interval = Interval(*[float("nan")] * 3)
+    best: str = ""
+    verifiers: tuple[VerifierBounds, ...] = ()
+    needs: str = ""
+
+    def figures(self) -> dict[str, Any]:
+        """The figures of the run's own verifier, by their names in ``summary.json``; empty where it is not known."""
+        own = next((one for one in self.verifiers if one.used), None)
+        if own is None:
+            return {}
+        found = {"optimum_tau": self.optimum, "share_of_optimum": own.share, "share_of_optimum_first": own.share_first}
+        found |= {f"lost_{part}": value for part, value in own.lost.items()}
+        return {name: value._asdict() for name, value in found.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """The contents of ``bounds`` in ``summary.json``."""
+        if self.needs:
+            return {"needs": self.needs}
+        each = {
+            one.name: {
+                "lossless": one.lossless,
+                "used": one.used,
+                "tau": one.tau._asdict(),
+                "not_recorded": one.unknown,
+                "share_first": one.share_first._asdict(),
+                "share": one.share._asdict(),
+                "lost": {part: value._asdict() for part, value in one.lost.items()},
+            }
+            for one in self.verifiers
+        }
+        return {
+            "drawn": self.drawn, "steps": self.steps, "nodes": self.nodes, "depth": self.depth,
+            "optimum": self.optimum._asdict(), "kind": self.kind, "best_points": self.points._asdict(),
+            "best": self.best, "verifiers": each,
+        }  # fmt: skip
+
+
+def used_verifier(manifest: Mapping[str, Any]) -> str:
+    """Return the verifier of a run as ``verifier_of`` reads it; empty if replay has none of that name."""
+    own = (manifest.get("config") or {}).get("verifier")
+    if not isinstance(own, Mapping):
+        return ""
+    name = str(own.get("_target_", "")).rpartition(".")[2].lower()
+    options = ",".join(f"{key}={value}" for key, value in own.items() if not key.startswith("_"))
+    return (f"{name}:{options}" if options else name) if name in VERIFIERS else ""
+
+
+def of_run(folder: Path, arms: Sequence[str] = ()) -> dict[str, ArmBounds]:
+    """Return the bounds of every recorded arm of a run or a verifier study.
+
+    Args:
+        folder: its directory.
+        arms: of the run; all if empty.
+
+    Raises:
+        ValueError: no recorded run there, or an unknown arm.
+        OSError: a file that cannot be read.
+    """
+    recorded, used = read(folder, tuple(arms)), used_verifier(begun(folder) or {})
+    shown = tqdm(recorded.items(), desc="bounds", unit="arm", disable=True if len(recorded) < 2 else None)
+    return {name: bounds_of(trees, used) for name, trees in shown}
+
+
+def bounds_of(trees: RecordedTrees, used: str = "") -> ArmBounds:
+    """Return the bounds of an arm; of one whose trees have none, the reason.
+
+    Args:
+        trees: its recorded trees.
+        used: the run's verifier, as ``verifier_of`` reads it.
+    """
+    try:
+        return _bounds(trees, used)
+    except NeedsModel as why:
+        return ArmBounds(trees.arm, " and ".join(sorted(trees.ways)), needs=str(why))
+
+
+def check(trees: RecordedTrees) -> None:
+    """Refuse trees of which no bound is known.
+
+    Raises:
+        NeedsModel: nothing was drafted, mixed ways of drawing, or shapes that follow from the tokens that were drawn.
+    """
+    if not trees.decode.any() or not trees.shape.nodes:
+        raise NeedsModel("no step after the prefill has drafted anything")
+    ways = sorted(trees.ways)
+    if len(ways) > 1:
+        raise NeedsModel(f"no bound is known for trees drawn {' and '.join(ways)}")
+    if ways == ["gumbel"]:
+        raise NeedsModel("the noise of drafts drawn gumbel is not recorded, so that what was accepted is not known")
+    if ways == ["point"] or not trees.shape.branches:
+        return
+    tree = trees.proposer.get("tree")
+    if trees.proposer.get("confidence") or not isinstance(tree, str) or tree in ("best first", "reranked", ""):
+        raise NeedsModel("the shape of the sampled trees follows from their tokens; bounds are known for static trees")
+
+
+def acceptance(verifier: Verifier, p: np.ndarray, q: np.ndarray, count: np.ndarray) -> np.ndarray | None:
+    """Return P(one of a row's iid children is accepted) ``[n]``, over their drawing; None without a closed form.
+
+    Args:
+        verifier: the verifier, of one level.
+        p, q: ``[n, V]`` float64, distributions.
+        count: ``[n]`` children.
+    """
+    most = int(count.max(initial=0))
+    if isinstance(verifier, Match):
+        return np.asarray((p * -np.expm1(count[:, None] * np.log1p(-np.minimum(q, 1 - 1e-16)))).sum(1))
+    if not isinstance(verifier, Token | Traversal):
+        return None
+    # the theta of each rejection: P = (p - theta q)+ / S (``along``)
+    theta, total, left = np.zeros(len(p)), np.ones(len(p)), np.ones(len(p))
+    for rank in range(most):
+        rest = np.maximum(p - theta[:, None] * q, 0.0)
+        total = rest.sum(1)
+        some = np.divide(rest, total[:, None], out=np.zeros_like(rest), where=total[:, None] > 0)
+        here = np.where(total > 0, np.minimum(q, some).sum(1), 1.0)
+        left = np.where(rank < count, left * (1.0 - here), left)
+        theta = theta + total
+    return 1.0 - left
+
+
+def best_points(trees: RecordedTrees, p: np.ndarray) -> np.ndarray:  # [B]
+    """Return a bound of the accepted tokens of any tree of points with each tree's nodes and at most its depth.
+
+    No verifier accepts more of points than the probability of their texts, so the nodes are the likeliest texts. Below
+    a token that was not drafted nothing is recorded: what follows it is taken as certain.
+
+    Args:
+        trees: the recorded trees.
+        p: ``[R, W + PSEUDO]``.
+    """
+    shape = trees.shape
+    ordered = np.argsort(-p, axis=1, kind="stable")[:, : max(int(shape.sizes.max()) - 1, 1)]
+    sorted_p = np.take_along_axis(p, ordered, 1)
+    child = [dict[int, int]() for _ in range(shape.rows)]
+    for node, (above, token) in enumerate(zip(shape.parent.tolist(), trees.local.tolist(), strict=True)):
+        child[above].setdefault(token, shape.roots + node)
+    found = np.zeros(shape.roots)
+    for tree, rows in enumerate(shape.trees):
+        nodes, depth = len(rows) - 1, int(shape.depth[rows].max())
+        # (minus the probability, row of the parent or -1, rank in it, depth, probability of the parent)
+        open_: list[tuple[float, int, int, int, float]] = [(-float(sorted_p[tree, 0]), tree, 0, 1, 1.0)]
+        for _ in range(nodes):
+            if not open_ or depth == 0:
+                break
+            minus, row, rank, level, above_p = heapq.heappop(open_)
+            found[tree] -= minus
+            below = -1 if row < 0 else child[row].get(int(ordered[row, rank]), -1)
+            if level < depth:
+                own = float(sorted_p[below, 0]) if below >= 0 else 1.0
+                heapq.heappush(open_, (minus * own, below, 0, level + 1, -minus))
+            if row >= 0 and rank + 1 < ordered.shape[1]:
+                heapq.heappush(open_, (-above_p * float(sorted_p[row, rank + 1]), row, rank + 1, level, above_p))
+    return found
+
+
+def tree_gain(trees: RecordedTrees, draft: Draft, p: torch.Tensor, weight: np.ndarray) -> np.ndarray:  # [B]
+    """Return what the best tree of each tree's nodes, and at most its depth, accepts more, by depth and rank alone.
+
+    Args:
+        trees: the recorded trees; acceptance is averaged over steps after the prefill.
+        draft: the same as a draft.
+        p: ``[R, V]``.
+        weight: ``[R]``, as of ``optimum.levels``.
+    """
+    shape = trees.shape
+    rows = np.where(trees.decode[shape.root], weight, 0.0)
+    accuracy = optimum.by_rank(draft, p, rows, int(shape.sizes.max()) - 1)
+    own = optimum.modelled(shape, accuracy)
+    value = value_by_rank([one.tolist() for one in accuracy])
+    depth = np.zeros(shape.roots, dtype=np.int64)
+    np.maximum.at(depth, shape.root, shape.depth)
+    known: dict[tuple[int, int], float] = {}
+    for pair in set(zip((shape.sizes - 1).tolist(), depth.tolist(), strict=True)):
+        nodes, deepest = pair
+        known[pair] = sum(one for _, one in grow(value, nodes, deepest, accuracy.shape[1]))
+    best = np.array([known[pair] for pair in zip((shape.sizes - 1).tolist(), depth.tolist(), strict=True)])
+    return np.maximum(best - own, 0.0)
+
+
+def _bounds(trees: RecordedTrees, used: str) -> ArmBounds:
+    """See ``bounds_of``.
+
+    Raises:
+        NeedsModel: no bound is known.
+    """
+    check(trees)
+    shape, decode = trees.shape, trees.decode
+    reduced = coarse.target(trees), coarse.drafted(trees)
+    p, q = coarse.complete(*reduced, Variant("shared"))
+    draft, target = steps.as_draft(trees, q), torch.from_numpy(p)
+    way = optimum.way_of(draft)
+    found = optimum.levels(draft, target, lumps=PSEUDO)
+    clusters, cluster = np.unique(trees.steps["request"].to_numpy()[decode], return_inverse=True)
+
+    def per_request(values: np.ndarray) -> np.ndarray:  # [B] -> [N]
+        return np.bincount(cluster, values[decode], minlength=len(clusters))
+
+    depth = np.zeros(shape.roots)
+    np.maximum.at(depth, shape.root, shape.depth)
+    gain = per_request(tree_gain(trees, draft, target, found.weight))
+    points = per_request(best_points(trees, p))
+    count, deep = per_request(np.ones(shape.roots)), per_request(depth)
+    at_least = np.stack([per_request(one) for one in found.at_least.T], 1)  # [N, D]
+    if not deep.sum():
+        raise NeedsModel("no step after the prefill has drafted anything")
+
+    measured = _measured(trees, used)
+    lossless = [name for name, one in measured.items() if one.verifier.lossless]
+    best = max(lossless, key=lambda name: float(measured[name].accepted.sum()))
+    block = next((one for one in measured.values() if isinstance(one.verifier, Traversal)), None)
+    chains = way != "point" and not shape.branches and block is not None
+    attained = way == "point" or chains or shape.deepest == 1
+    kind = "exact" if attained and len(coarse.variants(trees, *reduced)) == 1 else "bound"
+    if not reduced[0].exact or not reduced[1].exact:
+        kind = "estimate"
+
+    names = list(measured)
+    columns = [count, deep, gain, points, *at_least.T]
+    columns += [block.most if chains and block else np.zeros(len(clusters))]
+    for one in measured.values():
+        columns += [one.accepted, one.first]
+    sums = np.stack(columns, 1)
+    levels = at_least.shape[1]
+
+    def statistics(totals: np.ndarray) -> np.ndarray:  # [n, columns] -> [n, S]
+        means = totals[:, 1:] / np.maximum(totals[:, :1], 1e-300)
+        deep, gain, points = means[:, 0], means[:, 1], means[:, 2]
+        rows = means[:, 3 : 3 + levels]
+        rest = means[:, 3 + levels :]
+        most = rest[:, 0] if chains else rows.sum(1) if way == "point" else optimum.summed(rows)
+        accepted, first = rest[:, 1::2], rest[:, 2::2]
+        top = accepted[:, names.index(best)]
+        tree = np.clip(gain, 0.0, np.maximum(deep - np.maximum(most, top), 0.0))
+        each = [1 + most, 1 + points]
+        for place in range(len(names)):
+            own = accepted[:, place]
+            with np.errstate(divide="ignore", invalid="ignore"):
+                each += [1 + own, first[:, place] / rows[:, 0], own / most]
+            each += [top - own, most - top, tree, deep - most - tree]
+        return np.stack(each, 1)
+
+    values = statistics(sums.sum(0, keepdims=True))[0]
+    ends = np.full((2, len(values)), np.nan)
+    if len(clusters) > 1:
+        ends = quantiles(statistics(resampled(len(clusters), RESAMPLES) @ sums), 0.95)
+    each = [Interval(*map(float, one)) for one in zip(values, *ends, strict=True)]
+    rows = []
+    for place, (name, one) in enumerate(measured.items()):
+        own = each[2 + 7 * place : 9 + 7 * place]
+        lost = dict(zip(PARTS, own[3:], strict=True))
+        unknown = one.unknown / float(count.sum())
+        rows.append(VerifierBounds(name, one.verifier.lossless, name == used, own[0], unknown, own[1], own[2], lost))
+    rows.sort(key=lambda one: -one.tau.mean)
+    total = float(count.sum())
+    return ArmBounds(
+        trees.arm, " and ".join(sorted(trees.ways)), int(total), float(per_request(shape.sizes - 1.0).sum() / total),
+        float(deep.sum() / total), each[0], kind, each[1], best, tuple(rows),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Measured:
+    """What a verifier accepts, in each request: ``[N]`` sums over steps.
+
+    Args:
+        verifier: the verifier.
+        accepted: accepted tokens.
+        most: the same with the completion of the rows that has the most.
+        first: P(a child is accepted), the first level alone.
+        unknown: half the difference that the completions make, over all requests.
+    """
+
+    verifier: Verifier
+    accepted: np.ndarray
+    most: np.ndarray
+    first: np.ndarray
+    unknown: float
+
+
+def _measured(trees: RecordedTrees, used: str) -> dict[str, _Measured]:
+    """Return what each verifier that fits accepts, by name.
+
+    Raises:
+        NeedsModel: none does, or no lossless one.
+    """
+    found: dict[str, _Measured] = {}
+    wanted = {name: name for name in VERIFIERS} | ({used.partition(":")[0]: used} if used else {})
+    why: NeedsModel | None = None
+    for name in wanted.values():
+        verifier = verifier_of(name)
+        sums = []
+        for one in steps.evaluate(trees, verifier, [WHOLE, FIRST]):
+            if isinstance(one, NeedsModel):
+                why = one
+                break
+            sums.append(one)
+        if len(sums) < 2:
+            continue
+        whole, first = ((one.tokens - one.steps) for one in sums)  # [variants, N]
+        at_first = _closed(trees, verifier)
+        totals = whole.sum(1)
+        found[name] = _Measured(
+            verifier,
+            whole.mean(0),
+            whole[int(totals.argmax())],
+            first.mean(0) if at_first is None else at_first,
+            float(totals.max() - totals.min()) / 2,
+        )
+    if not any(one.verifier.lossless for one in found.values()):
+        raise why or NeedsModel("no lossless verifier supports these trees")
+    return found
+
+
+def _closed(trees: RecordedTrees, verifier: Verifier) -> np.ndarray | None:  # [N]
+    """P(a child of the root is accepted), over the drawing of the children, where it has a closed form."""
+    if not (trees.ways <= {"iid"} or (trees.ways <= {"without"} and int(trees.shape.count.max()) == 1)):
+        return None
+    if isinstance(verifier, KSeq) or not isinstance(verifier, Token | Traversal | Match):
+        return None
+    reduced = coarse.target(trees), coarse.drafted(trees)
+    roots, decode = np.arange(trees.shape.roots), trees.decode
+    count = trees.shape.count[roots]
+    each = []
+    for one in coarse.variants(trees, *reduced):
+        p, q = (mass[roots] for mass in coarse.complete(*reduced, one))
+        value = acceptance(verifier, p, q, count)
+        assert value is not None
+        each.append(value)
+    request = np.unique(trees.steps["request"].to_numpy()[decode], return_inverse=True)[1]
+    return np.bincount(request, np.mean(each, 0)[decode])
+
+
+def table(found: Mapping[str, ArmBounds]) -> pd.DataFrame:
+    """Return one row for each arm and verifier; of an arm without bounds one that says why."""
+    rows: list[dict[str, Any]] = []
+    for name, arm in found.items():
+        if arm.needs:
+            rows.append({"arm": name, "drawn": arm.drawn, "needs": arm.needs})
+            continue
+        shared = {
+            "arm": name, "drawn": arm.drawn, "steps": arm.steps, "nodes": arm.nodes, "depth": arm.depth,
+            **_columns("optimum", arm.optimum), "optimum_kind": arm.kind, **_columns("best_points", arm.points),
+        }  # fmt: skip
+        for one in arm.verifiers:
+            own = {"verifier": one.name, "lossless": one.lossless, "used": one.used, **_columns("tau", one.tau)}
+            own |= {"not_recorded": one.unknown, **_columns("share_first", one.share_first)}
+            own |= _columns("share", one.share)
+            for part, value in one.lost.items():
+                own |= _columns(f"lost_{part}", value)
+            rows.append(shared | own | {"needs": ""})
+    return pd.DataFrame(rows)
+
+
+def _columns(name: str, value: Interval) -> dict[str, float]:
+    return {name: value.mean, f"{name}_low": value.low, f"{name}_high": value.high}

@@ -1,0 +1,280 @@
+"""Bounds of recorded runs: shares of the optimum, parts of what is lost, and what is refused."""
+
+import json
+from dataclasses import replace
+from io import StringIO
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from rich.console import Console
+
+from spec_lab.cli.commands import command
+from spec_lab.core.draft import Draft, tree
+from spec_lab.core.probabilities import Sampling
+from spec_lab.engine.recording import Recording
+from spec_lab.propose.trees import parse
+from spec_lab.replay import bounds, coarse
+from spec_lab.replay.bounds import acceptance, best_points, bounds_of, tree_gain, used_verifier
+from spec_lab.replay.optimum import by_rank, modelled, optimal_acceptance
+from spec_lab.replay.show import print_bounds
+from spec_lab.tasks.benchmark import run
+from spec_lab.tasks.verifier_study import study_verifiers
+from spec_lab.verify import KSeq, Match, Token, Traversal
+from tests.distributions.tabular import Outputs, World, every_draft
+from tests.labs import Repeat, lab, settings
+from tests.propose.lab import draft_model
+from tests.replay.recorded import COLD, by_hand, decoded
+
+RECORDING = Recording(top=8)
+CONFIG = {"target": {"path": "tiny"}, "record": "replay", "verifier": {"_target_": "spec_lab.verify.Token"}}
+
+
+def named(tree, drawn="iid"):
+    proposer = draft_model(tree, drawn)
+    proposer.name = f"draft_{proposer.plan.kind}"
+    return proposer
+
+
+def quiet() -> Console:
+    return Console(file=StringIO(), width=80)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A finished run of a sampled chain, of points and of the baseline."""
+    out = tmp_path_factory.mktemp("bounds") / "out"
+    one = lab(temperature=1.0, proposer=named("1x1"), more_proposers={"repeat": Repeat()})
+    assert run(one, settings(out, record="replay", record_top=61), CONFIG, quiet()) == 0
+    return out
+
+
+def by_name(arm):
+    return {one.name: one for one in arm.verifiers}
+
+
+def total(arm, one):
+    return sum(value.mean for value in one.lost.values()) + one.tau.mean - arm.depth - 1
+
+
+@pytest.mark.parametrize("drawn", ["iid", "without", "point"])
+@pytest.mark.parametrize("shape", ["1x1", "2x1", "0 1 0.0"])
+def test_parts_sum_to_what_is_lost(target, drawn, shape):
+    trees, _ = decoded(target, drawn, shape)
+    arm = bounds_of(trees, "token")
+    assert not arm.needs and arm.kind == ("exact" if drawn == "point" or shape == "1x1" else "bound")
+    for one in arm.verifiers:
+        assert total(arm, one) == pytest.approx(0, abs=1e-12)
+        assert one.used == (one.name == "token") and one.unknown == 0
+        assert one.lost["tree"].mean >= 0 and one.lost["draft"].mean >= -1e-12
+        if one.lossless:
+            assert one.lost["verifier"].mean >= -1e-12
+            assert one.tau.low <= one.tau.mean <= one.tau.high
+    assert by_name(arm)[arm.best].lost["verifier"].mean == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("shape", ["1x1", "1"])
+def test_a_chain_s_nodes_are_optimal_by_token_and_whole_chains_by_traversal(target, shape):
+    trees, _ = decoded(target, "iid", shape)
+    arm = bounds_of(trees, "token")
+    found = by_name(arm)
+    assert found["token"].share_first.mean == pytest.approx(1.0, abs=1e-9), "1 - TV is the optimum of one child"
+    assert found["traversal"].share.mean == pytest.approx(1.0, abs=1e-12)
+    assert found["traversal"].lost["open"].mean == pytest.approx(0, abs=1e-12)
+    assert arm.optimum.mean == found["traversal"].tau.mean
+    assert found["match"].share_first.mean < 1
+
+
+def test_points_are_accepted_as_often_as_their_tokens_by_every_lossless_verifier(target):
+    trees, _ = decoded(target, "point", "2x1")
+    arm = bounds_of(trees, "match")
+    for one in arm.verifiers:
+        if one.lossless:
+            assert [one.share.mean, one.share_first.mean] == pytest.approx([1.0, 1.0])
+    assert arm.points.mean >= arm.optimum.mean - 1e-9
+
+
+def test_a_draft_equal_to_its_target_loses_nothing():
+    generator, v = np.random.default_rng(0), 6
+    shape = tree(parse("1x1x1"))
+    p = torch.from_numpy(generator.dirichlet(np.ones(v), shape.rows))
+    draft = Draft(shape, torch.tensor([1, 2, 3]), "iid", p[:3].clone(), np.array([0, 1, 2, -1]))
+    arm = bounds_of(by_hand(draft, p.numpy()))
+    assert arm.optimum.mean == pytest.approx(4) and by_name(arm)["token"].tau.mean == pytest.approx(4)
+    assert all(abs(value.mean) < 1e-9 for value in by_name(arm)["token"].lost.values())
+    assert np.isnan(arm.optimum.low), "one request has no interval"
+
+
+def test_a_better_tree_is_the_best_of_all_trees_of_as_many_nodes():
+    """Six children below the root, of which further ones are hardly accepted, and one below the first of them."""
+    generator, shape = np.random.default_rng(0), tree((*((rank,) for rank in range(6)), (0, 0)))
+    p, q = (generator.dirichlet(np.ones(9), shape.rows) for _ in range(2))
+    p = (p + q) / 2
+    draft = Draft(
+        shape, torch.tensor([0, 1, 2, 3, 4, 5, 6]), "iid", torch.from_numpy(q[:2]), np.append([0, 1], [-1] * 6)
+    )
+    accuracy = by_rank(draft, torch.from_numpy(p), np.ones(8), 7)
+    paths = [(rank,) for rank in range(7)] + [(one, two) for one in range(4) for two in range(5)]
+
+    def is_tree(nodes):
+        return all((path[:-1] in nodes or len(path) == 1) and (not path[-1] or (*path[:-1], path[-1] - 1) in nodes)
+                   for path in nodes)  # fmt: skip
+
+    best = max(
+        modelled(tree(nodes), accuracy)[0] for nodes in map(tuple, combinations(paths, 7)) if is_tree(set(nodes))
+    )
+    own = modelled(shape, accuracy)[0]
+    assert best > own + 0.05
+    gain = tree_gain(by_hand(draft, p), draft, torch.from_numpy(p), np.ones(8))
+    assert gain[0] == pytest.approx(best - own)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("verifier", [Token(), Match()])
+def test_closed_forms_are_the_enumerated_acceptance(verifier, count):
+    for seed in range(12):
+        world = World(seed)
+        draft, probability = every_draft(world, tree(parse(str(count))), "iid")
+        enumerated = Outputs.of_drafts(world, verifier, draft, probability).accepted
+        own = acceptance(verifier, world.p(())[None], world.q(())[None], np.array([count]))
+        assert own[0] == pytest.approx(enumerated, abs=1e-12)
+    assert acceptance(KSeq(), np.ones((1, 1)), np.ones((1, 1)), np.array([1])) is None
+
+
+def test_no_share_of_the_first_level_exceeds_one():
+    generator = np.random.default_rng(1)
+    p, q = (generator.dirichlet(np.ones(8), 50) for _ in range(2))
+    for count in (1, 2, 5):
+        most = optimal_acceptance(torch.from_numpy(p), torch.from_numpy(q), count, "iid")
+        for verifier in (Token(), Traversal(), Match()):
+            assert (acceptance(verifier, p, q, np.full(50, count)) <= most + 1e-12).all()
+
+
+def test_the_best_points_are_the_likeliest_texts():
+    """Against all trees of three nodes; what follows tokens that were not drafted counts as certain."""
+    world = World(2, v=3, support=3, plain=True)
+    whole = tree(parse("3x3"))
+    draft = every_draft(world, whole, "point")[0]
+    p = np.zeros((whole.rows, 3))
+    paths = [()]
+    for above, token in zip(whole.parent.tolist(), draft.token.tolist(), strict=True):
+        paths.append((*paths[above], token))
+    p[:] = [world.p(path) for path in paths]
+    texts = sorted(
+        (np.prod([world.p(path[:k])[path[k]] for k in range(len(path))]) for path in paths[1:]), reverse=True
+    )
+    trees = by_hand(draft, p)
+    full = np.concatenate([trees.p, np.zeros((whole.rows, coarse.PSEUDO))], 1)
+    assert best_points(trees, full)[0] == pytest.approx(sum(texts))
+    first = tree(((0,), (0, 0)))
+    worst = int(np.argmin(world.p(())))
+    missed = Draft(first, torch.tensor([worst, 0]))
+    rows = np.array([world.p(()), world.p((worst,)), world.p((worst, 0))])
+    trees = by_hand(missed, rows)
+    full = np.concatenate([trees.p, np.zeros((3, coarse.PSEUDO))], 1)
+    assert best_points(trees, full)[0] == pytest.approx(2 * world.p(()).max())
+
+
+def test_truncated_rows_have_a_bound_that_is_no_smaller(target):
+    for drawn, shape in (("iid", "2x1"), ("without", "2x2"), ("iid", "1x1")):
+        whole = bounds_of(decoded(target, drawn, shape)[0])
+        some = bounds_of(decoded(target, drawn, shape, recording=RECORDING)[0])
+        assert some.optimum.mean >= whole.optimum.mean - 1e-6
+        assert some.kind == "bound" and by_name(some)["token"].unknown >= 0
+    tempered = decoded(target, "iid", "2x1", Sampling(0.7), recording=RECORDING)[0]
+    assert bounds_of(tempered).kind == "estimate"
+
+
+def test_what_has_no_bound_says_why(target):
+    trees, _ = decoded(target, "iid", "2x1")
+    for proposer, why in (
+        ({"tree": "best first"}, "the shape of the sampled trees follows from their tokens"),
+        ({"confidence": 0.5}, "the shape of the sampled trees follows from their tokens"),
+    ):
+        assert why in bounds_of(replace(trees, proposer={**trees.proposer, **proposer})).needs
+    raced = replace(trees, codes=np.full_like(trees.codes, 3))
+    assert "noise of drafts drawn gumbel" in bounds_of(raced).needs
+    mixed = replace(trees, codes=np.where(np.arange(len(trees.codes)) % 2, 0, trees.codes).astype(np.int8))
+    assert "no bound is known for trees drawn iid and point" in bounds_of(mixed).needs
+    assert set(bounds_of(raced).summary()) == {"needs"}
+
+
+def test_greedy_runs_have_bounds_too(target):
+    arm = bounds_of(decoded(target, "point", "2x1", COLD)[0], "match")
+    assert by_name(arm)["match"].share.mean == pytest.approx(1) or arm.optimum.mean == 1
+    assert total(arm, by_name(arm)["match"]) == pytest.approx(0, abs=1e-12)
+
+
+def test_trees_of_which_nothing_can_be_accepted_have_no_share():
+    draft = Draft(tree(parse("1x1")), torch.tensor([1, 1]))
+    arm = bounds_of(by_hand(draft, np.array([[1.0, 0.0, 0.0]] * 3)), "token")
+    own = by_name(arm)["token"]
+    assert np.isnan(own.share.mean) and np.isnan(own.share_first.mean) and arm.optimum.mean == own.tau.mean == 1
+    assert own.lost["draft"].mean == 2
+    console = quiet()
+    print_bounds({"speculative": arm}, console)
+    assert "nan" not in console.file.getvalue()
+
+
+def test_the_used_verifier_is_read_from_the_manifest():
+    assert used_verifier({"config": CONFIG}) == "token"
+    lenient = {"_target_": "spec_lab.verify.Lenient", "lenience": 0.5}
+    assert used_verifier({"config": {"verifier": lenient}}) == "lenient:lenience=0.5"
+    for other in ({}, {"config": {"verifier": {"_target_": "mine.Own"}}}, {"config": {"verifier": None}}):
+        assert used_verifier(other) == ""
+
+
+def test_the_command_prints_every_arm_and_writes_all_numbers(recorded, tmp_path):
+    console = quiet()
+    assert command(["bounds", str(recorded), "--csv", str(tmp_path / "all.csv")], console) == 0
+    shown = console.file.getvalue()
+    assert "token *" in shown and "drawn iid" in shown and "drawn point" in shown and "optimum" in shown
+    assert max(map(len, shown.splitlines()[:-1])) <= 80
+    frame = pd.read_csv(tmp_path / "all.csv", keep_default_na=False, na_values=[""])
+    lost = frame[[f"lost_{part}" for part in bounds.PARTS]].sum(axis=1)
+    np.testing.assert_allclose(lost, frame["depth"] + 1 - frame["tau"], atol=1e-9)
+    assert set(frame["arm"]) == {"speculative", "repeat"}
+
+
+def test_summary_and_report_have_the_bounds(recorded):
+    summary = json.loads((recorded / "summary.json").read_text())
+    found = bounds.of_run(recorded)
+    for name, arm in found.items():
+        own = by_name(arm)["token"]
+        written = summary["bounds"][name]["verifiers"]["token"]
+        assert written["used"] and written["share"]["mean"] == pytest.approx(own.share.mean)
+        assert sum(one["mean"] for one in written["lost"].values()) == pytest.approx(arm.depth + 1 - own.tau.mean)
+        assert summary["arms"][name]["share_of_optimum"]["mean"] == pytest.approx(own.share.mean)
+        assert summary["arms"][name]["optimum_tau"]["mean"] == pytest.approx(arm.optimum.mean)
+    assert "share_of_optimum" not in summary["arms"]["baseline"]
+    assert command(["report", str(recorded)], quiet()) == 0
+    page = (recorded / "report.html").read_text()
+    assert "share, first level" in page and "token (used)" in page and (recorded / "figures" / "lost.svg").exists()
+
+
+def test_a_run_without_recording_has_none(tmp_path):
+    assert run(lab(), settings(tmp_path / "out"), {"target": {"path": "tiny"}}, quiet()) == 0
+    assert "bounds" not in json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert command(["report", str(tmp_path / "out")], quiet()) == 0
+    assert "<h2>Bounds" not in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_study_has_them_too(tmp_path):
+    one = lab(temperature=1.0, proposer=named("2x1"), verifiers={"token": Token(), "kseq": KSeq()})
+    own = settings(tmp_path / "out", record="replay", record_top=61, batch_size=1)
+    assert study_verifiers(one, own, CONFIG, quiet(), every=4, repeats=1) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    found = summary["bounds"]["speculative"]
+    expected = summary["proposers"]["speculative"]["verifiers"]["kseq"]["expected_accepted"]["mean"]
+    assert found["verifiers"]["kseq"]["tau"]["mean"] == pytest.approx(1 + expected, rel=1e-5)
+    share = summary["proposers"]["speculative"]["verifiers"]["kseq"]["share_of_bound"]["mean"]
+    assert share > 0 and 0.7 < found["verifiers"]["kseq"]["share_first"]["mean"] <= 1.3
+
+
+def test_the_command_names_what_is_missing(recorded, tmp_path, capsys):
+    assert command(["bounds", str(recorded), "--arms", "other"], quiet()) == 1
+    assert "has no recorded arm 'other'" in capsys.readouterr().err
+    assert command(["bounds", str(tmp_path)], quiet()) == 1
+    assert "is no folder of a run" in capsys.readouterr().err
