@@ -1,4 +1,4 @@
-"""Commands: ``spec-lab state``, ``collect``, ``compare``, ``report``, ``replay``, ``bounds``, ``project``, ``samples`` and
+"""Commands: ``spec-lab state``, ``collect``, ``compare``, ``report``, ``replay``, ``bounds``, ``project``, ``samples``,
 ``track`` read runs; ``convert`` weights; ``index`` text.
 
 ``spec-lab train NAME`` is short for an experiment (``experiment``).
