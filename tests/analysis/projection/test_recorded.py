@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,7 @@ from spec_lab.analysis.projection.acceptance import of_steps
 from spec_lab.analysis.projection.costs import FreeForward
 from spec_lab.analysis.projection.drafting import Drafting
 from spec_lab.cli.commands import command
+from spec_lab.results import sweep
 from spec_lab.tasks.benchmark import run
 from tests.analysis.metrics.tables import steps
 from tests.labs import Repeat, lab, settings
@@ -217,3 +219,17 @@ def test_notes_name_what_is_not_projected(tmp_path):
         "each step).",
         "Left out: silent: no token was drafted.",
     ]
+
+
+def test_designs_of_a_sweep_are_named_by_what_differs_between_its_runs(folder, tmp_path):
+    asked = [["seed=1", "batch_size=2"], ["seed=1", "batch_size=4"]]
+    sweep.plan(tmp_path, asked)
+    with pytest.raises(ValueError, match="no run of .* is done; run the sweep to its end first"):
+        recorded([tmp_path])
+    for one in asked:
+        shutil.copytree(folder, tmp_path / sweep.folder_name(one), dirs_exist_ok=True)
+        sweep.end(tmp_path / sweep.folder_name(one), one, "", 0, 1.0)
+    names = [one.name for one in recorded([tmp_path])[0]]
+    assert names == [f"batch_size={size}, {arm}" for size in (2, 4) for arm in ("ngram", "longer", "model")]
+    with pytest.raises(ValueError, match="two designs are called .*: give each run or sweep once"):
+        recorded([tmp_path, tmp_path])
