@@ -34,7 +34,7 @@ def check_rendered(file) -> None:
 
 def test_there_is_a_notebook_for_each_of_the_first_questions():
     names = {source.stem for source in SOURCES}
-    assert names == {"first_steps", "reading_a_sweep", "is_it_lossless", "add_a_proposer"}
+    assert names == {"first_steps", "reading_a_sweep", "is_it_lossless", "add_a_proposer", "designs_not_run"}
     assert names == {pair.stem for pair in (ROOT / "notebooks").glob("*.ipynb")}
 
 

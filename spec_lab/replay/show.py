@@ -113,7 +113,7 @@ def print_table(frame: pd.DataFrame, console: Console) -> None:
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("method", "verifier", "shape", *optional):
         shown.add_column(name.replace("_", " "), overflow="fold")
-    for name in ("tau", "not recorded", "effective steps"):
+    for name in ("tau", "open", "steps"):
         shown.add_column(name, justify="right", no_wrap=True)
     for one in known.head(MOST).to_dict("records"):
         tau = f"{one['tau']:.3f}"
@@ -124,6 +124,10 @@ def print_table(frame: pd.DataFrame, console: Console) -> None:
         shown.add_row(*map(visible, parts), tau, open_, f"{one['effective_steps']:.0f}")
     if shown.row_count:
         console.print(shown, highlight=False)
+        console.print(
+            "tau: tokens per step [95 %, over requests]. open: what tokens that were not recorded leave open of it. "
+            "steps: as many as the estimate weighs. See docs/replay.md.", highlight=False,
+        )  # fmt: skip
     if len(known) > MOST:
         console.print(f"The first {MOST} of {len(known)}; --csv FILE writes all.", highlight=False)
     for why, each in frame[frame["needs"] != ""].groupby("needs", sort=False):
