@@ -28,7 +28,14 @@ from spec_lab.core.randomness import Draws
 from spec_lab.core.readback import Readback
 from spec_lab.engine.commit import Commit, Committed, Decision, act, commit
 from spec_lab.engine.proposer import Observation, Proposer, most_cells, most_rows, release
-from spec_lab.engine.rows import drafted_probabilities, expected_counts, history, logprobs_of, without_token_
+from spec_lab.engine.rows import (
+    condition_,
+    drafted_probabilities,
+    expected_counts,
+    history,
+    logprobs_of,
+    without_token_,
+)
 from spec_lab.engine.runner import Output
 from spec_lab.engine.sequence import Batch, SequenceState, by_row
 from spec_lab.engine.step_info import Chunk, Recorded, StepInfo
@@ -210,7 +217,12 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
             memory = parts.memory.like(raw)
             logits = memory[: len(raw)].copy_(raw)
             undefined = finite_(logits)
-            p = logits_to_probs(logits, by_row(samplings, shape.root), seen, allowed, scratch=memory)
+            potential = None if masks is None else masks.potential
+            truncated = potential is not None and any(s.truncates for s in samplings)  # before the constraint
+            mask = None if truncated else allowed
+            p = logits_to_probs(logits, by_row(samplings, shape.root), seen, mask, scratch=memory)
+            if potential is not None and on_target:
+                condition_(p, potential)
             if masks is not None and on_target:
                 no_token = to_read["no_token"] = without_token_(p, draft, masks)
         if undefined is not None:
