@@ -2,7 +2,7 @@
 
 Masking and renormalising at every token (``distribution: local``) samples from
 
-    p_local(x) = prod_i p(x_i | x_<i) / A(x_<i),   A(s) = sum of p(t | s) over the tokens t that the mask allows after s,
+    p_local(x) = prod_i p(x_i | x_<i) / A(x_<i),   A(s) = sum of p(t | s) over the tokens t allowed after s,
 
 which is not the model's distribution given that the output is valid (Park et al. 2024, arXiv:2405.21047):
 

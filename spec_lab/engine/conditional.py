@@ -48,6 +48,23 @@ class Conditional:
         Raises:
             ValueError: why not, and what to do.
         """
+        self.check_request(request)
+        same = _same(request)
+        if same in self._explored:
+            return
+        try:
+            self._explored[same] = self.prefixes(request)
+        except TooManyPrefixes as error:
+            raise self.refusal(request, error) from error
+        except ConstraintError:
+            pass  # ends this request when it starts
+
+    def check_request(self, request: Request) -> None:
+        """Refuse a request whose outputs have no distribution given that they are valid.
+
+        Raises:
+            ValueError: why not, and what to do.
+        """
         wrong = ""
         if request.sampling.temperature == 0:
             wrong = (
@@ -60,20 +77,14 @@ class Conditional:
             wrong = "the target has no token that ends a text, so that no output is complete"
         if wrong:
             raise ValueError(f"request '{request.name}': {GLOBAL} is not possible: {wrong}")
-        same = _same(request)
-        if same in self._explored:
-            return
-        try:
-            self._explored[same] = self.prefixes(request)
-        except TooManyPrefixes as error:
-            raise ValueError(
-                f"request '{request.name}': {GLOBAL} needs a potential for every prefix of a valid output, but {error} "
-                f"of up to {self._length(request)} tokens: set a smaller max_new_tokens, a constraint with fewer "
-                "outputs or a larger constraint.max_prefixes, sample with task=constraint_distance, or set "
-                "constraint.distribution=local"
-            ) from error
-        except ConstraintError:
-            pass  # ends this request when it starts
+
+    def refusal(self, request: Request, error: TooManyPrefixes) -> ValueError:
+        """Return the refusal of a request whose valid outputs cannot be enumerated."""
+        return ValueError(
+            f"request '{request.name}': {GLOBAL} needs a potential for every prefix of a valid output, but {error} of "
+            f"up to {self._length(request)} tokens: set a smaller max_new_tokens, a constraint with fewer outputs or a "
+            "larger constraint.max_prefixes, sample with task=constraint_distance, or set constraint.distribution=local"
+        )
 
     def prefixes(self, request: Request) -> Prefixes:
         """Return the prefixes of the request's valid outputs.

@@ -11,6 +11,7 @@ from torch import Tensor
 from spec_lab.constrain import Masks
 from spec_lab.constrain.protocol import TokenWeights
 from spec_lab.core.draft import POINT, Draft, Shape, upload
+from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.models.target import Target
 from spec_lab.verify import Verdict
@@ -36,6 +37,31 @@ def without_token_(p: Tensor, draft: Draft, masks: Masks) -> Array:  # [R] bool
     p.masked_fill_(rows[:, None], 0.0)
     p.scatter_(-1, free, torch.where(rows[:, None], 1.0, p.gather(-1, free)))
     return no_token
+
+
+def constrained_probs(
+    logits: Tensor,
+    sampling: Sequence[Sampling],
+    seen: Tensor | None,
+    allowed: Tensor | None,
+    potential: Sequence[TokenWeights | None] | None,
+    scratch: Tensor | None = None,
+) -> Tensor:  # [R, V]
+    """Return the target probabilities under a constraint: masked, or given a valid output where there are potentials.
+
+    Top-k, top-p and min-p come after a mask that is the constraint's (``logits_to_probs``), and before a potential: p
+    is then what is sampled without the constraint.
+
+    Args:
+        logits, sampling, seen, scratch: as of ``logits_to_probs``.
+        allowed: ``[R, V]`` bool, the masks; None without a constraint.
+        potential: ``[R]`` as of ``Masks``.
+    """
+    truncated = potential is not None and any(one.truncates for one in sampling)
+    p = logits_to_probs(logits, sampling, seen, None if truncated else allowed, scratch)
+    if potential is not None:
+        condition_(p, potential)
+    return p
 
 
 def condition_(p: Tensor, potential: Sequence[TokenWeights | None]) -> None:

@@ -23,13 +23,13 @@ from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.draft import empty as no_draft
 from spec_lab.core.faults import attributed
 from spec_lab.core.inference import inference
-from spec_lab.core.probabilities import argmax_of_finite, finite_, logits_to_probs, probs_dtype
+from spec_lab.core.probabilities import argmax_of_finite, finite_, probs_dtype
 from spec_lab.core.randomness import Draws
 from spec_lab.core.readback import Readback
 from spec_lab.engine.commit import Commit, Committed, Decision, act, commit
 from spec_lab.engine.proposer import Observation, Proposer, most_cells, most_rows, release
 from spec_lab.engine.rows import (
-    condition_,
+    constrained_probs,
     drafted_probabilities,
     expected_counts,
     history,
@@ -218,11 +218,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
             logits = memory[: len(raw)].copy_(raw)
             undefined = finite_(logits)
             potential = None if masks is None else masks.potential
-            truncated = potential is not None and any(s.truncates for s in samplings)  # before the constraint
-            mask = None if truncated else allowed
-            p = logits_to_probs(logits, by_row(samplings, shape.root), seen, mask, scratch=memory)
-            if potential is not None and on_target:
-                condition_(p, potential)
+            p = constrained_probs(logits, by_row(samplings, shape.root), seen, allowed, potential, memory)
             if masks is not None and on_target:
                 no_token = to_read["no_token"] = without_token_(p, draft, masks)
         if undefined is not None:
