@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -12,7 +12,6 @@ from spec_lab.constrain.protocol import (
     Constraint,
     ConstraintState,
     Continuation,
-    HasKey,
     Masks,
     ReadsLogprobs,
     SelectsSequences,
@@ -122,12 +121,6 @@ class CombinedState:
             if action is not None:
                 return tuple(Continuation(one.backtrack, self._continued(number, one)) for one in action)
         return None
-
-    @property
-    def key(self) -> Hashable:
-        """See ``HasKey``."""
-        keys = tuple(state.key if isinstance(state, HasKey) else None for state in self.states)
-        return None if None in keys else keys
 
     def _continued(self, acting: int, continuation: Continuation) -> CombinedState:
         """Return all states after one part's continuation."""

@@ -90,11 +90,6 @@ class BytePrefix:
         self.masks[rest] = pack(allowed)
         return self.masks[rest]
 
-    @property
-    def key(self) -> bytes:
-        """See ``HasKey``."""
-        return self.rest
-
     def action(self) -> None:
         """Return None: it has no actions."""
         return None

@@ -31,7 +31,7 @@ from spec_lab.constrain.protocol import (
     TokenWeights,
     allows,
     mask_of,
-    unpack,
+    tokens_of,
 )
 from spec_lab.engine.request import Request
 
@@ -39,7 +39,7 @@ SAMPLERS = ("rejection", "expected_futures")
 
 
 @dataclass(eq=False)
-class Known:
+class LearnedText:
     """A text that was scored.
 
     Args:
@@ -74,7 +74,7 @@ class ExpectedFutures:
 
     stop: frozenset[int]
     length: int
-    known: dict[Text, Known] = field(default_factory=dict, init=False)
+    known: dict[Text, LearnedText] = field(default_factory=dict, init=False)
     found: dict[Text, float] = field(default_factory=dict, init=False)
 
     @property
@@ -100,7 +100,7 @@ class ExpectedFutures:
         bound = np.ones(len(tokens))
         if len(text) + 1 >= self.length:
             bound[~np.isin(tokens, list(self.stop))] = 0.0
-        self.known[text] = Known(tokens, p, bound)
+        self.known[text] = LearnedText(tokens, p, bound)
         for end in range(len(text), 0, -1):
             above = self.known[text[: end - 1]]
             place = above.place(text[end - 1])
@@ -192,6 +192,5 @@ class FuturesState:
             return known
         if self.own is None:
             raise ConstraintError("a token was drawn that its constraint does not allow")
-        mask, size = self.own.mask(), self.of.vocabulary
-        tokens = np.arange(size) if mask is None else np.flatnonzero(unpack(mask, size))
+        tokens = tokens_of(self.own.mask(), self.of.vocabulary)
         return TokenWeights(tokens, np.ones(len(tokens)))

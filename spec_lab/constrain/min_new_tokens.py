@@ -44,11 +44,6 @@ class MinNewTokensState:
         """See ``ConstraintState``."""
         return self.words if self.left > 0 else None
 
-    @property
-    def key(self) -> int:
-        """See ``HasKey``."""
-        return max(self.left, 0)
-
     def action(self) -> None:
         """Return None: it has no actions."""
         return None

@@ -16,20 +16,21 @@ the potential h(s), the probability under the model that the text s is completed
 the next token of p(x | valid) has probability p(t | s) h(s t) / h(s) (a Doob h-transform): every factor but the first
 and the last cancels in the product over a text. So a verifier that is lossless for any p is lossless for this one.
 
-``explore`` finds the texts from which L can be reached, ``log_potential`` computes h from the last tokens to the first.
-Texts after which the constraint's state, the model's state and the number of tokens are equal share one node: for a
-Markov chain and a constraint with few states this is dynamic programming, for any other model the trie of L.
+``explore`` finds the texts from which L can be reached, which are a trie, and ``log_potential`` computes h by dynamic
+programming from its leaves to its root.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from spec_lab.constrain.protocol import ConstraintError, ConstraintState, HasKey, TokenWeights, mask_of, unpack
+from spec_lab.constrain.protocol import ConstraintError, ConstraintState, TokenWeights, mask_of, tokens_of
 
 END = -1
 """In place of a child: the text ends here, and is valid."""
@@ -44,11 +45,11 @@ class TooManyPrefixes(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Prefixes:
-    """The prefixes of valid outputs, each a node; number 0 is the empty text. Children come after their parents.
+    """The prefixes of valid outputs, a trie; node 0 is the empty text. Children come after their parents.
 
     Args:
         vocabulary: V.
-        texts: ``[N]`` one text of each node.
+        texts: ``[N]`` the text of each node.
         tokens: ``[N]`` for each node the tokens ``[n]`` after which a valid output can be reached, in ascending order.
         children: ``[N]`` the nodes ``[n]`` that these tokens lead to; ``END`` where the text ends.
         allowed: ``[N]`` for each node all tokens that the constraint allows, also those after which no valid output can
@@ -81,22 +82,17 @@ class Prefixes:
         return [mask_of(one.tolist(), self.vocabulary) for one in self.tokens]
 
     @cached_property
-    def outputs(self) -> list[tuple[list[int], list[int], Text]]:
-        """Every valid output: the nodes on its path, the places of its tokens among theirs, and the text.
+    def outputs(self) -> list[tuple[int, int]]:
+        """Every valid output: the last node on its path, and the place of its stop token among the node's tokens."""
+        return [(node, place) for node, to in enumerate(self.children) for place in np.flatnonzero(to == END).tolist()]
 
-        There are as many as texts, also where nodes are shared.
-        """
-        found: list[tuple[list[int], list[int], Text]] = []
-        ahead: list[tuple[list[int], list[int], Text]] = [([0], [], ())]
-        while ahead:
-            path, places, text = ahead.pop()
-            pairs = zip(self.tokens[path[-1]].tolist(), self.children[path[-1]].tolist(), strict=True)
-            for place, (token, child) in enumerate(pairs):
-                if child == END:
-                    found.append((path, [*places, place], (*text, token)))
-                else:
-                    ahead.append(([*path, child], [*places, place], (*text, token)))
-        return sorted(found, key=lambda one: one[2])
+    def path_sums(self, x: Sequence[np.ndarray]) -> np.ndarray:  # [K]
+        """Return the sum of ``x`` along the path of each output, with a number for every token ``[n]`` of each node."""
+        before = np.zeros(len(self))
+        for node, to in enumerate(self.children):
+            inner = to != END
+            before[to[inner]] = before[node] + x[node][inner]
+        return np.array([before[node] + x[node][place] for node, place in self.outputs])
 
 
 def explore(
@@ -105,7 +101,6 @@ def explore(
     vocabulary: int,
     length: int,
     most: int,
-    model_state: Callable[[Text], Hashable] = lambda text: text,
 ) -> Prefixes:
     """Return the prefixes of all valid outputs.
 
@@ -115,53 +110,42 @@ def explore(
         vocabulary: V.
         length: most tokens of an output, the stop token included.
         most: largest number of nodes.
-        model_state: what the model's probabilities after a text depend on; by default the text itself. Texts share a
-            node only where the constraint's states also tell that they are equal (``HasKey``).
 
     Raises:
         TooManyPrefixes: more than ``most`` nodes.
-        ConstraintError: no valid output exists; or as the constraint's states.
+        ConstraintError: no valid output exists; or as the constraint's state.
     """
     texts: list[Text] = [()]
     allowed: list[np.ndarray] = []
     tokens: list[np.ndarray] = []
     children: list[np.ndarray] = []
-    level: list[ConstraintState] = [state.fork()]
-    for depth in range(length):
-        known: dict[Hashable, int] = {}
-        below: list[ConstraintState] = []
-        for here in level:
-            text = texts[len(allowed)]
-            mask = here.mask()
-            may = np.arange(vocabulary) if mask is None else np.flatnonzero(unpack(mask, vocabulary))
-            allowed.append(may)
-            own, to = [], []
-            for token in may.tolist():
-                if token in stop:
-                    own.append(token)
-                    to.append(END)
-                elif depth + 1 < length:
-                    after = here.fork()
-                    after.advance(token)
-                    longer = (*text, token)
-                    key = (_key(after, longer), model_state(longer))
-                    if key not in known:
-                        if len(texts) >= most:
-                            raise TooManyPrefixes(f"valid outputs have more than {most} prefixes")
-                        known[key] = len(texts)
-                        texts.append(longer)
-                        below.append(after)
-                    own.append(token)
-                    to.append(known[key])
-            tokens.append(np.array(own, dtype=np.int64))
-            children.append(np.array(to, dtype=np.int64))
-        level = below
+    ahead = deque([state.fork()])
+    while ahead:
+        here, text = ahead.popleft(), texts[len(allowed)]
+        try:
+            may = tokens_of(here.mask(), vocabulary)
+        except ConstraintError:
+            if not text:
+                raise
+            may = NO_TOKENS  # a dead end
+        ends, to = np.isin(may, list(stop)), np.full(len(may), END)
+        for place in np.flatnonzero(~ends).tolist() if len(text) + 1 < length else ():
+            if len(texts) >= most:
+                raise TooManyPrefixes(f"valid outputs have more than {most} prefixes")
+            after, token = here.fork(), int(may[place])
+            with suppress(ConstraintError):  # a dead end as well
+                after.advance(token)
+                to[place] = len(texts)
+                texts.append((*text, token))
+                ahead.append(after)
+        leads = ends | (to != END)
+        allowed.append(may)
+        tokens.append(may[leads])
+        children.append(to[leads])
     return _alive(Prefixes(vocabulary, texts, tokens, children, allowed))
 
 
-def _key(state: ConstraintState, text: Text) -> Hashable:
-    known = state.key if isinstance(state, HasKey) else None
-    return text if known is None else (known,)
+NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
 def _alive(found: Prefixes) -> Prefixes:

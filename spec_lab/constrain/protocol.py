@@ -5,12 +5,12 @@ bits make a row. A token is forced (a jump-forward token) where its mask allows 
 
 Abilities that a constraint may have besides are Protocols of their own, asked for with ``isinstance``: ``TreeMasks``,
 ``LimitsDrafts``, ``SelectsSequences``, ``ReadsLogprobs``, ``Composite``, ``PerRequestSource``, ``ReadsPrompt``,
-``CertifiableConstraint``, and ``core.protocols.Described``. Abilities of its states: ``HasKey``, ``HasPotential``.
+``CertifiableConstraint``, and ``core.protocols.Described``. An ability of its states: ``HasPotential``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -214,14 +214,9 @@ class HasPotential(Protocol):
         ...
 
 
-@runtime_checkable
-class HasKey(Protocol):
-    """A state that can be told equal to another."""
-
-    @property
-    def key(self) -> Hashable:
-        """States of one request with equal keys allow the same texts from here on; None where that is not known."""
-        ...
+def tokens_of(mask: np.ndarray | None, size: int) -> np.ndarray:  # [W] -> [n]
+    """Return the tokens that a mask allows, in ascending order; None allows all."""
+    return np.arange(size) if mask is None else np.flatnonzero(unpack(mask, size))
 
 
 def supports_drafts(constraint: Constraint) -> bool:

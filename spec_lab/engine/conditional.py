@@ -50,7 +50,7 @@ class Conditional:
         """
         self.check_request(request)
         same = _same(request)
-        if same in self._explored:
+        if same in self._explored or (self._last is not None and self._last[0] == same):
             return
         try:
             self._explored[same] = self.prefixes(request)

@@ -58,7 +58,7 @@ def constrained_probs(
         potential: ``[R]`` as of ``Masks``.
     """
     truncated = potential is not None and any(one.truncates for one in sampling)
-    p = logits_to_probs(logits, sampling, seen, None if truncated else allowed, scratch)
+    p = logits_to_probs(logits, sampling, seen, None if truncated else allowed, scratch=scratch)
     if potential is not None:
         condition_(p, potential)
     return p

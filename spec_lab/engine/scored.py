@@ -20,7 +20,7 @@ ROWS = 256
 Text = tuple[int, ...]
 
 
-class Scored(NamedTuple):
+class TextLogits(NamedTuple):
     """Logits after some texts.
 
     Args:
@@ -46,7 +46,7 @@ class Scored(NamedTuple):
         return p.log().cpu().numpy()
 
 
-def scored(target: Target, request: Request, texts: Sequence[Text], rows: int = ROWS) -> Iterator[Scored]:
+def scored(target: Target, request: Request, texts: Sequence[Text], rows: int = ROWS) -> Iterator[TextLogits]:
     """Yield the logits after every text, a forward at a time.
 
     Texts are computed in lexicographic order, so that those of one forward share most of their prefixes.
@@ -84,7 +84,7 @@ def scored(target: Target, request: Request, texts: Sequence[Text], rows: int = 
             seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
             for place, text in enumerate(own):
                 seen[place, [*request.tokens, *text]] = True
-        yield Scored(numbers, logits, seen, request)
+        yield TextLogits(numbers, logits, seen, request)
     lm.clock.take()
 
 

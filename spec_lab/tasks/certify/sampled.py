@@ -19,12 +19,12 @@ from torch import Tensor
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.protocol import HasPotential, TokenWeights, full_mask, unpack
 from spec_lab.core.draft import Draft, Drawn
-from spec_lab.core.probabilities import Sampling
+from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Draws
 from spec_lab.engine.conditional import conditioned
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
-from spec_lab.engine.rows import constrained_probs
+from spec_lab.engine.rows import condition_
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
@@ -220,7 +220,8 @@ def _plain_probabilities(target: Target, live: SequenceState, applied: AppliedCo
             if token not in live.request.stop:
                 state.advance(token)
         mask = torch.from_numpy(unpack(np.array(each), logits.shape[-1])).to(logits.device)
-    p = constrained_probs(logits, [live.request.sampling], seen, mask, potential or None)
+    p = logits_to_probs(logits, [live.request.sampling], seen, None if potential else mask)
+    condition_(p, potential)
     return p.double().cpu()
 
 

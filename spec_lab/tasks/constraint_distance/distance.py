@@ -102,11 +102,8 @@ def exact(target: Target, request: Request, prefixes: Prefixes) -> Exact:
     log_p = [row.log_p[place] for row, place in zip(rows, places, strict=True)]
     log_local = [row.log_local[place] for row, place in zip(rows, places, strict=True)]
     log_z = float(log_potential(prefixes, log_p)[0])
-    outputs, local, given = [], [], []
-    for path, at, text in prefixes.outputs:
-        outputs.append(text)
-        local.append(sum(float(log_local[node][place]) for node, place in zip(path, at, strict=True)))
-        given.append(sum(float(log_p[node][place]) for node, place in zip(path, at, strict=True)) - log_z)
+    outputs = [(*prefixes.texts[node], int(prefixes.tokens[node][place])) for node, place in prefixes.outputs]
+    local, given = prefixes.path_sums(log_local), prefixes.path_sums(log_p) - log_z
     return Exact(outputs, np.exp(local), np.exp(given), log_z)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spec_lab.constrain.potential import Text
-from spec_lab.constrain.protocol import Constraint, unpack
+from spec_lab.constrain.protocol import Constraint, tokens_of
 from spec_lab.engine.request import Request
 from spec_lab.engine.scored import scored
 from spec_lab.models.target import Target
@@ -79,8 +79,7 @@ class Scores:
         for place, token in enumerate(output):
             text = output[:place]
             if text not in self._allowed:
-                mask = state.mask()
-                self._allowed[text] = np.arange(size) if mask is None else np.flatnonzero(unpack(mask, size))
+                self._allowed[text] = tokens_of(state.mask(), size)
             if token not in self._allowed[text]:
                 return False
             if token in self.request.stop:
