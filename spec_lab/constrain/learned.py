@@ -122,7 +122,7 @@ class ExpectedFutures:
 
 
 @dataclass(frozen=True, eq=False)
-class Adaptive:
+class LearnedConstraint:
     """A constraint under which outputs are sampled as by one of ``SAMPLERS``. See ``Constraint``.
 
     With "rejection" the sequence of an output that cannot be valid is ended.
@@ -160,7 +160,7 @@ class Adaptive:
 class FuturesState:
     """The bounds of what may follow a text. See ``ConstraintState``."""
 
-    def __init__(self, of: Adaptive, own: ConstraintState | None, text: Text) -> None:
+    def __init__(self, of: LearnedConstraint, own: ConstraintState | None, text: Text) -> None:
         self.of, self.own, self.text = of, own, text
 
     def fork(self) -> FuturesState:
@@ -168,13 +168,19 @@ class FuturesState:
         return FuturesState(self.of, None if self.own is None else self.own.fork(), self.text)
 
     def advance(self, token: int) -> None:
-        """See ``ConstraintState``. A token that the constraint does not allow ends the sequence."""
-        mask = None if self.own is None else self.own.mask()
+        """See ``ConstraintState``. A token that the constraint does not allow, or a dead end, ends the sequence."""
         self.text += (token,)
-        if self.own is not None and mask is not None and not allows(mask, token):
+        if self.own is None:
+            return
+        try:
+            mask = self.own.mask()
+            allowed = mask is None or allows(mask, token)
+            if allowed:
+                self.own.advance(token)
+        except ConstraintError:
+            allowed = False
+        if not allowed:
             self.own = None
-        elif self.own is not None:
-            self.own.advance(token)
 
     def mask(self) -> np.ndarray | None:  # [W]
         """See ``ConstraintState``."""

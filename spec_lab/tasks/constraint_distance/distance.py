@@ -18,7 +18,7 @@ import numpy as np
 
 from spec_lab.analysis.metrics.intervals import Interval
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.learned import Adaptive, ExpectedFutures
+from spec_lab.constrain.learned import ExpectedFutures, LearnedConstraint
 from spec_lab.constrain.potential import Prefixes, Text, log_potential
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
@@ -156,7 +156,7 @@ class Sampler:
         found: list[Text] = []
         while len(found) < count and self.attempts < most:
             some = min(self.batch_size, most - self.attempts)
-            adaptive = Adaptive(self.applied.constraint, self.futures, self.sampler)
+            adaptive = LearnedConstraint(self.applied.constraint, self.futures, self.sampler)
             self.attempts += some
             found += [text for text, valid in self._decoded(some, AppliedConstraint(adaptive)) if valid]
         return found[:count]
@@ -178,10 +178,9 @@ class Sampler:
         return [(text, valid[text]) for text in texts]
 
     def _learn(self, output: Text, valid: bool) -> None:
-        for end in range(len(output)):
-            if output[:end] not in self.scores.rows:
-                return  # from here on it is not allowed
-            row = self.scores.rows[output[:end]]
+        for end in range(len(output) + 1):
+            if (row := self.scores.rows.get(output[:end])) is None:  # from here on it is not allowed, or it has ended
+                break
             self.futures.learn(output[:end], row.tokens, np.exp(row.log_p))
         if valid:
             self.futures.add(output, float(np.exp(self.scores.log_probabilities(output)[0])))

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spec_lab.constrain.potential import Text
-from spec_lab.constrain.protocol import Constraint, tokens_of
+from spec_lab.constrain.potential import NO_TOKENS, Text
+from spec_lab.constrain.protocol import Constraint, ConstraintError, ConstraintState, tokens_of
 from spec_lab.engine.request import Request
 from spec_lab.engine.scored import scored
 from spec_lab.models.target import Target
@@ -75,14 +75,26 @@ class Scores:
 
     def _walk(self, output: Text) -> bool:
         """Note what is allowed along an output, and return whether it is valid."""
-        size, state = self.constraint.vocabulary, self.constraint.start(self.request)
+        state = self.constraint.start(self.request)
         for place, token in enumerate(output):
-            text = output[:place]
-            if text not in self._allowed:
-                self._allowed[text] = tokens_of(state.mask(), size)
-            if token not in self._allowed[text]:
+            if token not in self._after(output[:place], state):
                 return False
             if token in self.request.stop:
                 return True
-            state.advance(token)
+            try:
+                state.advance(token)
+            except ConstraintError:  # a dead end
+                self._allowed[output[: place + 1]] = NO_TOKENS
+                return False
+        if len(output) < self.request.max_new_tokens:
+            self._after(output, state)  # perhaps a dead end
         return False
+
+    def _after(self, text: Text, state: ConstraintState) -> np.ndarray:
+        """The tokens that are allowed after a text, none at a dead end."""
+        if text not in self._allowed:
+            try:
+                self._allowed[text] = tokens_of(state.mask(), self.constraint.vocabulary)
+            except ConstraintError:
+                self._allowed[text] = NO_TOKENS
+        return self._allowed[text]
