@@ -31,6 +31,7 @@ from functools import cached_property
 import numpy as np
 
 from spec_lab.constrain.protocol import ConstraintError, ConstraintState, TokenWeights, mask_of, tokens_of
+from spec_lab.core.faults import Passing
 
 END = -1
 """In place of a child: the text ends here, and is valid."""
@@ -39,7 +40,7 @@ Text = tuple[int, ...]
 """Tokens after the prompt."""
 
 
-class TooManyPrefixes(ValueError):
+class TooManyPrefixes(Passing, ValueError):
     """Valid outputs have more prefixes than may be explored."""
 
 

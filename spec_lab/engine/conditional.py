@@ -102,7 +102,7 @@ class Conditional:
         """Return the state after the prompt.
 
         Raises:
-            ConstraintError: no valid output exists, or none has any probability; or as the constraint.
+            ConstraintError: no valid output exists; or as the constraint.
         """
         same = _same(request)
         if self._last is None or self._last[0] != same:  # copies of a request come one after another
@@ -121,20 +121,13 @@ def _same(request: Request) -> Request:
 
 
 def potential(target: Target, request: Request, prefixes: Prefixes) -> Potential:
-    """Return the potential of a request, from forwards over all prefixes of its valid outputs.
-
-    Raises:
-        ConstraintError: no valid output has any probability.
-    """
+    """Return the potential of a request, from forwards over all prefixes of its valid outputs."""
     log_p: list[np.ndarray] = [np.empty(0)] * len(prefixes)
     for some in scored(target, request, prefixes.texts):
         rows = some.log_probabilities()
         for row, node in zip(rows, some.numbers.tolist(), strict=True):
             log_p[node] = row[prefixes.tokens[node]]
-    log_h = log_potential(prefixes, log_p)
-    if log_h[0] == -np.inf:
-        raise ConstraintError("no output that its constraint allows has any probability under the model")
-    return Potential(prefixes, log_h)
+    return Potential(prefixes, log_potential(prefixes, log_p))
 
 
 def conditioned(applied: AppliedConstraint, target: Target) -> tuple[AppliedConstraint, Conditional | None]:

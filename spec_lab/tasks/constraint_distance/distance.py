@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from spec_lab.analysis.metrics.intervals import Interval
-from spec_lab.constrain import AppliedConstraint
+from spec_lab.constrain import AppliedConstraint, ConstraintError
 from spec_lab.constrain.learned import ExpectedFutures, LearnedConstraint
 from spec_lab.constrain.potential import Prefixes, Text, log_potential
 from spec_lab.core.randomness import CounterDraws
@@ -96,12 +96,18 @@ def _kl(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def exact(target: Target, request: Request, prefixes: Prefixes) -> Exact:
-    """Return the exact distance, from forwards over all prefixes of valid outputs."""
+    """Return the exact distance, from forwards over all prefixes of valid outputs.
+
+    Raises:
+        ConstraintError: no valid output has any probability.
+    """
     rows = rows_after(target, request, prefixes.texts, prefixes.allowed)
     places = [np.searchsorted(row.tokens, tokens) for row, tokens in zip(rows, prefixes.tokens, strict=True)]
     log_p = [row.log_p[place] for row, place in zip(rows, places, strict=True)]
     log_local = [row.log_local[place] for row, place in zip(rows, places, strict=True)]
     log_z = float(log_potential(prefixes, log_p)[0])
+    if log_z == -np.inf:
+        raise ConstraintError("no output that the constraint allows has any probability under the model")
     outputs = [(*prefixes.texts[node], int(prefixes.tokens[node][place])) for node, place in prefixes.outputs]
     local, given = prefixes.path_sums(log_local), prefixes.path_sums(log_p) - log_z
     return Exact(outputs, np.exp(local), np.exp(given), log_z)
