@@ -168,19 +168,13 @@ class FuturesState:
         return FuturesState(self.of, None if self.own is None else self.own.fork(), self.text)
 
     def advance(self, token: int) -> None:
-        """See ``ConstraintState``. A token that the constraint does not allow, or a dead end, ends the sequence."""
+        """See ``ConstraintState``. A token that the constraint does not allow ends the sequence."""
+        mask = None if self.own is None else self.own.mask()
         self.text += (token,)
-        if self.own is None:
-            return
-        try:
-            mask = self.own.mask()
-            allowed = mask is None or allows(mask, token)
-            if allowed:
-                self.own.advance(token)
-        except ConstraintError:
-            allowed = False
-        if not allowed:
+        if mask is not None and not allows(mask, token):
             self.own = None
+        elif self.own is not None:
+            self.own.advance(token)
 
     def mask(self) -> np.ndarray | None:  # [W]
         """See ``ConstraintState``."""
