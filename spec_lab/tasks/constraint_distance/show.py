@@ -35,16 +35,21 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
     )
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("prompt")
-    for heading in ("method", "outputs", "Z", "local not valid", "TV", "KL(global||local)"):
+    for heading in ("method", "outputs", "Z", "invalid", "TV", "KL"):
         table.add_column(heading, justify="right")
     for row in summary["prompts"]:
         if row["method"] == "none":
             table.add_row(row["prompt"], "none", row["error"])
             continue
         outputs = str(row["outputs"]) if row["method"] == "exact" else f"{row['global_samples']} of {row['attempts']}"
-        cells = [_number(row.get(key)) for key in ("z", "local_invalid", "tv", "kl")]
-        table.add_row(row["prompt"], row.get("sampler", "exact"), outputs, *cells)
+        z, tv, kl = (_number(row.get(key)) for key in ("z", "tv", "kl"))
+        table.add_row(row["prompt"], row.get("sampler", "exact"), outputs, z, f"{row['local_invalid']:.1%}", tv, kl)
     console.print(table)
+    console.print(
+        "Z: probability of a valid output without the constraint; invalid: share of masked outputs that do not end "
+        "within max_new_tokens; TV: total variation; KL: KL(global || local) in nats.",
+        highlight=False,
+    )
     for used in dict.fromkeys(row.get("sampler", row["method"]) for row in summary["prompts"]):
         if used in GUARANTEES:
             console.print(f"{used}: {GUARANTEES[used]}.", highlight=False)
