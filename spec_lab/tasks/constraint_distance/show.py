@@ -42,7 +42,8 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
             table.add_row(row["prompt"], "none", row["error"])
             continue
         outputs = str(row["outputs"]) if row["method"] == "exact" else f"{row['global_samples']} of {row['attempts']}"
-        z, tv, kl = (_number(row.get(key)) for key in ("z", "tv", "kl"))
+        z = _number(row["z"]["mean"] if isinstance(row["z"], Mapping) else row["z"])  # its interval is in the summary
+        tv, kl = (_number(row.get(key)) for key in ("tv", "kl"))
         table.add_row(row["prompt"], row.get("sampler", "exact"), outputs, z, f"{row['local_invalid']:.1%}", tv, kl)
     console.print(table)
     console.print(
