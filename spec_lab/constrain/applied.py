@@ -33,6 +33,7 @@ from spec_lab.core.readback import Readback
 from spec_lab.engine.request import Request
 
 PLACES = ("target", "draft", "both", "none")
+DISTRIBUTIONS = ("local", "global")
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,13 @@ class AppliedConstraint:
             constraint applies to the target.
         async_masks: whether masks are computed in a thread during the target's forward, unless the draft needs them
             first.
+        distribution: "local": masked and renormalised at every token. "global": the model's distribution of whole
+            outputs, given that they are valid (``constrain.potential``); it must apply to the target.
+        max_prefixes: of "global", the largest number of prefixes of a request's valid outputs.
 
     Raises:
-        ValueError: an invalid option; a constraint that has actions, or ``fast_forward``, without the target.
+        ValueError: an invalid option; a constraint that has actions, or ``fast_forward``, without the target;
+            ``distribution="global"`` of a constraint that has actions or cannot be forked, or without the target.
     """
 
     constraint: Constraint
@@ -62,9 +67,13 @@ class AppliedConstraint:
     draft_budget: int | str | None = None
     fast_forward: bool | None = False
     async_masks: bool = False
+    distribution: str = "local"
+    max_prefixes: int = 4096
 
     def __post_init__(self) -> None:
         one_of("constraint.placement", self.placement, PLACES)
+        one_of("constraint.distribution", self.distribution, DISTRIBUTIONS)
+        whole("constraint.max_prefixes", self.max_prefixes, most=MOST_PREFIXES)
         self.budget()
         if self.fast_forward is None:
             object.__setattr__(self, "fast_forward", self.on_target)
@@ -81,6 +90,27 @@ class AppliedConstraint:
                 f"constraint.placement={self.placement} does not constrain the output, but fast_forward forces tokens: "
                 "set constraint.placement to target or both, or constraint.fast_forward=false"
             )
+        if self.is_global:
+            if not self.on_target:
+                why = f"constraint.placement={self.placement} does not constrain the output: set it to target or both"
+            elif self.constraint.has_actions:
+                why = (
+                    f"'{self.constraint.name}' backtracks, forks or ends the output itself, so that its outputs cannot "
+                    "be enumerated: choose a grammar, or set constraint.distribution=local"
+                )
+            elif not supports_drafts(self.constraint):
+                why = (
+                    f"'{self.constraint.name}' cannot be forked, so that its outputs cannot be enumerated: set "
+                    "constraint.distribution=local"
+                )
+            else:
+                return
+            raise ValueError(f"constraint.distribution=global is not possible: {why}")
+
+    @property
+    def is_global(self) -> bool:
+        """Whether whole outputs have the model's distribution given that they are valid."""
+        return self.distribution == "global"
 
     @property
     def on_target(self) -> bool:
@@ -116,6 +146,8 @@ class AppliedConstraint:
             "reproducible": not isinstance(self.draft_budget, str),
             "fast_forward": self.fast_forward,
             "async_masks": self.async_masks,
+            "distribution": self.distribution,
+            "max_prefixes": self.max_prefixes if self.is_global else None,
             **facts_of(self.constraint),
         }
 
@@ -296,7 +328,7 @@ class StepConstraint:
         if keep.all():
             return draft, found
         draft, rows = draft.keep(keep)
-        return draft, found._replace(masks=Masks(masks.bits[rows], masks.legal[rows], masks.barrier[rows]))
+        return draft, found._replace(masks=masks.of(rows))
 
     def close(self) -> None:
         """Stop the thread that computes masks."""
@@ -342,6 +374,9 @@ def _within_budget(shape: Shape, token: np.ndarray, masks: DraftTreeMasks) -> np
     keep[shape.roots :] = masks(shape, rows, token)[number, token]
     return keep
 
+
+MOST_PREFIXES = 2**20
+"""Of ``AppliedConstraint.max_prefixes``: each is a row of a forward."""
 
 NO_TOKENS = np.empty(0, dtype=np.int64)
 PARTS = ("bits", "legal", "barrier")

@@ -5,14 +5,14 @@ bits make a row. A token is forced (a jump-forward token) where its mask allows 
 
 Abilities that a constraint may have besides are Protocols of their own, asked for with ``isinstance``: ``TreeMasks``,
 ``LimitsDrafts``, ``SelectsSequences``, ``ReadsLogprobs``, ``Composite``, ``PerRequestSource``, ``ReadsPrompt``,
-``CertifiableConstraint``, and ``core.protocols.Described``.
+``CertifiableConstraint``, and ``core.protocols.Described``. An ability of its states: ``HasPotential``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -190,6 +190,35 @@ class CertifiableConstraint(Protocol):
         ...
 
 
+class TokenWeights(NamedTuple):
+    """What the target probabilities after one row are multiplied by; they are renormalised after that.
+
+    Args:
+        tokens: ``[n]`` the tokens that may come next.
+        weight: ``[n]`` float64, at least 0 and at most 1.
+    """
+
+    tokens: np.ndarray
+    weight: np.ndarray
+
+
+@runtime_checkable
+class HasPotential(Protocol):
+    """A state that knows the potential of the tokens that may come next: h(text + token) up to a factor common to all.
+
+    h is the probability under the model that a text is completed to a valid output (``constrain.potential``).
+    """
+
+    def potential(self) -> TokenWeights | None:
+        """Return the potentials; None where all tokens have the same. Not called while there is an action."""
+        ...
+
+
+def tokens_of(mask: np.ndarray | None, size: int) -> np.ndarray:  # [W] -> [n]
+    """Return the tokens that a mask allows, in ascending order; None allows all."""
+    return np.arange(size) if mask is None else np.flatnonzero(unpack(mask, size))
+
+
 def supports_drafts(constraint: Constraint) -> bool:
     """Return whether anything can be drafted under a constraint; one that is not ``LimitsDrafts`` supports drafts."""
     return not isinstance(constraint, LimitsDrafts) or constraint.supports_drafts
@@ -206,11 +235,19 @@ class Masks:
         bits: ``[R, W]`` uint32, the tokens allowed after each row; all zero below an illegal token and at an action.
         legal: ``[R]`` bool, whether every token from the root to the row is allowed; roots are legal.
         barrier: ``[R]`` bool, legal rows whose state has an action: no token is drafted or emitted below them.
+        potential: ``[R]`` the potentials of states that have them (``HasPotential``), none of any token at illegal rows
+            and barriers; None: no state has them.
     """
 
     bits: np.ndarray  # [R, W]
     legal: np.ndarray  # [R]
     barrier: np.ndarray  # [R]
+    potential: Sequence[TokenWeights | None] | None = None
+
+    def of(self, rows: np.ndarray) -> Masks:
+        """Return the masks of these rows."""
+        own = None if self.potential is None else [self.potential[row] for row in rows.tolist()]
+        return Masks(self.bits[rows], self.legal[rows], self.barrier[rows], own)
 
     def intersect(self, other: Masks) -> Masks:
         """Return the masks under two constraints at once."""
@@ -258,10 +295,15 @@ def masks_by_forking(
     """
     bits = np.zeros((shape.rows, width(vocabulary)), dtype=np.uint32)
     legal, barrier = np.zeros(shape.rows, dtype=bool), np.zeros(shape.rows, dtype=bool)
+    potential: list[TokenWeights | None] | None = None
+    if any(isinstance(state, HasPotential) for state in states):
+        potential = [NO_TOKENS] * shape.rows
     at: list[ConstraintState | None] = list(states)
     for row in range(shape.roots):
         legal[row] = True
         bits[row], barrier[row] = _mask_or_barrier(at[row], vocabulary)
+        if potential is not None and not barrier[row]:
+            potential[row] = _potential(at[row])
     for row, parent in enumerate(shape.parent.tolist(), start=shape.roots):
         at.append(None)
         drafted, above = int(token[row - shape.roots]), at[parent]
@@ -273,9 +315,18 @@ def masks_by_forking(
                 at[row] = above.fork()
                 at[row].advance(drafted)  # type: ignore[union-attr]
             bits[row], barrier[row] = _mask_or_barrier(at[row], vocabulary)
+            if potential is not None and not barrier[row]:
+                potential[row] = _potential(at[row])
         except ConstraintError:  # a dead end; an error only if the verifier accepts the node
             at[row] = None
-    return Masks(bits, legal, barrier)
+    return Masks(bits, legal, barrier, potential)
+
+
+NO_TOKENS = TokenWeights(np.empty(0, dtype=np.int64), np.empty(0))
+
+
+def _potential(state: ConstraintState | None) -> TokenWeights | None:
+    return state.potential() if isinstance(state, HasPotential) else None
 
 
 def _mask_or_barrier(state: ConstraintState | None, vocabulary: int) -> tuple[np.ndarray | np.uint32, bool]:

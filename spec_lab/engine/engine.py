@@ -17,6 +17,7 @@ from spec_lab.core.faults import attributed
 from spec_lab.core.options import whole
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.commit import Committed
+from spec_lab.engine.conditional import conditioned
 from spec_lab.engine.prefix_cache import PrefixCache, check_prefix_cache, copier
 from spec_lab.engine.proposer import (
     Observation,
@@ -112,8 +113,10 @@ class Engine:
         check_pair(self.proposer.name, draws_of(self.proposer), self.verifier, branches(self.proposer))
         if self.prefix_cache is not None:
             check_prefix_cache(self.proposer, self.target)
-        applied = self.applied
-        constraint = None if applied is None else StepConstraint(applied)
+        applied, constraint, self._conditional = self.applied, None, None
+        if applied is not None:
+            in_steps, self._conditional = conditioned(applied, self.target)
+            constraint = StepConstraint(in_steps)
         self.parts = Parts(self.target, self.proposer, self.verifier, self.draws, constraint, record=self.record)
         self._ids: set[int] = set()
         self._waiting: deque[Request | SequenceState] = deque()
@@ -129,7 +132,8 @@ class Engine:
 
         Raises:
             ValueError: a prompt that does not fit the target's context, or the KV cache by itself; an id that was added
-                before; stop strings without the bytes of the tokens; sampling that the proposer cannot draft for.
+                before; stop strings without the bytes of the tokens; sampling that the proposer cannot draft for; under
+                ``distribution="global"`` one whose valid outputs cannot be enumerated.
         """
         request.check_fits(self.target.context, self.target.vocabulary)
         try:
@@ -146,6 +150,8 @@ class Engine:
                 f"request '{request.name}' may need {needed} tokens of KV cache, max_kv_tokens is {most}: raise it, "
                 "shorten the prompt or ask for fewer new tokens"
             )
+        if self._conditional is not None:
+            self._conditional.check(request)
         self._ids.add(request.id)
         self._waiting.append(replace(request, logprobs=True) if self._logprobs else request)
 

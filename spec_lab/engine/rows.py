@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.constrain import Masks
+from spec_lab.constrain.protocol import TokenWeights
 from spec_lab.core.draft import POINT, Draft, Shape, upload
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.engine.sequence import SequenceState
@@ -36,6 +37,54 @@ def without_token_(p: Tensor, draft: Draft, masks: Masks) -> Array:  # [R] bool
     p.masked_fill_(rows[:, None], 0.0)
     p.scatter_(-1, free, torch.where(rows[:, None], 1.0, p.gather(-1, free)))
     return no_token
+
+
+def constrained_probs(
+    logits: Tensor,
+    sampling: Sequence[Sampling],
+    seen: Tensor | None,
+    allowed: Tensor | None,
+    potential: Sequence[TokenWeights | None] | None,
+    scratch: Tensor | None = None,
+) -> Tensor:  # [R, V]
+    """Return the target probabilities under a constraint: masked, or given a valid output where there are potentials.
+
+    Top-k, top-p and min-p come after a mask that is the constraint's (``logits_to_probs``), and before a potential: p
+    is then what is sampled without the constraint.
+
+    Args:
+        logits, sampling, seen, scratch: as of ``logits_to_probs``.
+        allowed: ``[R, V]`` bool, the masks; None without a constraint.
+        potential: ``[R]`` as of ``Masks``.
+    """
+    truncated = potential is not None and any(one.truncates for one in sampling)
+    p = logits_to_probs(logits, sampling, seen, None if truncated else allowed, scratch=scratch)
+    if potential is not None:
+        condition_(p, potential)
+    return p
+
+
+def condition_(p: Tensor, potential: Sequence[TokenWeights | None]) -> None:
+    """Turn p ``[R, V]`` into p(token | row) h(token) / sum of p h, in place: the distribution given a valid output.
+
+    Args:
+        p: as sampled without the constraint.
+        potential: ``[R]`` h of the tokens after each row; None leaves a row as it is. A row without mass becomes zero.
+    """
+    rows = [row for row, one in enumerate(potential) if one is not None]
+    own = [one for one in potential if one is not None]
+    if not rows:
+        return
+    row, token, weight = upload(
+        p.device,
+        np.repeat(rows, [len(one.tokens) for one in own]),
+        np.concatenate([one.tokens for one in own]),
+        np.concatenate([one.weight for one in own]).view(np.int64),  # its bits
+    )
+    mass = p[row, token].double() * weight.view(torch.float64)  # products of small numbers
+    total = torch.zeros(len(p), dtype=mass.dtype, device=p.device).index_add_(0, row, mass)[row]
+    p.index_fill_(0, upload(p.device, np.array(rows))[0], 0.0)
+    p[row, token] = torch.where(total > 0, mass / total, 0.0).to(p.dtype)
 
 
 def expected_counts(

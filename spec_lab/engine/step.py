@@ -23,7 +23,7 @@ from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.draft import empty as no_draft
 from spec_lab.core.faults import attributed
 from spec_lab.core.inference import inference
-from spec_lab.core.probabilities import argmax_of_finite, finite_, logits_to_probs, probs_dtype
+from spec_lab.core.probabilities import argmax_of_finite, finite_, probs_dtype
 from spec_lab.core.randomness import Draws
 from spec_lab.core.readback import Readback
 from spec_lab.engine.commit import Commit, Committed, Decision, act, commit
@@ -31,6 +31,7 @@ from spec_lab.engine.proposer import Observation, Proposer, most_cells, most_row
 from spec_lab.engine.recording import Distributions, Recording, expanded, feature_hash, recorded_numbers
 from spec_lab.engine.rows import (
     at_temperature_1,
+    constrained_probs,
     drafted_probabilities,
     expected_counts,
     history,
@@ -218,7 +219,8 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
             memory = parts.memory.like(raw)
             logits = memory[: len(raw)].copy_(raw)
             undefined = finite_(logits)
-            p = logits_to_probs(logits, by_row(samplings, shape.root), seen, allowed, scratch=memory)
+            potential = None if masks is None else masks.potential
+            p = constrained_probs(logits, by_row(samplings, shape.root), seen, allowed, potential, memory)
             if masks is not None and on_target:
                 no_token = to_read["no_token"] = without_token_(p, draft, masks)
         if undefined is not None:

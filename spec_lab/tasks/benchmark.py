@@ -258,7 +258,7 @@ def _parts(arm: Arm, made_of: Sequence[Any], known: dict[tuple[Any, ...], dict[s
     if not isinstance(arm, Loop):
         return {"proposer": None, "verifier": None, "lossless": None, "certified": None}
     parts = {"proposer": arm.proposer.name, "verifier": arm.verifier.name, "lossless": arm.verifier.lossless}
-    constrained = arm.applied is not None
+    constrained = None if arm.applied is None else arm.applied.distribution
     proposer = type(arm.proposer), arm.proposer.name, arm.proposer.drawn, arm.proposer.nodes
     pair = (*proposer, type(arm.verifier), repr(arm.verifier), constrained)
     baseline = isinstance(arm.proposer, Null) and isinstance(arm.verifier, Match)

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-import spec_lab.engine.step
+import spec_lab.engine.rows
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.engine import fixed_group
@@ -129,10 +129,10 @@ def test_a_stop_token_ends_the_text_and_keeps_its_distribution(target, draft, tr
 
 
 def test_a_loop_that_omits_the_warps_is_detected(target, draft, monkeypatch):
-    right = spec_lab.engine.step.logits_to_probs
+    right = spec_lab.engine.rows.logits_to_probs
 
     def bare(logits, samplings, seen=None, mask=None, **more):
         return right(logits, [Sampling(s.temperature) for s in samplings], None, mask, **more)
 
-    monkeypatch.setattr(spec_lab.engine.step, "logits_to_probs", bare)
+    monkeypatch.setattr(spec_lab.engine.rows, "logits_to_probs", bare)
     assert distance(target, draft, "1", "iid", Token(), WARPED) > 1e-3

@@ -16,7 +16,7 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.propose import CertifiableProposer, Proposer
 from spec_lab.tasks.certify.enumeration import Continuous, Reused, TooMany, Unrepeatable
 from spec_lab.tasks.certify.exact import Finding, examine
-from spec_lab.tasks.certify.instances import PLAIN, QUICK, Instance, constrained, every_instance
+from spec_lab.tasks.certify.instances import PLAIN, QUICK, Instance, conditioned, constrained, every_instance
 from spec_lab.verify import Misfit, Token, Verdict, Verifier, chains_only
 
 Tick = Callable[[int], object]
@@ -215,13 +215,18 @@ def grade(proof: Proof, lossless: bool, rejected: bool = False, sampled: bool = 
     return "sampled" if sampled else None
 
 
-def in_short(proposer: Proposer, verifier: Verifier, under_constraint: bool = False) -> dict[str, Any]:
+def in_short(proposer: Proposer, verifier: Verifier, distribution: str | None = None) -> dict[str, Any]:
     """Return what a run records of its own pair, by enumerating ``QUICK``: "certified" (see ``grade``) and the proof.
 
-    Under a constraint, loops under toy grammars are enumerated as well.
+    Args:
+        proposer: of the pair.
+        verifier: of the pair.
+        distribution: as of ``AppliedConstraint``: loops under toy grammars are enumerated as well. None: the run has no
+            constraint.
     """
+    more = {None: (), "local": constrained()[:3:2], "global": conditioned()[:3:2]}[distribution]
     try:
-        proof = prove(proposer, verifier, QUICK + constrained()[:3:2] if under_constraint else QUICK)
+        proof = prove(proposer, verifier, QUICK + more)
     except ValueError as error:
         return {"certified": None, "certificate": {"missing": [str(error)]}}
     exact = grade(proof, verifier.lossless) == "exact"

@@ -9,8 +9,8 @@ from itertools import product
 import numpy as np
 import torch
 
-from spec_lab.constrain import ConstraintState, Continuation
-from spec_lab.constrain.protocol import unpack
+from spec_lab.constrain import Constraint, ConstraintState, Continuation
+from spec_lab.constrain.protocol import allows, unpack
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.engine.request import Request
 from spec_lab.tasks.certify.instances import PLAIN, Instance
@@ -19,12 +19,15 @@ from spec_lab.tasks.certify.toy_models import code, logits
 
 
 def truth(instance: Instance, sampling: Sampling = PLAIN) -> Distribution:
-    """Return the distribution of the outputs of autoregressive decoding under the instance's constraint.
+    """Return the distribution of the outputs of autoregressive decoding under the instance's constraint; where that
+    asks for ``distribution="global"``, the distribution without it given that the output is valid.
 
     Tokens are sampled one after another from the masked probabilities; after each the constraint's action is applied.
     All outcomes are visited, each with the product of its tokens' probabilities.
     """
     request, applied = instance.request(0, sampling), instance.applied
+    if applied is not None and applied.is_global:
+        return _given_valid(instance, sampling, applied.constraint)
     tables = [logits(instance.toy.probabilities(length)[0]) for length in range(instance.tokens)]
     decoding = _Autoregressive(instance.toy.v, request, tables)
     start = applied.constraint.start(request) if applied is not None and applied.on_target else None
@@ -33,6 +36,29 @@ def truth(instance: Instance, sampling: Sampling = PLAIN) -> Distribution:
         output: Output = tuple((text, finish) for _, text, finish in sorted(ended))
         found[output] = found.get(output, 0.0) + probability
     return found
+
+
+def _given_valid(instance: Instance, sampling: Sampling, constraint: Constraint) -> Distribution:
+    """Return p(x | valid): every output without the constraint, those that are not valid removed, renormalised.
+
+    Valid are outputs that end with a stop token and of which the constraint allows every token.
+    """
+    request = instance.request(0, sampling)
+    found = Distribution()
+    for output, probability in truth(replace(instance, applied=None), sampling).items():
+        ((text, finish),) = output
+        state, valid = constraint.start(request), finish == "stop"
+        for place, token in enumerate(text):
+            mask = state.mask()
+            valid = valid and (mask is None or allows(mask, token))
+            if not valid:
+                break
+            if place + 1 < len(text):
+                state.advance(token)
+        if valid:
+            found[output] = probability
+    total = sum(found.values())
+    return Distribution({output: probability / total for output, probability in found.items()})
 
 
 Ended = tuple[tuple[int, ...], tuple[int, ...], str]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.applied import PLACES
@@ -53,7 +53,10 @@ class Instance:
         kind = "plain" if self.toy.plain else "mixed"
         what = f"{self.tokens} tokens" if self.tokens else "one step"
         stop = f", stop {sorted(self.stop)}" if self.stop else ""
-        under = "" if self.applied is None else f", {self.applied.constraint.name} on {self.applied.placement}"
+        under = ""
+        if self.applied is not None:
+            under = f", {self.applied.constraint.name} on {self.applied.placement}"
+            under += ", global" if self.applied.is_global else ""
         return f"V={self.toy.v} {kind} toy model {self.toy.seed}, tree {self.tree}, {what}{stop}{under}"
 
     def request(self, number: int, sampling: Sampling) -> Request:
@@ -92,6 +95,8 @@ PIECES = (b"a", b"b", b"ab", b"c", b"")
 
 END = frozenset({4})
 CONSTRAINED = RandomToy(8, v=5, support=2)
+CONDITIONED = RandomToy(3, v=5, support=2, plain=True)
+"""No text is impossible, so that some output is valid."""
 
 
 def constrained() -> tuple[Instance, ...]:
@@ -108,6 +113,19 @@ def constrained() -> tuple[Instance, ...]:
     return tuple(Instance(CONSTRAINED, tree, 2, END, applied=one) for tree, one in zip(trees, every, strict=True))
 
 
+def conditioned() -> tuple[Instance, ...]:
+    """Return loops whose outputs have the target's distribution given that a grammar allows them: chains and a tree,
+    masks on the target alone and on both.
+    """
+    grammar = regex(Vocabulary.plain(PIECES, 4), "(ab|c)(a|b|c)*b|a[bc]")
+    target, both = (
+        AppliedConstraint(grammar, place, fast_forward=place == "both", distribution="global")
+        for place in ("target", "both")
+    )
+    every = (("1x1", 3, target), ("2", 3, target), ("2x1", 3, both), ("1x1", 4, both))
+    return tuple(Instance(CONDITIONED, tree, tokens, END, applied=one) for tree, tokens, one in every)
+
+
 def under(applied: AppliedConstraint | None) -> tuple[Instance, ...]:
     """Return loops under a run's own constraint in every placement that it can have; none where it has no toy version
     (``CertifiableConstraint``).
@@ -117,16 +135,17 @@ def under(applied: AppliedConstraint | None) -> tuple[Instance, ...]:
     constraint = applied.constraint.toy(Vocabulary.plain(PIECES, 4))
     places = [place for place in PLACES if place in ("target", "both") or not constraint.has_actions]
     every = [AppliedConstraint(constraint, place, fast_forward=place == "both") for place in places]
+    toy = CONSTRAINED
+    if applied.is_global:
+        every, toy = [replace(one, distribution="global") for one in every if one.on_target], CONDITIONED
     return tuple(
-        Instance(CONSTRAINED, tree, tokens, END, applied=one)
-        for tree, tokens in (("2x1", 2), ("1x1", 3))
-        for one in every
+        Instance(toy, tree, tokens, END, applied=one) for tree, tokens in (("2x1", 2), ("1x1", 3)) for one in every
     )
 
 
 def every_instance() -> tuple[Instance, ...]:
     """Return all instances, those under a run's own constraint apart."""
-    return STEPS + LOOPS + constrained()
+    return STEPS + LOOPS + constrained() + conditioned()
 
 
 @dataclass

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.protocol import full_mask, unpack
+from spec_lab.constrain.protocol import HasPotential, TokenWeights, full_mask, unpack
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Draws
+from spec_lab.engine.conditional import conditioned
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
+from spec_lab.engine.rows import condition_
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
@@ -207,16 +209,20 @@ def _plain_probabilities(target: Target, live: SequenceState, applied: AppliedCo
     seen[:, list(live.request.tokens)] = True
     for row, token in enumerate(live.emitted[:-1], start=1):
         seen[row:, token] = True
-    mask = None
+    mask: Tensor | None = None
+    potential: list[TokenWeights | None] = []
     if applied is not None and applied.on_target:
-        state, each = applied.constraint.start(live.request), []
+        state, each = conditioned(applied, target)[0].constraint.start(live.request), []
         for token in live.emitted:
             own = state.mask()
             each.append(full_mask(logits.shape[-1]) if own is None else own)
+            potential += [state.potential()] if isinstance(state, HasPotential) else []
             if token not in live.request.stop:
                 state.advance(token)
         mask = torch.from_numpy(unpack(np.array(each), logits.shape[-1])).to(logits.device)
-    return logits_to_probs(logits, [live.request.sampling], seen, mask).double().cpu()
+    p = logits_to_probs(logits, [live.request.sampling], seen, None if potential else mask)
+    condition_(p, potential)
+    return p.double().cpu()
 
 
 def _add(score: Score, p: Tensor, f: Tensor, tokens: Sequence[int]) -> None:

@@ -186,7 +186,7 @@ def test_a_loop_that_forgets_a_warp_is_rejected_by_the_mode(monkeypatch, verifie
     def forgetful(logits, rows, *more, **options):
         return logits_to_probs(logits, [replace(row, top_k=0) for row in rows], *more, **options)
 
-    monkeypatch.setattr("spec_lab.engine.step.logits_to_probs", forgetful)
+    monkeypatch.setattr("spec_lab.engine.rows.logits_to_probs", forgetful)
     assert "mode" in rejected(scored(draft_model("1x1"), verifier, requests(Sampling(1.0, top_k=4))))
 
 

@@ -1,0 +1,143 @@
+"""The task: the distance for every prompt, as a table, ``summary.json`` and a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from tqdm import tqdm
+
+from spec_lab.constrain.learned import SAMPLERS
+from spec_lab.constrain.potential import TooManyPrefixes
+from spec_lab.constrain.protocol import ConstraintError
+from spec_lab.core.options import one_of, whole
+from spec_lab.engine.conditional import Conditional
+from spec_lab.engine.request import Request
+from spec_lab.tasks.constraint_distance import show
+from spec_lab.tasks.constraint_distance.distance import Sampler, estimate, exact
+from spec_lab.tasks.lab import Lab, Settings
+from spec_lab.tasks.shell import Done, Task
+
+METHODS = ("auto", "exact", "sampled")
+
+
+def measure(
+    lab: Lab,
+    settings: Settings,
+    config: Mapping[str, Any],
+    console: Console | None = None,
+    *,
+    method: str = "auto",
+    sampler: str = "rejection",
+    samples: int = 200,
+    attempts: int = 2000,
+) -> int:
+    """Measure, for every prompt, the distance between the masked distribution and that of valid outputs.
+
+    Args:
+        lab: the parts; its constraint applies to the target. Its proposer and verifier decode the samples.
+        settings: the scalars.
+        config: the configuration, for the manifest.
+        console: for the table; default standard output.
+        method: "exact" by enumeration, "sampled", or "auto": exact where ``constraint.max_prefixes`` suffices.
+        sampler: of valid outputs: "rejection" is exact, "expected_futures" only converges.
+        samples: outputs of each distribution, for each prompt.
+        attempts: most attempts at outputs of the distribution of valid outputs.
+
+    Returns:
+        The exit code: 0, or 130 after Ctrl-C.
+
+    Raises:
+        ValueError: no constraint, or one that has no such distribution; an invalid option; with method "exact" a prompt
+            with too many valid outputs.
+        OSError: a directory that cannot be written.
+    """
+    console = console or Console()
+    one_of("task.method", method, METHODS)
+    one_of("task.sampler", sampler, SAMPLERS)
+    whole("task.samples", samples, 2)
+    whole("task.attempts", attempts)
+    lab.check_one_turn("task=constraint_distance")
+    _check(lab)
+    requests = lab.requests(settings)
+    rows: list[dict[str, Any]] = []
+
+    def work(_: Mapping[str, Any]) -> Done:
+        for request in tqdm(requests, desc=settings.name, unit="prompt", disable=None):
+            rows.append(
+                {"prompt": request.name, **_distance(lab, settings, request, method, sampler, samples, attempts)}
+            )
+            lab.tracker.group(request.id, _tracked(rows[-1]))
+        summary = {
+            "experiment": settings.name,
+            "target": lab.target.name,
+            "constraint": lab.applied.facts if lab.applied else None,
+            "temperature": lab.sampling.temperature,
+            "max_new_tokens": settings.max_new_tokens,
+            "guarantee": show.GUARANTEES,
+            "prompts": rows,
+        }
+        return Done(
+            summary,
+            lambda: show.draw(rows, settings.output_dir / "figures"),
+            lambda found: show.print_summary(found, console),
+        )
+
+    def left() -> tuple[int, str]:
+        return len(rows), f"nothing is kept of the {len(rows)} of {len(requests)} prompts that were measured"
+
+    task = Task(lab, settings, config, ["constraint_distance"], work, left, leaves="Summary, manifest and figure")
+    return task.run(console)
+
+
+def _check(lab: Lab) -> None:
+    """Refuse a constraint without a distribution of valid outputs.
+
+    Raises:
+        ValueError: why, and what to do.
+    """
+    applied = lab.applied
+    wrong = ""
+    if applied is None:
+        wrong = "there is no constraint: choose one, such as constraint=regex"
+    elif not applied.on_target:
+        wrong = f"constraint.placement={applied.placement} does not constrain the output: set it to target or both"
+    elif applied.constraint.has_actions:
+        wrong = f"'{applied.constraint.name}' backtracks, forks or ends the output itself: choose a grammar"
+    elif not lab.verifier.lossless:
+        wrong = f"verifier '{lab.verifier.name}' is lossy: choose another"
+    if wrong:
+        raise ValueError(f"task=constraint_distance: {wrong}")
+
+
+def _distance(
+    lab: Lab, settings: Settings, request: Request, method: str, sampler: str, samples: int, attempts: int
+) -> dict[str, Any]:
+    """Return the entry of one prompt.
+
+    Raises:
+        ValueError: temperature 0 or stop strings; with method "exact" too many valid outputs.
+    """
+    assert lab.applied is not None
+    conditional = Conditional(lab.applied, lab.target)
+    conditional.check_request(request)
+    try:
+        if method != "sampled":
+            found = exact(lab.target, request, conditional.prefixes(request)).facts()
+            texts = [one | {"text": lab.target.tokenizer.decode(one["tokens"])} for one in found["probabilities"]]
+            return found | {"probabilities": texts}
+    except TooManyPrefixes as error:
+        if method == "exact":
+            raise conditional.refusal(request, error) from error
+    except ConstraintError as error:
+        return {"method": "none", "error": str(error)}
+    one = Sampler(
+        lab.target, lab.proposer, lab.verifier, lab.applied, request, sampler, settings.seed, settings.batch_size
+    )
+    return estimate(one, samples, attempts)
+
+
+def _tracked(row: Mapping[str, Any]) -> dict[str, float]:
+    tv = row.get("tv")
+    return {} if tv is None else {"tv": float(tv["mean"] if isinstance(tv, Mapping) else tv)}

@@ -1,0 +1,267 @@
+"""The distance between masked outputs and the target's given a valid output: by hand, by samples, and as a task."""
+
+import io
+import json
+import sys
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from spec_lab.cli.main import main
+from spec_lab.constrain import AppliedConstraint, ConstraintError
+from spec_lab.constrain.potential import explore
+from spec_lab.core.probabilities import Sampling
+from spec_lab.engine.request import Request
+from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.tree_plan import TreePlan
+from spec_lab.propose.trees import parse
+from spec_lab.tasks.certify.significance import chi_square
+from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, table_models
+from spec_lab.tasks.constraint_distance.distance import Sampler, distances, estimate, exact
+from spec_lab.tasks.constraint_distance.task import measure
+from spec_lab.verify import Lenient, Traversal
+from tests.constrain.test_conditional import branching, by_enumeration
+from tests.constrain.test_potential import words
+from tests.constrain.toys import Table
+from tests.labs import Letters, lab, settings
+from tests.tiny import VOCABULARY, tiny_target
+
+STOP = frozenset({3})
+WARM = Sampling(1.0)
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """p after the empty text, after token 0 and after token 1."""
+
+    v: int = 4
+
+    def probabilities(self, length):
+        first = [0.5, 0.25, 0.15, 0.1]
+        second = [[0.3, 0.3, 0.3, 0.1], [0.03, 0.02, 0.05, 0.9], [0.25] * 4, [0.25] * 4]
+        p = np.array([[first], second][length]) if length < 2 else np.full((4**length, 4), 0.25)
+        return p, p
+
+
+def exactly(allowed, toy=None, length=2):
+    target, _ = table_models(toy or ByHand(), 4)
+    request = Request(0, "toy", PROMPT, WARM, length, STOP)
+    prefixes = explore(Table(allowed).start(request), STOP, 4, length, 1000)
+    return exact(target, request, prefixes)
+
+
+# By hand ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_exact_distance_by_hand():
+    """Both first tokens may be drawn, but the likelier one is hardly ever completed."""
+    found = exactly(words((0, 3), (1, 3)))
+    assert list(found.outputs) == [(0, 3), (1, 3)]
+    assert np.exp(found.log_z) == pytest.approx(0.5 * 0.1 + 0.25 * 0.9)
+    assert found.local == pytest.approx([2 / 3, 1 / 3])
+    assert found.conditional == pytest.approx([2 / 11, 9 / 11])
+    assert found.tv == pytest.approx(16 / 33) and found.invalid == pytest.approx(0, abs=1e-12)
+    assert found.kl == pytest.approx(2 / 11 * np.log(3 / 11) + 9 / 11 * np.log(27 / 11))
+    assert found.kl_local == pytest.approx(2 / 3 * np.log(11 / 3) + 1 / 3 * np.log(11 / 27))
+
+
+def test_masked_outputs_that_do_not_end_count_as_one_outcome():
+    found = exactly(words((0, 3), (1, 3), (1, 2, 3)))
+    local = 1 / 3 * 0.9 / 0.95
+    assert found.local == pytest.approx([2 / 3, local]) and found.invalid == pytest.approx(1 / 3 - local)
+    assert found.conditional == pytest.approx([2 / 11, 9 / 11])
+    assert found.tv == pytest.approx(9 / 11 - local)
+    assert found.kl == pytest.approx(2 / 11 * np.log(3 / 11) + 9 / 11 * np.log(9 / 11 / local))
+    assert found.kl_local == float("inf")
+    assert [one["tokens"] for one in found.facts()["probabilities"]] == [[1, 3], [0, 3]]
+
+
+def test_without_a_difference_all_distances_are_zero():
+    found = exactly(words((1, 3)))
+    assert found.tv == pytest.approx(0, abs=1e-12) and found.kl == pytest.approx(0, abs=1e-12)
+
+
+def test_outputs_without_probability_have_no_distance():
+    impossible = RandomToy(8, v=4, support=2)
+    token = next(t for t in range(3) if impossible.probabilities(0)[0][0][t] == 0)
+    with pytest.raises(ConstraintError, match="no output that the constraint allows has any probability"):
+        exactly(words((token, 3)), impossible)
+
+
+def test_estimates_by_hand():
+    """Weights 1, 1, 3 and one masked output that is not valid; two of the others."""
+    with np.errstate(divide="ignore"):
+        local, given = np.log([1.0, 1.0, 3.0, 0.0]), np.log([1.0, 3.0])
+    found = distances(local, given)
+    assert found["z"].mean == pytest.approx(5 / 4)
+    assert found["tv"].mean == pytest.approx((0.2 + 0.2 + 1.4 + 1.0) / 4 / 2)
+    assert found["tv_global"].mean == pytest.approx((0 + 1 - 1.25 / 3) / 2)
+    assert found["kl"].mean == pytest.approx(np.log(3) / 2 - np.log(1.25))
+    for one in found.values():
+        assert one.low < one.mean < one.high
+    assert set(distances(local, np.empty(0))) == {"z", "tv"}
+    assert np.isnan(distances(np.full(3, -np.inf), given)["tv"].mean)
+
+
+# Samples ----------------------------------------------------------------------------------------------------------
+
+
+def sampler_of(kind="rejection", seed=0, batch=50):
+    toy = RandomToy(5, support=2, plain=True)
+    target, draft = table_models(toy, 6)
+    proposer = DraftModel(draft, target.context, TreePlan(parse("2x1"), "iid"))
+    applied = AppliedConstraint(Table(branching), distribution="global")
+    request = Request(0, "toy", PROMPT, WARM, 3, STOP)
+    return Sampler(target, proposer, Traversal(), applied, request, kind, seed, batch)
+
+
+def test_rejected_outputs_are_drawn_anew_until_there_are_enough():
+    sampler = sampler_of()
+    found, wanted = sampler.given_valid(400, 100_000), by_enumeration(sampler_toy(), branching, 3, 3)
+    outputs = [output[0][0] for output in wanted]
+    counts = np.array([found.count(output) for output in outputs])
+    assert counts.sum() == len(found) == 400 < sampler.attempts
+    assert chi_square(counts, np.array(list(wanted.values()))).p_value > 1e-4
+    assert 0 < sampler.futures.lower <= sampler.futures.upper + 1e-12 < 1
+    bound = sampler.futures.upper
+    sampler.given_valid(1, 100_000)
+    assert sampler.futures.upper <= bound
+
+
+def sampler_toy():
+    return RandomToy(5, support=2, plain=True)
+
+
+def test_attempts_are_limited():
+    sampler = sampler_of(batch=16)
+    assert len(sampler.given_valid(400, 40)) < 40 and sampler.attempts == 40
+
+
+@pytest.mark.parametrize("kind", ["rejection", "expected_futures"])
+def test_estimates_agree_with_the_exact_distance(kind):
+    whole = exactly(branching, sampler_toy(), 3)
+    found = estimate(sampler_of(kind), 400, 4000)
+    assert found["method"] == "sampled" and found["exact_samples"] == (kind == "rejection")
+    assert found["local_samples"] == found["global_samples"] == 400
+    assert found["z_lower"] - 1e-12 <= np.exp(whole.log_z) <= found["z_upper"] + 1e-12
+    for name, value in (("z", np.exp(whole.log_z)), ("tv", whole.tv), ("tv_global", whole.tv), ("kl", whole.kl)):
+        low, high = found[name]["low"], found[name]["high"]
+        width = high - low
+        assert low - width <= value <= high + width, name
+        assert width < 0.5
+    assert found["local_invalid"] == pytest.approx(whole.invalid, abs=0.1)
+
+
+# The task -----------------------------------------------------------------------------------------------------------
+
+VALID = [(5, 2), (6, 7, 2), (6, 8, 2), (9, 2)]
+
+
+def toy_lab(texts=VALID, temperature=1.0, max_prefixes=4096, **changes):
+    target = replace(tiny_target(), tokenizer=Letters(), stops=frozenset({2}))
+    constraint = Table(words(*texts), VOCABULARY) if isinstance(texts, list) else texts
+    applied = changes.pop("applied", AppliedConstraint(constraint, max_prefixes=max_prefixes))
+    one = lab(("the cat sat", "a b"), temperature, applied=applied, **changes)
+    return replace(one, target=replace(target, cache=one.target.cache))
+
+
+def run(out, one=None, console=None, **options):
+    console = console or Console(file=io.StringIO(), width=80)
+    code = measure(one or toy_lab(), settings(out, max_new_tokens=4), {}, console, **options)
+    return code, console.file.getvalue()
+
+
+def summary_of(out):
+    return json.loads((out / "summary.json").read_text())
+
+
+def test_a_run_leaves_a_table_a_summary_and_a_figure(tmp_path):
+    code, printed = run(tmp_path)
+    assert code == 0
+    found = summary_of(tmp_path)
+    assert [row["prompt"] for row in found["prompts"]] == ["p0", "p1"]
+    for row in found["prompts"]:
+        assert row["method"] == "exact" and row["outputs"] == 4 and 0 < row["tv"] < 1 and row["kl"] > 0
+        assert sum(one["global"] for one in row["probabilities"]) == pytest.approx(1)
+        assert {tuple(one["tokens"]) for one in row["probabilities"]} == set(VALID)
+        assert all(isinstance(one["text"], str) for one in row["probabilities"])
+        assert f"{row['tv']:.3g}" in printed
+    assert max(map(len, printed.splitlines()[:-1])) <= 80  # the last names a folder
+    assert "exact: every valid output enumerated" in " ".join(printed.split())
+    assert (tmp_path / "figures" / "distance.png").read_bytes()[:4] == b"\x89PNG"
+    assert json.loads((tmp_path / "manifest.json").read_text())["arms"] == ["constraint_distance"]
+
+
+def test_too_many_outputs_are_sampled(tmp_path):
+    code, printed = run(tmp_path / "sampled", toy_lab(max_prefixes=2), samples=60, attempts=20_000)
+    run(tmp_path / "exact")
+    for row, whole in zip(*(summary_of(tmp_path / name)["prompts"] for name in ("sampled", "exact")), strict=True):
+        assert row["method"] == "sampled" and row["sampler"] == "rejection" and row["local_samples"] == 60
+        assert row["z_lower"] <= whole["z"] * 1.0001 and whole["z"] <= row["z_upper"] * 1.0001
+        assert row["tv"]["low"] - 0.15 < whole["tv"] < row["tv"]["high"] + 0.15
+    assert code == 0 and max(map(len, printed.splitlines()[:-1])) <= 80
+    assert "rejection" in printed and "95 % bootstrap intervals" in " ".join(printed.split())
+    run(tmp_path / "again", toy_lab(max_prefixes=2), samples=60, attempts=20_000)
+    assert summary_of(tmp_path / "again")["prompts"] == summary_of(tmp_path / "sampled")["prompts"]
+
+
+def test_a_prompt_without_valid_outputs_has_an_entry_that_says_so(tmp_path):
+    code, printed = run(tmp_path, toy_lab([(5, 6), (6, 7)]))
+    assert code == 0 and "no output that the constraint allows ends" in " ".join(printed.split())
+    assert [row["method"] for row in summary_of(tmp_path)["prompts"]] == ["none", "none"]
+
+
+def test_an_interrupted_run_says_that_it_starts_anew(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def interrupted(*arguments, right=exact):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return right(*arguments)
+
+    monkeypatch.setattr("spec_lab.tasks.constraint_distance.task.exact", interrupted)
+    code, _ = run(tmp_path)
+    assert code == 130
+    assert "nothing is kept of the 1 of 2 prompts that were measured." in capsys.readouterr().err
+    assert not (tmp_path / "summary.json").exists()
+    assert run(tmp_path)[0] == 0
+    assert len(summary_of(tmp_path)["prompts"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("parts", "options", "message"),
+    [
+        (dict(applied=None), {}, "task=constraint_distance: there is no constraint: choose one"),
+        (dict(applied=AppliedConstraint(Table(branching, VOCABULARY), "draft")), {}, "=draft does not constrain"),
+        (
+            dict(applied=AppliedConstraint(Table(branching, VOCABULARY, has_actions=True))), {},
+            "'table' backtracks, forks or ends the output itself: choose a grammar",
+        ),
+        (dict(verifier=Lenient(0.5)), {}, "verifier 'lenient' is lossy: choose another"),
+        (dict(temperature=0.0), {}, "at temperature 0 the model has one output"),
+        (dict(max_prefixes=2), dict(method="exact"), "valid outputs have more than 2 prefixes of up to 4 tokens"),
+        ({}, dict(method="some"), "task.method must be one of auto, exact, sampled"),
+        ({}, dict(sampler="some"), "task.sampler must be one of rejection, expected_futures"),
+        ({}, dict(samples=1), "task.samples must be a whole number of 2 or more"),
+        ({}, dict(attempts=0), "task.attempts must be a whole number"),
+    ],
+)  # fmt: skip
+def test_what_has_no_distance_is_refused_in_one_sentence(tmp_path, parts, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        run(tmp_path / "out", toy_lab(**parts), **options)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.nightly
+def test_the_experiment_runs(tmp_path, monkeypatch, capsys):
+    """With the bundled models: the tiny ones have no token that ends a text."""
+    monkeypatch.chdir(tmp_path)
+    short = ["constraint.pattern=' (one|two)'", "max_new_tokens=4", "prompts.limit=2", "output_dir=here"]
+    monkeypatch.setattr(sys, "argv", ["spec-lab", "+experiment=constraint_distance", *short])
+    main()
+    assert "constraint_distance: regex, masked token by token" in " ".join(capsys.readouterr().out.split())
+    assert len(summary_of(tmp_path / "here")["prompts"]) == 2
