@@ -119,7 +119,8 @@ def commands(chosen: Any) -> list[tuple[Path, list[str]]]:
     found.append((chosen.out / STEPS, [*usual, *record, *arms(RECORDED), "verifier=token", "seed=0", "baseline=false"]))
     for verifier in dict.fromkeys(one.verifier for one in cases()):
         own = {one.name: one.arm() for one in cases() if one.verifier == verifier}
-        measured = [*usual, *arms(own), f"verifier={verifier}", "seed=1", "baseline=false"]
+        more = ["batch_size=10", "seed=1", "baseline=false"]  # tokens do not depend on the batch
+        measured = [*usual, *arms(own), f"verifier={verifier}", *more]
         found.append((chosen.out / f"measured_{verifier}", measured))
     return found
 

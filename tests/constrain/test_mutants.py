@@ -96,7 +96,7 @@ def test_without_a_fault_no_difference_is_found():
     assert found() == []
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MUTANTS)
 def test_every_fault_is_found(name):
     with MUTANTS[name]():

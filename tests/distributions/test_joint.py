@@ -48,7 +48,7 @@ def test_k_seq_as_well(tree, tokens):
     assert examine(Instance(FEW, tree, tokens), "iid", KSeq()).wrong is None
 
 
-@pytest.mark.one_in(20)
+@pytest.mark.nightly
 @EVERY_VERIFIER
 @pytest.mark.parametrize(
     "sampling",

@@ -331,7 +331,7 @@ LIMITS = {
 BOTTOM_UP = {("recycling", "two at once"), ("union", "preempted")}  # with traversal, in the short run
 
 
-@pytest.mark.one_in(20)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("proposer", "limits", "verifier"),
     [

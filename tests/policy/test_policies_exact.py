@@ -55,7 +55,7 @@ PROPOSERS = {
 }
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "proposer",
     [pytest.param(name, marks=[pytest.mark.nightly] if name == "Kangaroo" else []) for name in PROPOSERS],
