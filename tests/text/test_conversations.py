@@ -103,6 +103,49 @@ def test_thinking_and_options_reach_the_template_and_are_refused_where_nothing_r
         text(*chat(write(tmp_path, {"prompt": "a", "tools": [{"name": "f"}]})), template=LOOSE)
 
 
+def test_what_reads_a_name_is_a_variable_not_a_word(tmp_path):
+    path = write(tmp_path, {"prompt": "a"})
+    words = "{# enable_thinking, effort #}effort {{ messages[0].effort }}{% set tools = 1 %}{{ tools }}"
+    with pytest.raises(ValueError, match=r"prompts\.thinking=true has no effect"):
+        text(*chat(path, thinking=True), template=words)
+    with pytest.raises(ValueError, match=r"prompts\.options\.effort has no effect"):
+        text(*chat(path, options={"effort": "low"}), template=words)
+    with pytest.raises(ValueError, match="has tools, which have no effect"):
+        text(*chat(write(tmp_path, {"prompt": "a", "tools": [{"name": "f"}]})), template=words)
+
+
+def test_a_system_prompt_that_the_template_does_not_read_is_refused(tmp_path):
+    (one,) = chat(write(tmp_path, {"prompt": "a"}), system="s")
+    for template in (LOOSE, "{% for one in messages if one.role == 'user' %}{{ one.content }}{% endfor %}"):
+        with pytest.raises(ValueError, match=r"'chat-1' has a system prompt, which has no effect.*system=null, or put"):
+            text(one, template=template)
+    default = "{{ messages[0].content if messages[0].role == 'system' else 's' }}"
+    assert text(one, template=default) == "s"
+    with pytest.raises(ValueError, match=r"System role not supported'\); set prompts\.system=null, or put it into"):
+        text(one, template="{{ raise_exception('System role not supported') }}")
+
+
+def test_tool_calls_are_not_lost_in_plain_text(tmp_path):
+    calls = {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    said = [{"role": "user", "content": "a"}, calls, {"role": "tool", "content": "42"}]
+    (one,) = chat(write(tmp_path, {"messages": said}), template="none")
+    with pytest.raises(ValueError, match="'chat-1' has tool_calls, which plain text cannot show"):
+        text(one)
+
+
+def test_a_tokenizer_with_several_templates_and_no_default_is_refused():
+    with pytest.raises(ValueError, match=r"several chat templates \(rag, tool_use\) and none .*set prompts\.template"):
+        text(Prompt("p", "a", template=ChatTemplate()), template={"rag": "a", "tool_use": "b"})
+
+
+def test_reasoning_of_recorded_answers_has_the_names_that_templates_read(tmp_path):
+    answer = {"role": "assistant", "content": "x", "reasoning": "r", "other": None}
+    said = [{"role": "user", "content": "a"}, answer, {"role": "user", "content": "b"}]
+    (one,) = chat(write(tmp_path, {"messages": said}))
+    template = "{{ messages[1].thinking }}{{ messages[1].reasoning_content }}{{ messages[1].other is defined }}"
+    assert text(one, template=template) == "rrFalse"
+
+
 def test_a_file_replaces_the_tokenizers_template(tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text("[{{ messages[0].content }}]")
@@ -125,13 +168,18 @@ def test_a_tokenizer_may_have_a_template_of_its_own_for_tools():
     [
         "{{ raise_exception('only users') }}",
         "{{ messages[0]['content'].__class__.__mro__ }}",
-        "{% for",
         "{{ 1 / 0 }}",
+        "{{ 7**30000000**3 }}",
     ],
 )
 def test_a_template_that_fails_names_the_prompt(template):
     with pytest.raises(ValueError, match="prompt 'p': the chat template refuses its messages"):
         text(Prompt("p", "a", template=ChatTemplate()), template=template)
+
+
+def test_what_is_no_template_names_the_prompt():
+    with pytest.raises(ValueError, match="prompt 'p': the chat template is no template of Jinja .*end of template"):
+        text(Prompt("p", "a", template=ChatTemplate()), template="{% for")
 
 
 def test_a_template_cannot_write_more_than_a_prompt_may_have(monkeypatch):
