@@ -205,13 +205,19 @@ def _plain(messages: Sequence[Message]) -> str:
     return text
 
 
-def template_facts(template: ChatTemplate | None, tokenizer: Any, tools: bool = False) -> dict[str, Any]:
-    """Return what the manifest records of a template: its origin, SHA-256 and options."""
-    source = "" if template is None else template.of(tokenizer, tools)
-    if template is None or not source:
+def template_facts(templates: Sequence[tuple[ChatTemplate | None, bool]], tokenizer: Any) -> dict[str, Any]:
+    """Return what the manifest records of templates: their origins, SHA-256s and options.
+
+    Args:
+        templates: each with whether there are tools (``ChatTemplate.of``); None for plain text.
+        tokenizer: the target's.
+    """
+    used = [(one, source) for one, tools in templates if one is not None and (source := one.of(tokenizer, tools))]
+    if not used:
         return {"template": "none"}
+    hashes = {hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest() for _, source in used}
     return {
-        "template": "file" if template.source else "checkpoint",
-        "template_sha256": hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest(),
-        "options": dict(template.options),
+        "template": "file" if any(one.source for one, _ in used) else "checkpoint",
+        "template_sha256": ", ".join(sorted(hashes)),
+        "options": dict(used[0][0].options),
     }

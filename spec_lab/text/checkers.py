@@ -98,12 +98,24 @@ def final(text: str, prompt: str = "") -> str:
         text: the answer.
         prompt: the text that the model continued.
     """
-    if prompt.endswith("<|start|>assistant") and text.startswith(("analysis", "commentary", "final")):
+    if _has_channels(text, prompt):
         _, ended, said = f"assistant{text}".rpartition("assistantfinal")
         return said if ended else ""
     if "</think>" in text:
         return text.rpartition("</think>")[2]
     return "" if "<think>" in text or prompt.rstrip().endswith("<think>") else text
+
+
+def reply(text: str, prompt: str) -> str:
+    """Return an answer as the next turn's template reads it. Arguments as of ``final``.
+
+    Of GPT-OSS it is the channel "final", if there is one. Other templates remove thinking themselves.
+    """
+    return (_has_channels(text, prompt) and final(text, prompt)) or text
+
+
+def _has_channels(text: str, prompt: str) -> bool:
+    return prompt.endswith("<|start|>assistant") and text.startswith(("analysis", "commentary", "final"))
 
 
 def exact(text: str, answer: str, completes: bool = False) -> bool:

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from spec_lab.text import checkers
-from spec_lab.text.checkers import CHECKERS, STOPS, check, check_answer, completion, final, last_block
+from spec_lab.text.checkers import CHECKERS, STOPS, check, check_answer, completion, final, last_block, reply
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,12 @@ R1, GPT_OSS = "<User>a<Assistant><think>\n", "<|start|>user<|message|>a<|end|><|
 def test_the_final_answer_comes_after_the_thinking(text, prompt, answer):
     assert final(text, prompt) == answer
     assert check("exact", text, answer, prompt) is True
+
+
+def test_the_next_turn_has_the_final_channel_and_other_answers_whole():
+    assert reply("analysisIt is 3.assistantfinalIt is 4.", GPT_OSS) == "It is 4."
+    assert reply("analysisIt is", GPT_OSS) == "analysisIt is"
+    assert reply("so 3</think>4", R1) == "so 3</think>4"
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,15 @@ import json
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from spec_lab.text import chat_template, conversations, records
 from spec_lab.text.chat_template import ChatTemplate, template_facts
 from spec_lab.text.conversations import chat, chat_options
-from spec_lab.text.prompts import Prompt, digest, encode_turn
+from spec_lab.text.prompts import Prompt, digest, encode_turn, jsonl
 from tests.checkpoints import LETTERS
 
 TEMPLATE = (
@@ -29,6 +30,9 @@ def tokenizer(template: str | dict | None = TEMPLATE) -> PreTrainedTokenizerFast
     model = Tokenizer(models.WordLevel({one: n for n, one in enumerate([*characters, "[B]"])}, unk_token=":"))
     model.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     model.decoder = decoders.Fuse()
+    model.post_processor = processors.TemplateProcessing(
+        single="[B] $A", special_tokens=[("[B]", model.token_to_id("[B]"))]
+    )
     made = PreTrainedTokenizerFast(tokenizer_object=model, unk_token=":", bos_token="[B]")
     made.chat_template = template
     return made
@@ -59,6 +63,7 @@ def test_a_template_writes_special_tokens_itself_and_plain_text_gets_the_tokeniz
     templated = encode_turn(Prompt("p", "a", template=ChatTemplate()), own, 100)[1]
     assert own.decode(templated) == "<user>a</><assistant>"
     assert encode_turn(Prompt("p", "a"), own, 100) == ("a", tuple(own.encode("a")))
+    assert own.bos_token_id not in templated and own.encode("a")[0] == own.bos_token_id
 
 
 def test_without_a_template_messages_are_plain_text(tmp_path):
@@ -151,10 +156,11 @@ def test_a_file_replaces_the_tokenizers_template(tmp_path):
     file.write_text("[{{ messages[0].content }}]")
     (one,) = chat(write(tmp_path, {"prompt": "a"}), template=str(file))
     assert text(one) == text(one, template=None) == "[a]"
-    assert template_facts(one.template, tokenizer())["template"] == "file"
-    own = template_facts(ChatTemplate(), tokenizer())
+    assert template_facts([(one.template, False)], tokenizer())["template"] == "file"
+    own = template_facts([(ChatTemplate(), False)], tokenizer())
     assert own["template"] == "checkpoint" and len(own["template_sha256"]) == 64
-    assert template_facts(ChatTemplate(), tokenizer(None)) == template_facts(None, tokenizer()) == {"template": "none"}
+    plain = template_facts([(ChatTemplate(), False)], tokenizer(None))
+    assert plain == template_facts([(None, False)], tokenizer()) == {"template": "none"}
 
 
 def test_a_tokenizer_may_have_a_template_of_its_own_for_tools():
@@ -213,6 +219,13 @@ def test_a_template_that_loops_for_too_long_is_stopped(monkeypatch):
         ({"messages": [{"role": "user", "content": " "}]}, "is empty"),
         ({"messages": [{"role": "user", "content": "a", "x": json.loads("[" * 70 + "]" * 70)}]}, "nested deeper"),
         ({"prompt": "a", "tools": {}}, "'tools' must be a list"),
+        ({"prompt": "a", "tools": []}, "'tools' is an empty list: leave it out"),
+        ({"prompt": "a", "turns": ["b"]}, "the fields 'turns' and 'prompt' contradict each other"),
+        ({"messages": [{"role": "user", "content": "a"}], "text": "b"}, "the fields 'messages' and 'text' contradict"),
+        (
+            {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}], "system": "b"},
+            r"'system' and 'messages\[0\]' are both system prompts",
+        ),
         ({"prompt": "a", "tools": ["f"]}, "'tools' must be a list"),
     ],
 )
@@ -251,9 +264,16 @@ def test_files_of_tools_and_templates_are_bounded(tmp_path, monkeypatch):
     file.write_text("{}")
     with pytest.raises(ValueError, match=r"prompts\.tools must be a list"):
         chat_options(tools=str(file))
-    file.write_text("[")
-    with pytest.raises(ValueError, match=r"prompts\.tools=.* is no JSON"):
+    file.write_text("[]")
+    with pytest.raises(ValueError, match=r"prompts\.tools is an empty list: leave it out"):
         chat_options(tools=str(file))
+    for bad in ("[", "[" * 100_000, f"[{'1' * 5000}]"):
+        file.write_text(bad)
+        with pytest.raises(ValueError, match=r"prompts\.tools=.* is no JSON that can be read"):
+            chat_options(tools=str(file))
+    file.write_text(" \n")
+    with pytest.raises(ValueError, match=r"prompts\.template=.* is empty: set prompts\.template=none"):
+        chat_options(template=str(file))
     monkeypatch.setattr(conversations, "MAX_SMALL", 3)
     file.write_text("[{}]")
     for option in ("tools", "template"):
@@ -262,14 +282,51 @@ def test_files_of_tools_and_templates_are_bounded(tmp_path, monkeypatch):
 
 
 def test_answers_are_checked_in_the_last_turn_and_only_where_they_are_known(tmp_path):
-    path = write(tmp_path, {"prompt": "a", "answer": 4}, {"prompt": "b"}, {"turns": ["a", "b"], "answer": "x"})
+    path = write(tmp_path, {"prompt": "a", "answer": 4}, {"prompt": "b"}, {"turns": ["a", "b"], "answer": "5"})
     assert [(one.checker, one.answer) for one in chat(path, checker="number")] == [
         ("number", "4"),
         ("", ""),
-        ("number", "x"),
+        ("number", "5"),
     ]
     assert [one.checker for one in chat(path, checker="number", turns=1)] == ["number", "", ""]
     assert [one.checker for one in chat(path)] == ["", "", ""]
+
+
+def test_answers_are_validated_when_the_file_is_read(tmp_path):
+    path = write(tmp_path, {"prompt": "a", "answer": 4}, {"prompt": "b", "answer": "four"})
+    with pytest.raises(ValueError, match=r"chat\.jsonl:2: 'answer' must be a number, not 'four', for prompts\.checker"):
+        chat(path, checker="number")
+    path = write(tmp_path, {"prompt": "b"}, {"turns": ["a", "b"], "answer": "5"})
+    with pytest.raises(
+        ValueError, match=r"checker=number has nothing .*or none to .*turns=1: set prompts\.checker=null"
+    ):
+        chat(path, checker="number", turns=1)
+    with pytest.raises(ValueError, match=r"chat\.jsonl has no answers: set"):
+        chat(write(tmp_path, {"prompt": "b"}), checker="exact")
+
+
+def test_numbers_of_messages_and_tools_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(conversations, "MAX_MESSAGES", 3)
+    monkeypatch.setattr(conversations, "MAX_TOOLS", 1)
+    said = [{"role": "user", "content": "a"}] * 3
+    lines = {"turns": ["a"] * 3, "tools": [{}]}, {"messages": said}
+    assert len(chat(write(tmp_path, *lines))) == 2
+    for line, message in (
+        ({"turns": ["a"] * 4}, "'turns' has 4 messages, more than 3"),
+        ({"messages": [*said, said[0]]}, "'messages' must be a list of 1 to 3 objects"),
+        ({"prompt": "a", "tools": [{}, {}]}, "'tools' has 2 tools, more than 1"),
+    ):
+        with pytest.raises(ValueError, match=rf"chat\.jsonl:1: {message}"):
+            chat(write(tmp_path, line))
+
+
+def test_values_of_parquet_files_that_json_does_not_have_are_refused(tmp_path):
+    file = tmp_path / "chat.parquet"
+    for value in ({"a": pd.Timestamp("2020-01-01")}, {"a": b"x"}, b"x", pd.Timestamp("2020-01-01")):
+        pd.DataFrame([{"prompt": "a", "constraint": value}]).to_parquet(file)
+        for read in (chat, jsonl):
+            with pytest.raises(ValueError, match=r"chat\.parquet, row 1: 'constraint' is no text and no JSON"):
+                read(str(file))
 
 
 def test_digest_depends_on_everything_that_a_conversation_is_made_of():
