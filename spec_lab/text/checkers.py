@@ -159,13 +159,15 @@ def python_syntax(text: str, answer: str, completes: bool = False) -> bool:
     """Return whether the answer's code is valid Python. It is parsed, never executed.
 
     Args:
-        text: with code blocks, of which the last is the code; if the model completed a text, code that continues
-            ``answer``.
-        answer: the code before the completion; empty for none.
+        text: with code blocks, of which the last is the code; or code that continues ``answer``, if that is not empty
+            and the model completed a text.
+        answer: the code before a completion; empty for none.
         completes: whether the model completed a text.
     """
-    code = answer + completion(text) if completes else last_block(text)
-    if not code or not (completion(text) if completes else code).strip() or len(code) > MAX_CODE:
+    begun = answer if completes else ""
+    own = completion(text) if begun else last_block(text) or ""
+    code = begun + own
+    if not own.strip() or len(code) > MAX_CODE:
         return False
     try:
         with warnings.catch_warnings():

@@ -53,7 +53,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"],
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
             finalize=self.sized,
         )  # fmt: skip
         self.left = MAX_WRITTEN
@@ -113,11 +113,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def printf(self, text: str, values: Any) -> None:
         """Check a format with "%"."""
         found = PRINTF.findall(text)
-        for width in (one for pair in found for one in pair):
-            _fits(width if width != "*" else MAX_WIDTH + 1)
+        widths = [one for pair in found for one in pair if one]
+        _fits(*(MAX_WIDTH + 1 if one == "*" else one for one in widths))  # "*": the width is a value
         before = self.left
         self.sized(values)
-        self.write((before - self.left) * len(found) + MAX_WIDTH)
+        self.write((before - self.left) * len(found) + sum(map(int, widths)))
 
     def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
         """See Jinja's; of the methods of texts those are checked whose results can be long.
@@ -127,13 +127,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """
         if isinstance(called, BuiltinMethodType) and isinstance(called.__self__, str):
             text, name = called.__self__, called.__name__
-            self.write(len(text))
             if name in ("center", "ljust", "rjust", "zfill"):
                 _fits(*args[:1])
             elif name == "replace":
                 self._replaced(text, *args)
             elif name == "join" and args:
                 args = (self._parts(text, args[0]), *args[1:])
+            return self._counted(super().call(context, called, *args, **kwargs))
         return super().call(context, called, *args, **kwargs)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -162,6 +162,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
             found.append(self.sized(one))
         return found
 
+    def _counted(self, result: Any) -> Any:
+        if isinstance(result, str | list | tuple):
+            self.write(len(result))
+        return result
+
     def _replaced(self, text: str, old: Any = "", new: Any = "", count: Any = -1) -> None:
         times = text.count(str(old))
         self.write(len(text) + len(str(new)) * (times if count is None or count < 0 else min(times, count)))
@@ -180,9 +185,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _fits(*(given[name] for name in WIDTHS if name in given))
             value, name = args[first], function.__name__
             if name == "do_indent":
-                self.write(
-                    str(value).count("\n") * (len(given["width"]) if isinstance(given.get("width"), str) else MAX_WIDTH)
-                )
+                width = given.get("width", 4)
+                self.write((str(value).count("\n") + 1) * (len(width) if isinstance(width, str) else width))
             elif name == "do_replace":
                 self._replaced(str(value), *(given[key] for key in ("old", "new")))
             elif name == "do_format":
@@ -190,9 +194,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             elif name == "do_join":
                 parts = self._parts(str(given.get("d", "")), value)
                 args = (*args[:first], parts, *args[first + 1 :])
-            elif isinstance(value, str | list | tuple | Mapping):
-                self.sized(value) if name == "soft_str" else self.write(len(value))
-            return function(*args, **kwargs)
+            elif name == "soft_str":
+                self.sized(value)
+            return self._counted(function(*args, **kwargs))
 
         return checked
 
@@ -207,7 +211,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """The tag "generation" of transformers, which marks what the model writes; its content is kept."""
 
     tags = {"generation"}  # noqa: RUF012
@@ -236,8 +240,9 @@ class _Formatter(SandboxedFormatter):
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         """See ``string.Formatter``."""
-        _fits(*re.findall(r"\d+", format_spec))
-        self.sandbox.write(MAX_WIDTH)
+        widths = re.findall(r"\d+", format_spec)
+        _fits(*widths)
+        self.sandbox.write(sum(map(int, widths)))
         return super().format_field(self.sandbox.sized(value), format_spec)
 
     def convert_field(self, value: Any, conversion: str | None) -> Any:

@@ -63,6 +63,8 @@ def test_what_is_correct(checker, text, answer, correct):
         ("python_syntax", "    return a\n```\nSo:\n```\n(\n```", "def f(a):\n", True),
         ("python_syntax", "    return (a\n", "def f(a):\n", False),
         ("python_syntax", " \n", "def f(a):\n    'doc'\n", False),
+        ("python_syntax", "Sure", "", False),
+        ("python_syntax", "```\nx = 1\n```", "", True),
     ],
 )
 def test_a_model_that_completes_a_text_is_checked_up_to_the_next_question(checker, text, answer, correct):

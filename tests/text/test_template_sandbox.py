@@ -118,6 +118,15 @@ def test_each_rendering_begins_with_the_whole_bound(monkeypatch):
         assert rendered("{{ 'ab' * 10 }}x", {})[-1] == "x"
 
 
+def test_long_conversations_are_far_from_the_bound():
+    template = (
+        "{% for one in messages %}{% if one.content.startswith('a') and '%s' % one.role != 'x' %}"
+        "{{ '{}: {}'.format(one.role, one.content.strip()) | indent(2) }}{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "a\n" * 5000}] * 1000  # 10 million characters
+    assert len(rendered(template, {"messages": messages})) > 10**7
+
+
 def test_widths_up_to_the_bound_are_allowed():
     assert len(rendered(f"{{{{ 'a'.ljust({MAX_WIDTH}) }}}}", {})) == MAX_WIDTH
 
