@@ -135,3 +135,14 @@ def test_variables_are_those_that_are_read():
     assert variables(FEATURES) >= {"messages", "tools", "bos_token"}
     assert "tools" not in variables("{# tools #}tools {{ messages[0].tools }}{% set tools = 1 %}{{ tools }}")
     assert "thinking" in variables("{% if thinking is defined and thinking %}a{% endif %}")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}",
+        "{% macro a() %}{{ thinking }}{% endmacro %}{% set thinking = thinking | default(true) %}{{ a() }}",
+    ],
+)
+def test_a_variable_with_a_default_is_read(template):
+    assert variables(template) == {"thinking"}
