@@ -60,6 +60,7 @@ COLUMNS = {
     "identical_outputs": FigureFormat("identical outputs", ".1%"),
     "correct": FigureFormat("correct", ".1%"),
     "correct_change": FigureFormat("change of correct", "+.1%"),
+    "correct_cut": FigureFormat("cut answers", ".1%"),
     "requests": FigureFormat("prompts", ".0f"),
 }
 """The figures of ``metrics.summarise`` that tables show, the same in the terminal and on pages."""
@@ -95,12 +96,16 @@ def accuracy_notes(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
         for name, each in found.items():
             if checker in each:
                 change = interval(each[checker]["change"], "+.1%")
-                parts.append(f"{name} {interval(each[checker]['correct'], '.1%')}" + f" ({change})" * bool(change))
+                cut = each[checker].get("cut") or 0.0
+                part = f"{name} {interval(each[checker]['correct'], '.1%')}" + f" ({change})" * bool(change)
+                parts.append(part + f", {cut:.1%} cut" * (cut > 0))
         checked = max(each[checker]["answers"] for each in found.values() if checker in each)
         what = "whose code parses" if checker == "python_syntax" else "that are correct"
         lines.append(
-            f"Share of {checked} answers {what}, by the checker {checker} [95 %]: {', '.join(parts)}; in parentheses "
+            f"Share of {checked} answers {what}, by the checker {checker} [95 %]: {'; '.join(parts)}; in parentheses "
             "the change from the baseline's, paired."
+            + " Answers that max_new_tokens cut may lack what the checker looks for."
+            * any(" cut" in p for p in parts)
         )
     return lines
 

@@ -279,8 +279,15 @@ def request_row(
         "conversation": conversation or prompt.name,
         "turn": turn,
         "checker": prompt.checker,
-        "correct": check(prompt.checker, shown, prompt.answer) if prompt.checker else None,
+        "correct": _correct(prompt, shown),
     }
+
+
+def _correct(prompt: Prompt, shown: str) -> bool | None:
+    """Return whether the checker finds an answer correct; None where it is not checked."""
+    if not prompt.checker:
+        return None
+    return check(prompt.checker, shown, prompt.answer, prompt.text, completes=prompt.template is None)
 
 
 class Recorder:

@@ -138,6 +138,11 @@ def generate(
     named = [one if isinstance(one, Prompt) else Prompt(f"prompt {place}", one) for place, one in enumerate(several)]
     if not named:
         raise ValueError("prompts is empty: pass at least one")
+    if unused := next((one.name for one in named if one.later or one.checker), None):
+        raise ValueError(
+            f"generate decodes one answer and checks none, and prompt '{unused}' has later turns or a checker: pass "
+            "dataclasses.replace(prompt, later=(), checker='')"
+        )
     if len({one.name for one in named}) < len(named):
         raise ValueError("two prompts have the same name: give each one of its own")
     settings = Settings(

@@ -15,6 +15,7 @@ from spec_lab.engine.request import BROKEN
 from spec_lab.results import writer
 from spec_lab.results.writer import Outcome
 from spec_lab.tasks.lab import Arm, Lab, Settings, Turn
+from spec_lab.text.checkers import reply
 
 BASELINE = "baseline"
 
@@ -74,7 +75,7 @@ def decode_group(
                 if outcome.error:
                     bar.write(f"{names[name]}: {outcome.error}", file=sys.stderr)
                 if len(said[name][one.conversation]) < turn and outcome.kept and outcome.finish not in BROKEN:
-                    said[name][one.conversation].append(row["text"])
+                    said[name][one.conversation].append(reply(row["text"], row["prompt"]))
             bar.update(len(todo[name]))
         for place, name in enumerate(order):
             answers = said[name if history == "own" else BASELINE]

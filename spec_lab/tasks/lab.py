@@ -203,7 +203,7 @@ class Lab:
                 source; token healing for a target whose tokens' bytes are not known.
         """
         turns = [self.turn(settings, number) for number in range(len(self.prompts))]
-        if self.prompts[0].template is not None and (self.chat_facts() or {})["template"] == "none":
+        if self.prompts[0].template is not None and not self.prompts[0].template.of(self.target.tokenizer):
             LOG.warning("The tokenizer of %s has no chat template: messages are plain text", self.target.name)
         bare = next((one.request.name for one in turns if not one.request.constraint), None)
         constraint = None if self.applied is None else self.applied.constraint
@@ -320,11 +320,11 @@ class Lab:
         chats = [one for one in self.prompts if one.template is not None or one.messages or one.later]
         if not chats:
             return None
-        one = chats[0]
+        templates = {(id(one.template), bool(one.tools)): one for one in chats}.values()
         return {
             "conversations": len(chats),
             "turns": max(one.turns for one in chats),
-            **template_facts(one.template, self.target.tokenizer, bool(one.tools)),
+            **template_facts([(one.template, bool(one.tools)) for one in templates], self.target.tokenizer),
         }
 
     def parts(self) -> list[Any]:

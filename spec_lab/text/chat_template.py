@@ -1,14 +1,13 @@
 """Chat templates: from the messages of a conversation to the text that the model continues.
 
-A template is a program in Jinja that a checkpoint brings. It runs in the sandbox of transformers'
-``apply_chat_template``, and reads the messages, the tools and its options only. Its running time and the
-length of its text are bounded.
+A template is a program in Jinja that a checkpoint brings. It runs in a sandbox (``template_sandbox``) as transformers'
+``apply_chat_template`` runs it, and reads the messages, the tools and its options only. The time of its loops and what
+it writes are bounded.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 from spec_lab.core.options import brief
+from spec_lab.text.template_sandbox import rendered, variables
 
 Message = Mapping[str, Any]
 """A message with its ``role`` and ``content``, and perhaps ``tool_calls``, as transformers' templates read it."""
@@ -30,10 +30,12 @@ RESERVED = {
     "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length",
     "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
 }  # fmt: skip
-"""Names that are arguments of ``apply_chat_template``, and no options of a template."""
+"""Names that are arguments of transformers' ``apply_chat_template``, and no options of a template."""
 
 SECONDS = 10.0
 """A template that runs for longer is stopped."""
+
+NO_SYSTEM = "set prompts.system=null, or put it into the first message"
 
 
 @runtime_checkable
@@ -47,8 +49,9 @@ class HasTemplate(Protocol):
         """Return the template that would be applied."""
         ...
 
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        """Return the text of a conversation."""
+    @property
+    def special_tokens_map(self) -> Mapping[str, Any]:
+        """The special tokens' texts by name, such as ``bos_token``."""
         ...
 
 
@@ -70,12 +73,22 @@ class ChatTemplate:
         Args:
             tokenizer: the target's.
             tools: whether there are tools: a tokenizer may have a template of its own for these.
+
+        Raises:
+            ValueError: the tokenizer has several and no default.
         """
         if self.source:
             return self.source
         if not isinstance(tokenizer, HasTemplate) or not tokenizer.chat_template:
             return ""
-        return tokenizer.get_chat_template(None, [{}] if tools else None)
+        try:
+            return tokenizer.get_chat_template(None, [{}] if tools else None)
+        except ValueError as error:
+            known = ", ".join(map(str, tokenizer.chat_template))
+            raise ValueError(
+                f"the target's tokenizer has several chat templates ({known}) and none of them is its default: save "
+                "one to a file, and set prompts.template to that"
+            ) from error
 
 
 def render(
@@ -91,26 +104,46 @@ def render(
         where: names the prompt, for messages.
 
     Raises:
-        ValueError: the template refuses the messages, or runs for too long; it does not read the tools or an option
-            that are given.
+        ValueError: the template refuses the messages, runs for too long or writes too much; it does not read the
+            system prompt, the tools or an option that are given.
     """
     source = "" if template is None else template.of(tokenizer, bool(tools))
     options = {} if template is None else dict(template.options)
     _check_read(source, options, bool(tools), where)
     if not source:
+        if any(one.get("tool_calls") for one in messages):
+            raise ValueError(
+                f"{where} has tool_calls, which plain text cannot show: use a chat template, or remove them"
+            )
         return _plain(messages), False
-    if not isinstance(tokenizer, HasTemplate):
-        raise ValueError(f"{where}: the target's tokenizer applies no chat templates; set prompts.template=none")
+    special = dict(tokenizer.special_tokens_map) if isinstance(tokenizer, HasTemplate) else {}
+    given = {**special, "tools": list(tools) or None, "documents": None, "add_generation_prompt": True, **options}
+    text = _applied(source, messages, given, where)
+    if system := next((one for one in messages[:1] if one["role"] in ("system", "developer")), None):
+        other = {**system, "content": f"{system['content']} x"}
+        if _applied(source, [other, *messages[1:]], given, where) == text:
+            raise ValueError(
+                f"{where} has a system prompt, which has no effect: the chat template does not read it; {NO_SYSTEM}"
+            )
+    return text, True
+
+
+def _applied(source: str, messages: Sequence[Message], given: Mapping[str, Any], where: str) -> str:
+    """Return what the template writes for messages. Errors as in ``render``."""
+    said = [_with_reasoning({name: value for name, value in one.items() if value is not None}) for one in messages]
     try:
         with _at_most(SECONDS):
-            text = tokenizer.apply_chat_template(
-                [dict(one) for one in messages], tools=list(tools) or None, chat_template=source, tokenize=False,
-                add_generation_prompt=True, **options,
-            )  # fmt: skip
-    except Exception as error:  # those of Jinja, of transformers, and of whatever the template does
+            return rendered(source, {"messages": said, **given})
+    except Exception as error:  # those of Jinja, and of whatever the template does
         why = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{where}: the chat template refuses its messages ({brief(why)})") from error
-    return text, True
+        what = f"; {NO_SYSTEM}" if "system" in why.lower() else ""
+        raise ValueError(f"{where}: the chat template refuses its messages ({brief(why)}){what}") from error
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its reasoning under the names that templates read, as in transformers."""
+    found = next((message[name] for name in ("reasoning_content", "thinking", "reasoning") if name in message), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 @contextmanager
@@ -142,12 +175,16 @@ def _check_read(source: str, options: Mapping[str, Any], tools: bool, where: str
     """Refuse tools and options that would have no effect.
 
     Raises:
-        ValueError: names them.
+        ValueError: names them; the template is none.
     """
+    try:
+        known = variables(source)
+    except Exception as error:  # those of Jinja's parser
+        raise ValueError(f"{where}: the chat template is no template of Jinja ({brief(str(error))})") from error
     why = "the chat template does not read it" if source else "the prompt is plain text, without a chat template"
 
     def reads(name: str) -> bool:
-        return re.search(rf"\b{name}\b", source) is not None
+        return name in known
 
     if tools and not reads("tools"):
         raise ValueError(f"{where} has tools, which have no effect: {why.replace(' it', ' them')}; remove them")
@@ -168,13 +205,19 @@ def _plain(messages: Sequence[Message]) -> str:
     return text
 
 
-def template_facts(template: ChatTemplate | None, tokenizer: Any, tools: bool = False) -> dict[str, Any]:
-    """Return what the manifest records of a template: its origin, SHA-256 and options."""
-    source = "" if template is None else template.of(tokenizer, tools)
-    if template is None or not source:
+def template_facts(templates: Sequence[tuple[ChatTemplate | None, bool]], tokenizer: Any) -> dict[str, Any]:
+    """Return what the manifest records of templates: their origins, SHA-256s and options.
+
+    Args:
+        templates: each with whether there are tools (``ChatTemplate.of``); None for plain text.
+        tokenizer: the target's.
+    """
+    used = [(one, source) for one, tools in templates if one is not None and (source := one.of(tokenizer, tools))]
+    if not used:
         return {"template": "none"}
+    hashes = {hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest() for _, source in used}
     return {
-        "template": "file" if template.source else "checkpoint",
-        "template_sha256": hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest(),
-        "options": dict(template.options),
+        "template": "file" if any(one.source for one, _ in used) else "checkpoint",
+        "template_sha256": ", ".join(sorted(hashes)),
+        "options": dict(used[0][0].options),
     }

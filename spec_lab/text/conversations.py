@@ -14,9 +14,9 @@ from typing import Any
 from spec_lab.core.files import read_text
 from spec_lab.core.options import brief, one_of, true_or_false, whole
 from spec_lab.text.chat_template import RESERVED, THINKING, ChatTemplate, Message
-from spec_lab.text.checkers import CHECKERS
+from spec_lab.text.checkers import CHECKERS, check_answer
 from spec_lab.text.prompts import Prompt, checked
-from spec_lab.text.records import fitting, records, text_of, word
+from spec_lab.text.records import constraint_of, fitting, records, text_of, word
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 1000
@@ -58,6 +58,7 @@ class Chat:
         system: str = "",
         messages: Sequence[Message] = (),
         tools: Sequence[Mapping[str, Any]] = (),
+        where: str = "",
     ) -> Prompt:
         """Return the prompt of a question.
 
@@ -68,17 +69,38 @@ class Chat:
             system: its own system prompt; empty for the common one.
             messages: a recorded conversation that ends with a message to answer, ``turns[0]``; empty for none.
             tools: its own tools; empty for the common ones.
+            where: its file and line, for messages.
+
+        Raises:
+            ValueError: the checker could compare nothing with the answer.
         """
         kept = tuple(turns[: self.turns])
         system, said = system or self.system, list(messages)
         if system and not (said and said[0]["role"] in ("system", "developer")):
             said = [{"role": "system", "content": system}, *(said or [{"role": "user", "content": kept[0]}])]
         check = self.checker if answer is not None and len(kept) == len(turns) else ""
+        if check:
+            check_answer(check, answer or "", where or f"prompt '{name}'")
         return Prompt(
             name, kept[0], workload, source, constraint, messages=tuple(said), later=kept[1:],
             tools=tuple(tools) or self.tools, template=self.template, checker=check,
             answer=(answer or "") if check else "",
         )  # fmt: skip
+
+    def all_of(self, found: dict[int, Prompt], path: str) -> list[Prompt]:
+        """Return the prompts of a file, given by line.
+
+        Raises:
+            ValueError: there are none, two have the same name, or the checker has no answer to compare with.
+        """
+        prompts = checked(found, path)
+        if self.checker and not any(one.checker for one in prompts):
+            cut = "" if self.turns is None else f", or none to a message within prompts.turns={self.turns}"
+            raise ValueError(
+                f"prompts.checker={self.checker} has nothing to compare with, since {path} has no answers{cut}: set "
+                "prompts.checker=null"
+            )
+        return prompts
 
 
 def chat_options(
@@ -119,6 +141,8 @@ def chat_options(
         raise ValueError(f"prompts.system must be a text that is not empty, or null for none, not {brief(system)}")
     given = _options(options, thinking)
     source = "" if template in ("checkpoint", "none") else _small("prompts.template", template)
+    if template not in ("checkpoint", "none") and not source.strip():
+        raise ValueError(f"prompts.template={brief(template)} is empty: set prompts.template=none for plain text")
     if template == "none" and given:
         raise ValueError(
             f"prompts.template=none supports no options of a template ({', '.join(given)}): set "
@@ -156,12 +180,14 @@ def chat(
 
     Raises:
         OSError: a file does not exist, or is not readable.
-        ValueError: an invalid option, a malformed line, an id used twice, no conversations at all.
+        ValueError: an invalid option, a malformed line, fields that contradict each other, an id used twice, no
+            conversations at all.
     """
     how = chat_options(template, system, tools, thinking, options, turns, checker)
     found = {}
     for where, line, record in records(path, limit):
         messages: list[Message] = []
+        _check_fields(record, where)
         if record.get("messages") is not None:
             messages = _messages(record["messages"], where)
             said = [str(messages[-1]["content"])]
@@ -171,19 +197,19 @@ def chat(
             said = [
                 text_of(record, "prompt" if "prompt" in record else "text", where, "'prompt', 'turns' or 'messages'")
             ]
-        own = record.get("constraint")
         found[line] = how.prompt(
             word(record, "id", where) or f"{Path(path).stem}-{line}",
             said,
             word(record, "workload", where),
             word(record, "source", where),
             None if record.get("answer") is None else word(record, "answer", where),
-            json.dumps(own) if isinstance(own, dict | list) else word(record, "constraint", where),
+            constraint_of(record, where),
             word(record, "system", where),
             messages,
             () if record.get("tools") is None else _tools(record["tools"], f"{where}: 'tools'"),
+            where,
         )
-    return checked(found, path)
+    return how.all_of(found, path)
 
 
 def turns_of(record: Mapping[str, Any], key: str, where: str) -> list[str]:
@@ -198,6 +224,23 @@ def turns_of(record: Mapping[str, Any], key: str, where: str) -> list[str]:
     if len(turns) > MAX_MESSAGES:
         raise ValueError(f"{where}: '{key}' has {len(turns)} messages, more than {MAX_MESSAGES}")
     return [text_of({key: one}, key, where, f"'{key}[{place}]'") for place, one in enumerate(turns)]
+
+
+def _check_fields(record: Mapping[str, Any], where: str) -> None:
+    """Refuse several of ``messages``, ``turns`` and ``prompt``, and two system prompts.
+
+    Raises:
+        ValueError: there are some.
+    """
+    given = [name for name in ("messages", "turns", "prompt", "text") if record.get(name) is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"{where}: the fields {' and '.join(map(repr, given))} contradict each other: keep one of them"
+        )
+    first = record["messages"][:1] if isinstance(record.get("messages"), list) else []
+    system = [one for one in first if isinstance(one, dict) and one.get("role") in ("system", "developer")]
+    if system and word(record, "system", where):
+        raise ValueError(f"{where}: 'system' and 'messages[0]' are both system prompts: remove one of them")
 
 
 def _messages(messages: Any, where: str) -> list[Message]:
@@ -250,12 +293,14 @@ def _small(option: str, path: Any) -> str:
 def _json(option: str, path: Any) -> Any:
     try:
         return json.loads(_small(option, path))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{option}={path} is no JSON ({' '.join(str(error).split())})") from error
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
+        raise ValueError(f"{option}={path} is no JSON that can be read ({' '.join(str(error).split())})") from error
 
 
 def _tools(tools: Any, named: str) -> tuple[Mapping[str, Any], ...]:
-    if not isinstance(tools, list) or not tools or not all(isinstance(one, dict) for one in tools):
+    if tools == []:
+        raise ValueError(f"{named} is an empty list: leave it out")
+    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
         raise ValueError(f"{named} must be a list of JSON schemas of tools, not {brief(tools)}")
     if len(tools) > MAX_TOOLS:
         raise ValueError(f"{named} has {len(tools)} tools, more than {MAX_TOOLS}")

@@ -12,7 +12,7 @@ from huggingface_hub import hf_hub_download
 from spec_lab.core.options import brief, one_of
 from spec_lab.models.checkpoint import one_line
 from spec_lab.text.conversations import chat_options, turns_of
-from spec_lab.text.prompts import Prompt, checked
+from spec_lab.text.prompts import Prompt
 from spec_lab.text.records import records, text_of, word
 
 
@@ -86,8 +86,8 @@ def load(
     for where, line, record in records(file, limit, columns=dataset.columns):
         one = dataset.read(where, record, template == "none")
         asked = one.name or f"{Path(file).name.partition('.')[0]}-{line}"
-        found[line] = how.prompt(asked, one.turns, one.workload, dataset.source, one.answer)
-    return checked(found, file)
+        found[line] = how.prompt(asked, one.turns, one.workload, dataset.source, one.answer, where=where)
+    return how.all_of(found, file)
 
 
 def _local(name: str, dataset: Dataset, path: Any) -> str:
@@ -135,7 +135,9 @@ def _turns(where: str, record: Mapping[str, Any], completes: bool) -> Question:
     """
     key = "prompt" if isinstance(record.get("prompt"), list) else "turns"
     if not isinstance(record.get(key), list) or not record[key]:
-        raise ValueError(f"{where}: 'turns' must be a list with at least one turn; is this Spec-Bench's question file?")
+        raise ValueError(
+            f"{where}: 'turns' must be a list with at least one turn; is this the dataset's question.jsonl?"
+        )
     name = word(record, "question_id", where) or word(record, "prompt_id", where)
     return Question(name, turns_of(record, key, where), word(record, "category", where))
 

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from spec_lab.text.chat_template import ChatTemplate, Message, render
-from spec_lab.text.records import check_limit, fitting, records, text_of, word
+from spec_lab.text.records import check_limit, constraint_of, fitting, records, text_of, word
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,7 @@ def jsonl(path: str, limit: int | None = None) -> list[Prompt]:
         text = text_of(record, key, where, "'prompt' (or 'text')")
         name = word(record, "id", where) or f"{Path(path).stem}-{line}"
         workload, source = word(record, "workload", where), word(record, "source", where)
-        own = record.get("constraint")
-        own = json.dumps(own) if isinstance(own, dict | list) else word(record, "constraint", where)  # ASCII
-        prompts[line] = Prompt(name, text, workload, source, own)
+        prompts[line] = Prompt(name, text, workload, source, constraint_of(record, where))
     return checked(prompts, path)
 
 

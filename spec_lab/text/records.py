@@ -24,8 +24,10 @@ MAX_LINE = 64 * 2**20
 """Maximum length of a line of a prompts file, in bytes."""
 MAX_FILE = 2**30
 """Maximum size of a prompts file, in bytes."""
-BATCH = 64
-"""Rows of a Parquet file that are read at once."""
+BATCH = 8
+"""Rows of a Parquet file that are decoded at once; few, since a dictionary's text can be short in the file and long in
+every row.
+"""
 
 
 def records(
@@ -100,14 +102,19 @@ def _rows(path: str, limit: int | None, columns: tuple[str, ...] | None) -> Iter
                 raise ValueError(f"prompts file {path} has {size} bytes uncompressed, more than {MAX_FILE}; split it")
             held = set(file.schema_arrow.names)
             kept = None if columns is None else [name for name in columns if name in held]
-            number = 0
+            number = decoded = 0
             for batch in file.iter_batches(BATCH, columns=kept):
+                decoded += batch.nbytes
+                if decoded > MAX_FILE:
+                    raise ValueError(f"prompts file {path} has more than {MAX_FILE} bytes uncompressed; split it")
                 for record in batch.to_pylist():
                     if limit is not None and number == limit:
                         return
                     number += 1
                     yield f"{path}, row {number}", number, record
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:  # pyarrow raises both for a file that is damaged
+        if isinstance(error, PermissionError):
+            raise
         raise ValueError(
             f"prompts file {path} is no readable Parquet file ({' '.join(str(error).split())}); download it again"
         ) from error
@@ -177,6 +184,21 @@ def word(record: Mapping[str, Any], key: str, where: str) -> str:
     """
     value = record.get(key)
     return "" if value is None else unicode_text(str(value), where, f"'{key}'")
+
+
+def constraint_of(record: Mapping[str, Any], where: str) -> str:
+    """Return the field ``constraint`` as text, a JSON object or list as JSON in ASCII; empty if absent or null.
+
+    Raises:
+        ValueError: it holds a value that JSON does not have, as Parquet files may.
+    """
+    own = record.get("constraint")
+    if own is None or isinstance(own, str):
+        return word(record, "constraint", where)
+    try:
+        return json.dumps(own)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: 'constraint' is no text and no JSON ({' '.join(str(error).split())})") from error
 
 
 def unicode_text(text: str, where: str, named: str) -> str:

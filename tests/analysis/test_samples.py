@@ -1,6 +1,7 @@
 """Files of samples for the evaluators of code."""
 
 import json
+import shutil
 from dataclasses import replace
 from io import StringIO
 
@@ -29,11 +30,12 @@ def done(tmp_path_factory):
         "p0": "    return 1\n\ndef g(): pass",
         "p1": "<think>x</think>So:\n```python\ndef f():\n    return 2\n```\n",
         "p2": "```python\nprint(3)\n```",
-        "p3": "no code",
+        "p3": "```\nthinks\n```",
         "p4": "x",
     }
     table = load(out).requests
-    table.assign(text=table["name"].map(texts)).to_parquet(out / "requests.parquet")
+    prompt = table["prompt"].where(table["name"] != "p3", "What?<think>\n")
+    table.assign(text=table["name"].map(texts), prompt=prompt).to_parquet(out / "requests.parquet")
     return out
 
 
@@ -50,6 +52,39 @@ def test_samples_have_the_formats_of_the_evaluators(done):
         {"question_id": "p2", "code_list": ["print(3)\n"]},
         {"question_id": "p3", "code_list": [""]},
     ]
+
+
+def changed(done, folder, config=None, **columns):
+    """A copy of the run with other columns of its requests, and another configuration."""
+    shutil.copytree(done, folder)
+    table = load(folder).requests
+    table.assign(**{name: table[name].map(how) for name, how in columns.items()}).to_parquet(
+        folder / "requests.parquet"
+    )
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"config": manifest["config"] | (config or {})}))
+    return folder
+
+
+def test_of_a_model_that_completes_texts_blocks_are_no_answers(done, tmp_path):
+    here = changed(
+        done, tmp_path / "out", {"prompts": {"template": "none"}}, text=lambda _: "    a\n```\nSo:\n```\nb\n```"
+    )
+    lines = next(file for file in write_samples(here) if file.name == "HumanEval-baseline.jsonl").read_text()
+    assert [json.loads(line)["completion"] for line in lines.splitlines()] == ["    a"] * 2
+
+
+def test_broken_groups_are_left_out(done, tmp_path):
+    table = load(done).requests
+    broken = iter([*["nan"], *["stop"] * len(table)])
+    here = changed(done, tmp_path / "out", finish=lambda _: next(broken))
+    assert {file.name for file in write_samples(here)} == {f"{arm}.json" for arm in ("speculative", "baseline")}
+
+
+def test_two_arms_never_share_a_file(done, tmp_path):
+    here = changed(done, tmp_path / "out", arm={"speculative": "a b", "baseline": "a_b"}.get)
+    with pytest.raises(ValueError, match=r"the arms 'a b' and 'a_b' would both be written to HumanEval-a_b\.jsonl"):
+        write_samples(here)
 
 
 @pytest.mark.nightly

@@ -12,6 +12,8 @@ from spec_lab.propose import Null
 from spec_lab.results import schema, writer
 from spec_lab.results.writer import Recorder, load
 from spec_lab.tasks.lab import Loop
+from spec_lab.text.chat_template import ChatTemplate
+from spec_lab.text.prompts import Prompt
 from spec_lab.verify import Match
 from tests.labs import Repeat, lab, settings
 from tests.tiny import tiny_target
@@ -217,3 +219,16 @@ def test_gathering_removes_what_a_killed_write_left(tmp_path):
     (tmp_path / "parts" / ".rounds-000003.parquet.tmp").write_text("half a ta")
     Recorder(tmp_path).gather()
     assert not (tmp_path / "parts").exists()
+
+
+def test_answers_are_checked_as_the_end_of_the_prompt_and_its_template_demand(decoded):
+    outcome = decoded[1].outcomes[0]
+
+    def correct(shown: str, text: str = "how many?", template: ChatTemplate | None = None) -> bool | None:
+        prompt = Prompt("p", text, template=template, checker="number", answer="3")
+        return writer.request_row(outcome, prompt, shown, [], 0, 0, "speculative", 0)["correct"]
+
+    assert correct("3\n\nQuestion: 4?") and not correct("3\n\nQuestion: 4?", template=ChatTemplate())
+    assert correct("4</think>3", "how many?<think>\n") and not correct("3", "how many?<think>\n")
+    unchecked = writer.request_row(outcome, Prompt("p", "x"), "3", [], 0, 0, "speculative", 0)
+    assert unchecked["correct"] is None

@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import replace
+from hashlib import sha256
 from io import StringIO
 
 import pandas as pd
@@ -124,6 +125,15 @@ def test_the_manifest_records_what_a_conversation_became(done):
     assert len(facts["prompt_tokens_sha256"]) == 64 and facts["sampling"]["top_p"] == 1.0
 
 
+def test_the_manifest_records_every_template_of_the_conversations():
+    template = "{% if tools %}a{% endif %}{{ messages[0].content }}"
+    own = ChatTemplate(template), ChatTemplate(template + " ")
+    prompts = [Prompt(str(place), "x", template=one) for place, one in enumerate([*own, *own])]
+    hashes = sorted(sha256(one.source.encode()).hexdigest() for one in own)
+    for order in (prompts, prompts[::-1]):
+        assert chats(order).chat_facts()["template_sha256"] == ", ".join(hashes)
+
+
 @pytest.mark.nightly
 def test_greedy_and_lossless_outputs_are_those_of_the_baseline_in_every_turn(tmp_path):
     assert run(chats(), settings(tmp_path), CONFIG, quiet()) == 0
@@ -140,6 +150,15 @@ def test_all_arms_may_continue_the_baselines_answers(tmp_path):
     for arm in ("speculative", "baseline"):
         before = found["baseline", "a", 1]
         assert found[arm, "a", 2]["prompt"] == f"{before['prompt']}{before['text']}\n\non the mat"
+
+
+def test_the_next_turn_continues_the_reply(tmp_path, monkeypatch):
+    monkeypatch.setattr("spec_lab.tasks.groups.reply", lambda text, prompt: f"({len(text)}, {len(prompt)})")
+    assert run(chats([CHATS[0]]), settings(tmp_path), CONFIG, quiet()) == 0
+    found = rows(tmp_path)
+    first = found["baseline", "a", 1]
+    reply = f"({len(first['text'])}, {len(first['prompt'])})"
+    assert found["baseline", "a", 2]["prompt"] == f"{first['prompt']}{reply}\n\non the mat"
 
 
 @pytest.mark.nightly

@@ -4,14 +4,15 @@ import json
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from spec_lab.text import chat_template, conversations, records
 from spec_lab.text.chat_template import ChatTemplate, template_facts
 from spec_lab.text.conversations import chat, chat_options
-from spec_lab.text.prompts import Prompt, digest, encode_turn
+from spec_lab.text.prompts import Prompt, digest, encode_turn, jsonl
 from tests.checkpoints import LETTERS
 
 TEMPLATE = (
@@ -29,6 +30,9 @@ def tokenizer(template: str | dict | None = TEMPLATE) -> PreTrainedTokenizerFast
     model = Tokenizer(models.WordLevel({one: n for n, one in enumerate([*characters, "[B]"])}, unk_token=":"))
     model.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     model.decoder = decoders.Fuse()
+    model.post_processor = processors.TemplateProcessing(
+        single="[B] $A", special_tokens=[("[B]", model.token_to_id("[B]"))]
+    )
     made = PreTrainedTokenizerFast(tokenizer_object=model, unk_token=":", bos_token="[B]")
     made.chat_template = template
     return made
@@ -59,6 +63,7 @@ def test_a_template_writes_special_tokens_itself_and_plain_text_gets_the_tokeniz
     templated = encode_turn(Prompt("p", "a", template=ChatTemplate()), own, 100)[1]
     assert own.decode(templated) == "<user>a</><assistant>"
     assert encode_turn(Prompt("p", "a"), own, 100) == ("a", tuple(own.encode("a")))
+    assert own.bos_token_id not in templated and own.encode("a")[0] == own.bos_token_id
 
 
 def test_without_a_template_messages_are_plain_text(tmp_path):
@@ -103,15 +108,59 @@ def test_thinking_and_options_reach_the_template_and_are_refused_where_nothing_r
         text(*chat(write(tmp_path, {"prompt": "a", "tools": [{"name": "f"}]})), template=LOOSE)
 
 
+def test_what_reads_a_name_is_a_variable_not_a_word(tmp_path):
+    path = write(tmp_path, {"prompt": "a"})
+    words = "{# enable_thinking, effort #}effort {{ messages[0].effort }}{% set tools = 1 %}{{ tools }}"
+    with pytest.raises(ValueError, match=r"prompts\.thinking=true has no effect"):
+        text(*chat(path, thinking=True), template=words)
+    with pytest.raises(ValueError, match=r"prompts\.options\.effort has no effect"):
+        text(*chat(path, options={"effort": "low"}), template=words)
+    with pytest.raises(ValueError, match="has tools, which have no effect"):
+        text(*chat(write(tmp_path, {"prompt": "a", "tools": [{"name": "f"}]})), template=words)
+
+
+def test_a_system_prompt_that_the_template_does_not_read_is_refused(tmp_path):
+    (one,) = chat(write(tmp_path, {"prompt": "a"}), system="s")
+    for template in (LOOSE, "{% for one in messages if one.role == 'user' %}{{ one.content }}{% endfor %}"):
+        with pytest.raises(ValueError, match=r"'chat-1' has a system prompt, which has no effect.*system=null, or put"):
+            text(one, template=template)
+    default = "{{ messages[0].content if messages[0].role == 'system' else 's' }}"
+    assert text(one, template=default) == "s"
+    with pytest.raises(ValueError, match=r"System role not supported'\); set prompts\.system=null, or put it into"):
+        text(one, template="{{ raise_exception('System role not supported') }}")
+
+
+def test_tool_calls_are_not_lost_in_plain_text(tmp_path):
+    calls = {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    said = [{"role": "user", "content": "a"}, calls, {"role": "tool", "content": "42"}]
+    (one,) = chat(write(tmp_path, {"messages": said}), template="none")
+    with pytest.raises(ValueError, match="'chat-1' has tool_calls, which plain text cannot show"):
+        text(one)
+
+
+def test_a_tokenizer_with_several_templates_and_no_default_is_refused():
+    with pytest.raises(ValueError, match=r"several chat templates \(rag, tool_use\) and none .*set prompts\.template"):
+        text(Prompt("p", "a", template=ChatTemplate()), template={"rag": "a", "tool_use": "b"})
+
+
+def test_reasoning_of_recorded_answers_has_the_names_that_templates_read(tmp_path):
+    answer = {"role": "assistant", "content": "x", "reasoning": "r", "other": None}
+    said = [{"role": "user", "content": "a"}, answer, {"role": "user", "content": "b"}]
+    (one,) = chat(write(tmp_path, {"messages": said}))
+    template = "{{ messages[1].thinking }}{{ messages[1].reasoning_content }}{{ messages[1].other is defined }}"
+    assert text(one, template=template) == "rrFalse"
+
+
 def test_a_file_replaces_the_tokenizers_template(tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text("[{{ messages[0].content }}]")
     (one,) = chat(write(tmp_path, {"prompt": "a"}), template=str(file))
     assert text(one) == text(one, template=None) == "[a]"
-    assert template_facts(one.template, tokenizer())["template"] == "file"
-    own = template_facts(ChatTemplate(), tokenizer())
+    assert template_facts([(one.template, False)], tokenizer())["template"] == "file"
+    own = template_facts([(ChatTemplate(), False)], tokenizer())
     assert own["template"] == "checkpoint" and len(own["template_sha256"]) == 64
-    assert template_facts(ChatTemplate(), tokenizer(None)) == template_facts(None, tokenizer()) == {"template": "none"}
+    plain = template_facts([(ChatTemplate(), False)], tokenizer(None))
+    assert plain == template_facts([(None, False)], tokenizer()) == {"template": "none"}
 
 
 def test_a_tokenizer_may_have_a_template_of_its_own_for_tools():
@@ -125,13 +174,18 @@ def test_a_tokenizer_may_have_a_template_of_its_own_for_tools():
     [
         "{{ raise_exception('only users') }}",
         "{{ messages[0]['content'].__class__.__mro__ }}",
-        "{% for",
         "{{ 1 / 0 }}",
+        "{{ 7**30000000**3 }}",
     ],
 )
 def test_a_template_that_fails_names_the_prompt(template):
     with pytest.raises(ValueError, match="prompt 'p': the chat template refuses its messages"):
         text(Prompt("p", "a", template=ChatTemplate()), template=template)
+
+
+def test_what_is_no_template_names_the_prompt():
+    with pytest.raises(ValueError, match="prompt 'p': the chat template is no template of Jinja .*end of template"):
+        text(Prompt("p", "a", template=ChatTemplate()), template="{% for")
 
 
 def test_a_template_cannot_write_more_than_a_prompt_may_have(monkeypatch):
@@ -165,6 +219,13 @@ def test_a_template_that_loops_for_too_long_is_stopped(monkeypatch):
         ({"messages": [{"role": "user", "content": " "}]}, "is empty"),
         ({"messages": [{"role": "user", "content": "a", "x": json.loads("[" * 70 + "]" * 70)}]}, "nested deeper"),
         ({"prompt": "a", "tools": {}}, "'tools' must be a list"),
+        ({"prompt": "a", "tools": []}, "'tools' is an empty list: leave it out"),
+        ({"prompt": "a", "turns": ["b"]}, "the fields 'turns' and 'prompt' contradict each other"),
+        ({"messages": [{"role": "user", "content": "a"}], "text": "b"}, "the fields 'messages' and 'text' contradict"),
+        (
+            {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}], "system": "b"},
+            r"'system' and 'messages\[0\]' are both system prompts",
+        ),
         ({"prompt": "a", "tools": ["f"]}, "'tools' must be a list"),
     ],
 )
@@ -203,9 +264,16 @@ def test_files_of_tools_and_templates_are_bounded(tmp_path, monkeypatch):
     file.write_text("{}")
     with pytest.raises(ValueError, match=r"prompts\.tools must be a list"):
         chat_options(tools=str(file))
-    file.write_text("[")
-    with pytest.raises(ValueError, match=r"prompts\.tools=.* is no JSON"):
+    file.write_text("[]")
+    with pytest.raises(ValueError, match=r"prompts\.tools is an empty list: leave it out"):
         chat_options(tools=str(file))
+    for bad in ("[", "[" * 100_000, f"[{'1' * 5000}]"):
+        file.write_text(bad)
+        with pytest.raises(ValueError, match=r"prompts\.tools=.* is no JSON that can be read"):
+            chat_options(tools=str(file))
+    file.write_text(" \n")
+    with pytest.raises(ValueError, match=r"prompts\.template=.* is empty: set prompts\.template=none"):
+        chat_options(template=str(file))
     monkeypatch.setattr(conversations, "MAX_SMALL", 3)
     file.write_text("[{}]")
     for option in ("tools", "template"):
@@ -214,14 +282,51 @@ def test_files_of_tools_and_templates_are_bounded(tmp_path, monkeypatch):
 
 
 def test_answers_are_checked_in_the_last_turn_and_only_where_they_are_known(tmp_path):
-    path = write(tmp_path, {"prompt": "a", "answer": 4}, {"prompt": "b"}, {"turns": ["a", "b"], "answer": "x"})
+    path = write(tmp_path, {"prompt": "a", "answer": 4}, {"prompt": "b"}, {"turns": ["a", "b"], "answer": "5"})
     assert [(one.checker, one.answer) for one in chat(path, checker="number")] == [
         ("number", "4"),
         ("", ""),
-        ("number", "x"),
+        ("number", "5"),
     ]
     assert [one.checker for one in chat(path, checker="number", turns=1)] == ["number", "", ""]
     assert [one.checker for one in chat(path)] == ["", "", ""]
+
+
+def test_answers_are_validated_when_the_file_is_read(tmp_path):
+    path = write(tmp_path, {"prompt": "a", "answer": 4}, {"prompt": "b", "answer": "four"})
+    with pytest.raises(ValueError, match=r"chat\.jsonl:2: 'answer' must be a number, not 'four', for prompts\.checker"):
+        chat(path, checker="number")
+    path = write(tmp_path, {"prompt": "b"}, {"turns": ["a", "b"], "answer": "5"})
+    with pytest.raises(
+        ValueError, match=r"checker=number has nothing .*or none to .*turns=1: set prompts\.checker=null"
+    ):
+        chat(path, checker="number", turns=1)
+    with pytest.raises(ValueError, match=r"chat\.jsonl has no answers: set"):
+        chat(write(tmp_path, {"prompt": "b"}), checker="exact")
+
+
+def test_numbers_of_messages_and_tools_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(conversations, "MAX_MESSAGES", 3)
+    monkeypatch.setattr(conversations, "MAX_TOOLS", 1)
+    said = [{"role": "user", "content": "a"}] * 3
+    lines = {"turns": ["a"] * 3, "tools": [{}]}, {"messages": said}
+    assert len(chat(write(tmp_path, *lines))) == 2
+    for line, message in (
+        ({"turns": ["a"] * 4}, "'turns' has 4 messages, more than 3"),
+        ({"messages": [*said, said[0]]}, "'messages' must be a list of 1 to 3 objects"),
+        ({"prompt": "a", "tools": [{}, {}]}, "'tools' has 2 tools, more than 1"),
+    ):
+        with pytest.raises(ValueError, match=rf"chat\.jsonl:1: {message}"):
+            chat(write(tmp_path, line))
+
+
+def test_values_of_parquet_files_that_json_does_not_have_are_refused(tmp_path):
+    file = tmp_path / "chat.parquet"
+    for value in ({"a": pd.Timestamp("2020-01-01")}, {"a": b"x"}, b"x", pd.Timestamp("2020-01-01")):
+        pd.DataFrame([{"prompt": "a", "constraint": value}]).to_parquet(file)
+        for read in (chat, jsonl):
+            with pytest.raises(ValueError, match=r"chat\.parquet, row 1: 'constraint' is no text and no JSON"):
+                read(str(file))
 
 
 def test_digest_depends_on_everything_that_a_conversation_is_made_of():

@@ -65,7 +65,8 @@ def test_gsm8k_asks_for_a_number_and_checks_it(tmp_path):
 def test_humaneval_completes_a_function_or_asks_for_it(tmp_path):
     (one,) = read(tmp_path, "humaneval", template="none", checker="python_syntax")
     assert one.name == "HumanEval/0" and one.text == one.answer == LINES["humaneval"][0]["prompt"]
-    assert check(one.checker, "    return a\n", one.answer) and not check(one.checker, "    return (\n", one.answer)
+    assert check(one.checker, "    return a\n", one.answer, completes=True)
+    assert not check(one.checker, "    return (\n", one.answer, completes=True)
     (one,) = read(tmp_path, "humaneval", checker="python_syntax")
     assert "```python\ndef f(a):" in one.text and "canonical" not in one.text
 
@@ -134,6 +135,8 @@ def test_a_hub_that_cannot_be_reached_says_where_the_file_goes(monkeypatch):
         ("humaneval", {"task_id": "a"}, "'prompt' is missing"),
         ("livecodebench", {"prompt": "a"}, "'question_content' is missing"),
         ("mmlu", {"question": "a", "choices": ["b"], "answer": 0}, "'choices' must be a list"),
+        ("mmlu", {"question": "a", "choices": ["b"] * 27, "answer": 0}, "'choices' must be a list of 2 to 26"),
+        ("mt_bench", {"turns": []}, r"'turns' must be a list .*is this the dataset's question\.jsonl"),
         ("mmlu", {"question": "a", "choices": ["b", "c"], "answer": 2}, "'answer' must be the place"),
         ("mmlu", {"question": "a", "choices": ["b", "c"], "answer": "B"}, "'answer' must be the place"),
     ],
@@ -186,6 +189,28 @@ def test_parquet_files_are_bounded_and_read_as_far_as_needed(tmp_path, monkeypat
     pd.DataFrame([{"question": "q" * 10**6, "answer": "#### 1"}]).to_parquet(file)
     with pytest.raises(ValueError, match="bytes uncompressed, more than"):
         load("gsm8k", str(file))
-    file.write_bytes(b"no table")
-    with pytest.raises(ValueError, match=r"test\.parquet is no readable Parquet file"):
+    monkeypatch.undo()
+    whole = file.read_bytes()
+    for damaged in (b"no table", whole[:4] + b"x" * 60 + whole[64:]):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"test\.parquet is no readable Parquet file"):
+            load("gsm8k", str(file))
+
+
+def test_parquet_files_are_bounded_by_what_their_rows_hold(tmp_path, monkeypatch):
+    """A dictionary stores a text once that every row has."""
+    file = tmp_path / "test.parquet"
+    pd.DataFrame([{"question": "q" * 10**5, "answer": "#### 1"}] * 200).to_parquet(file)
+    monkeypatch.setattr(records, "MAX_FILE", 10**7)
+    assert file.stat().st_size < 10**5
+    with pytest.raises(ValueError, match=r"test\.parquet has more than 10000000 bytes uncompressed"):
         load("gsm8k", str(file))
+    assert len(load("gsm8k", str(file), limit=80)) == 80
+
+
+def test_answers_that_the_checker_cannot_compare_are_refused_with_the_line(tmp_path):
+    line = {"question": "a", "answer": "#### four"}
+    with pytest.raises(ValueError, match=r"other\.jsonl:1: 'answer' must be a number, not 'four'"):
+        load("gsm8k", write(tmp_path / "other.jsonl", [line]), checker="number")
+    with pytest.raises(ValueError, match=r"prompts\.checker=exact has nothing to compare with"):
+        read(tmp_path, "mt_bench", checker="exact")

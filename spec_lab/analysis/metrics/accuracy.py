@@ -22,7 +22,8 @@ def accuracy(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> di
         baseline: the arm that it is compared with.
 
     Returns:
-        Of each checker: ``answers``, their number; ``correct``, the share with its 95 % interval (mean, low, high), by
+        Of each checker: ``answers``, their number; ``cut``, the share that ``max_new_tokens`` ended, so that they may
+        lack what the checker looks for; ``correct``, the share with its 95 % interval (mean, low, high), by
         bootstrap over groups; ``change``, the share minus the baseline's over the questions that both answered, paired
         and with its interval; NaN of the baseline itself and without one.
     """
@@ -32,15 +33,18 @@ def accuracy(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> di
     for checker in sorted(set(own["checker"])):
         mine, theirs = own[own["checker"] == checker], base[base["checker"] == checker]
         change = _change(mine, theirs) if arm != baseline else Interval(*[float("nan")] * 3)
-        found[checker] = {"answers": len(mine), "correct": _share(mine)._asdict(), "change": change._asdict()}
+        figures = {"correct": _share(mine)._asdict(), "change": change._asdict()}
+        found[checker] = {"answers": len(mine), "cut": _cut(mine), **figures}
     return found
 
 
-def correct(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> tuple[Interval, Interval]:
-    """Return ``correct`` and ``change`` of ``accuracy``, of all checkers together; NaN without checked answers."""
+def correct(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> tuple[Interval, Interval, float]:
+    """Return ``correct``, ``change`` and ``cut`` of ``accuracy``, of all checkers together; NaN without checked
+    answers.
+    """
     known = _checked(requests)
     own, base = known[known["arm"] == arm], known[known["arm"] == baseline]
-    return _share(own), _change(own, base if arm != baseline else base.iloc[:0])
+    return _share(own), _change(own, base if arm != baseline else base.iloc[:0]), _cut(own)
 
 
 def _checked(requests: pd.DataFrame) -> pd.DataFrame:
@@ -53,6 +57,10 @@ def _checked(requests: pd.DataFrame) -> pd.DataFrame:
 
 def _share(own: pd.DataFrame) -> Interval:
     return cluster_interval(own["correct"].to_numpy(dtype=float), np.ones(len(own)), own["group"])
+
+
+def _cut(own: pd.DataFrame) -> float:
+    return float((own["finish"] == "length").mean())
 
 
 def _change(own: pd.DataFrame, base: pd.DataFrame) -> Interval:

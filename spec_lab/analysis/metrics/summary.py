@@ -58,7 +58,8 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
     ``speedup_with_prefill`` are ratios of sums; ``speedup_mean_of_groups`` is the arithmetic mean of the groups'
     ratios. Times to first and per output token are means over requests, in seconds. Figures named after another system
     are as its code computes them (``published``). ``accuracy`` has the answers' figures by checker, ``correct`` and
-    ``correct_change`` those of all checkers together.
+    ``correct_change`` those of all checkers together, ``correct_cut`` the share of checked answers that
+    ``max_new_tokens`` ended.
     """
     compared = arm != baseline
     steps = acceptance.decode_steps(tables.steps, arm)
@@ -70,7 +71,7 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
     ratios = speed.walltime_speedup_paired(tables.requests, arm, baseline) if compared else []
     nan = float("nan")
     base = roofline_figures(tables, baseline, roofline)
-    answers, change = correct(tables.requests, arm, baseline)
+    answers, change, cut = correct(tables.requests, arm, baseline)
 
     def mapped(value: Interval) -> dict[str, float]:
         return value._asdict()
@@ -129,5 +130,6 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
         "accuracy": accuracy(tables.requests, arm, baseline),
         "correct": mapped(answers),
         "correct_change": mapped(change),
+        "correct_cut": cut,
         "finish": {str(finish): int(count) for finish, count in requests["finish"].value_counts().items()},
     }

@@ -22,7 +22,7 @@ MAX_UNFINISHED = 200
 FIGURES = (
     "speedup", "speedup_low", "speedup_high", "tau_pooled", "expected_tau", "tokens_per_second",
     "baseline_tokens_per_second", "nodes_per_step", "draft_token_rate", "overhead", "roofline_share",
-    "baseline_roofline_share", "repeated_8gram_share", "correct", "correct_change", "requests",
+    "baseline_roofline_share", "repeated_8gram_share", "correct", "correct_change", "correct_cut", "requests",
 )  # fmt: skip
 """Columns of the table of rows."""
 

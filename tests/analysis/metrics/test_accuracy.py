@@ -10,7 +10,7 @@ from spec_lab.analysis.text import accuracy_notes
 
 
 def answers(*rows: dict) -> pd.DataFrame:
-    plain = {"arm": "baseline", "sequence": 0, "kept": True, "finish": "length", "checker": "number", "correct": True}
+    plain = {"arm": "baseline", "sequence": 0, "kept": True, "finish": "stop", "checker": "number", "correct": True}
     return pd.DataFrame([plain | {"group": row["request"]} | row for row in rows])
 
 
@@ -36,7 +36,7 @@ def test_the_change_is_paired_by_question():
 
 
 def test_broken_groups_unkept_sequences_and_unchecked_answers_are_left_out():
-    broken = TABLE.assign(finish=["nan", *["length"] * 7])
+    broken = TABLE.assign(finish=["nan", *["stop"] * 7])
     assert metrics.accuracy(broken, "speculative")["number"]["answers"] == 3
     unkept = pd.concat([TABLE, TABLE.iloc[4:5].assign(sequence=1, kept=False, correct=False)], ignore_index=True)
     assert metrics.accuracy(unkept, "speculative") == metrics.accuracy(TABLE, "speculative")
@@ -47,7 +47,7 @@ def test_broken_groups_unkept_sequences_and_unchecked_answers_are_left_out():
 
 def test_every_checker_has_its_own_figures_and_all_together_those_of_sweeps():
     table = TABLE.assign(checker=["number", "number", "choice", "choice"] * 2)
-    share, change = metrics.correct(table, "speculative")
+    share, change, _ = metrics.correct(table, "speculative")
     assert share.mean == 0.5 and change.mean == -0.25
     assert math.isnan(metrics.correct(table, "baseline")[1].mean)
     assert {name: one["answers"] for name, one in metrics.accuracy(table, "baseline").items()} == {
@@ -55,10 +55,20 @@ def test_every_checker_has_its_own_figures_and_all_together_those_of_sweeps():
     }  # fmt: skip
 
 
+def test_the_share_of_checked_answers_that_were_cut_stands_beside_that_of_correct_ones():
+    table = TABLE.assign(finish=["stop"] * 4 + ["length", "stop", "stop", "stop"])
+    assert metrics.accuracy(table, "speculative")["number"]["cut"] == metrics.correct(table, "speculative")[2] == 0.25
+    assert metrics.accuracy(table, "baseline")["number"]["cut"] == 0
+    (line,) = accuracy_notes({arm: {"accuracy": metrics.accuracy(table, arm)} for arm in ("speculative", "baseline")})
+    assert "), 25.0% cut; baseline 75.0%" in line and line.count("% cut") == 1
+    assert line.endswith("Answers that max_new_tokens cut may lack what the checker looks for.")
+
+
 def test_tables_without_checkers_have_none():
     assert metrics.accuracy(TABLE.drop(columns=["checker", "correct"]), "baseline") == {}
     assert metrics.accuracy(TABLE, "other") == {}
-    assert all(math.isnan(one.mean) for one in metrics.correct(TABLE.drop(columns=["checker", "correct"]), "baseline"))
+    share, change, cut = metrics.correct(TABLE.drop(columns=["checker", "correct"]), "baseline")
+    assert math.isnan(share.mean) and math.isnan(change.mean) and math.isnan(cut)
 
 
 def test_a_sentence_states_it_for_each_checker():
