@@ -28,7 +28,7 @@ from spec_lab.core.roofline import Roofline
 from spec_lab.engine.proposer import most_at_once
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
-from spec_lab.replay.bounds import ArmBounds, of_run
+from spec_lab.replay.bounds import ArmBounds, for_summary
 from spec_lab.results.schema import CHECK_COLUMNS, DRAFT_COLUMNS, TURN_COLUMNS
 from spec_lab.results.writer import Recorder
 from spec_lab.tasks.certify.certificate import in_short
@@ -108,7 +108,7 @@ def run(
         tables = recorder.gather()
         if settings.prefix_cache is not None:
             used["cached_prompt_shares"] = metrics.cached_prompt_shares(tables.requests)
-        bounds = of_run(settings.output_dir) if settings.record == "replay" else {}
+        bounds = for_summary(settings.output_dir) if settings.record == "replay" else {}
         summary = _summary(lab, settings, arms, tables, config, facts.get("roofline"), bounds)
         return Done(
             summary | margins(lab, requests, tables) | used,

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from io import StringIO
 from itertools import combinations
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -252,6 +253,18 @@ def test_summary_and_report_have_the_bounds(recorded):
     assert command(["report", str(recorded)], quiet()) == 0
     page = (recorded / "report.html").read_text()
     assert "share, first level" in page and "token (used)" in page and (recorded / "figures" / "lost.svg").exists()
+
+
+def test_a_run_with_many_rows_or_without_bounds_ends_all_the_same(recorded, monkeypatch):
+    assert bounds.for_summary(recorded).keys() == bounds.of_run(recorded).keys()
+    assert not any(one.needs for one in bounds.for_summary(recorded).values())
+    with monkeypatch.context() as patched:
+        patched.setattr(bounds, "MOST_ROWS", 1)
+        found = bounds.for_summary(recorded)
+        assert found.keys() == bounds.of_run(recorded).keys()
+        assert all("spec-lab bounds DIR" in one.summary()["needs"] for one in found.values())
+    monkeypatch.setattr(bounds, "of_run", Mock(side_effect=ValueError("different sampling")))
+    assert {one.needs for one in bounds.for_summary(recorded).values()} == {"different sampling"}
 
 
 def test_a_run_without_recording_has_none(tmp_path):

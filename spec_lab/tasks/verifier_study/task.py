@@ -12,7 +12,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from spec_lab.core.options import whole
-from spec_lab.replay.bounds import of_run
+from spec_lab.replay.bounds import for_summary
 from spec_lab.results.manifest import finite
 from spec_lab.results.parts import Rows
 from spec_lab.results.study import load, parts
@@ -92,7 +92,7 @@ def study_verifiers(
             "left_out": left_out,
         }
         if settings.record == "replay" and len(recorded):
-            summary["bounds"] = {name: one.summary() for name, one in of_run(settings.output_dir).items()}
+            summary["bounds"] = {name: one.summary() for name, one in for_summary(settings.output_dir).items()}
         return Done(
             summary,
             lambda: show.draw(finite(summary), settings.output_dir / "figures"),
