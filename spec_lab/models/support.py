@@ -434,12 +434,12 @@ def _rotation_error(model: Any) -> float:
     both = torch.cat([near, torch.tensor([[model_context(model.config) - 1]], device=model.device)], dim=1)
     for module in model.modules():
         buffers = [name for name, _ in module.named_buffers(recurse=False)]
-        rotates = hasattr(module, "inv_freq") or any(name.endswith("_inv_freq") for name in buffers)
-        if not rotates or "position_ids" not in (takes := signature(module.forward).parameters):
+        types = [name.removesuffix("_inv_freq") for name in buffers if name.endswith("_inv_freq")]  # Gemma 3 has several
+        types = [one for one in types if not one.endswith("original")]
+        if not (types or hasattr(module, "inv_freq")) or "position_ids" not in signature(module.forward).parameters:
             continue
         like = torch.zeros(1, 1, 1, dtype=model.dtype, device=model.device)
-        types = sorted(set(model.config.layer_types)) if "layer_type" in takes else [None]  # Gemma 3 has several
-        for own in ({} if one is None else {"layer_type": one} for one in types):
+        for own in [{"layer_type": one} for one in types] or [dict[str, str]()]:
             alone, joined = (_rotations(module(like, position_ids=one, **own)) for one in (near, both))
             errors += [float((a - b[:, :4]).abs().max()) for a, b in zip(alone, joined, strict=True)]
     return _largest(errors)
