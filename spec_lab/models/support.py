@@ -434,8 +434,8 @@ def _rotation_error(model: Any) -> float:
     both = torch.cat([near, torch.tensor([[model_context(model.config) - 1]], device=model.device)], dim=1)
     for module in model.modules():
         buffers = [name for name, _ in module.named_buffers(recurse=False)]
-        types = [name.removesuffix("_inv_freq") for name in buffers if name.endswith("_inv_freq")]  # Gemma 3 has several
-        types = [one for one in types if not one.endswith("original")]
+        types = [name.removesuffix("_inv_freq") for name in buffers if name.endswith("_inv_freq")]
+        types = [one for one in types if not one.endswith("original")]  # Gemma 3 has several
         if not (types or hasattr(module, "inv_freq")) or "position_ids" not in signature(module.forward).parameters:
             continue
         like = torch.zeros(1, 1, 1, dtype=model.dtype, device=model.device)
