@@ -46,7 +46,9 @@ STUDIES = [
 """They are run by their own tests."""
 TRAIN = [f"train_{name}" for name in ("draft", "eagle1", "eagle3", "hydra", "kangaroo", "medusa", "mtp", "pard")]
 """They are run by tests/train."""
-EXPERIMENTS = sorted([*RUNS, *TASKS, *STUDIES, "constraint_placement", "llama_cpp_peers", "stream", *TRAIN])
+EXPERIMENTS = sorted(
+    [*RUNS, *TASKS, *STUDIES, "constraint_distance", "constraint_placement", "llama_cpp_peers", "stream", *TRAIN]
+)
 GIVEN = {"target", "sampling", "seed", "proposer"}
 """Arguments that the command line passes at the call."""
 LAB = {"lab", "settings", "config"}
