@@ -1,7 +1,8 @@
 """Steps of a design along the recorded texts: its own step boundaries, which differ from the recorded run's.
 
-A lossless design emits the target's texts, whatever it drafts. So, given the text x that was recorded, a step that
-begins after x_1 .. x_s emits exactly the next k tokens with some probability w_s(k), which sum to 1 over k, and
+A lossless design emits the target's texts, whatever it drafts. So, given the text x that was recorded (by a lossless
+run, or sampled from the target), a step that begins after x_1 .. x_s emits exactly the next k tokens with some
+probability w_s(k), which sum to 1 over k, and
 
     u(t) = sum over s < t of u(s) w_s(t - s),  u = 1 where decoding begins
 
@@ -200,8 +201,7 @@ def evaluate(along: Along, verifier: Verifier, rules: Sequence[tuple[float, Rule
         raise NeedsModel(f"the q of proposer {brief(name)} depends on where its step began, not on the text alone")
     if not trees.expanded.any():
         raise NeedsModel("the recorded drafts are points, which carry no q; record drawn=iid")
-    if not verifier.lossless:
-        raise NeedsModel(f"verifier '{verifier.name}' is lossy: it emits other texts than the recorded ones")
+    _check_lossless(trees, verifier)
     tokens, steps = [], []
     (temperature, top_k), *others = {(rule.temperature, rule.top_k) for _, rule in rules}
     if others:
@@ -225,8 +225,7 @@ def of_points(along: Along, verifier: Verifier, subtree: Subtree) -> Sums:
         NeedsModel: what is not identified.
     """
     trees, shape = along.trees, along.trees.shape
-    if not verifier.lossless:
-        raise NeedsModel(f"verifier '{verifier.name}' is lossy: it emits other texts than the recorded ones")
+    _check_lossless(trees, verifier)
     if not trees.ways <= {"point"}:
         raise NeedsModel("sampled drafts differ from step to step; given the text, only those of points are known")
     inside = np.arange(along.text.shape[1]) < along.length[:, None]
@@ -241,6 +240,23 @@ def of_points(along: Along, verifier: Verifier, subtree: Subtree) -> Sums:
     weights = (accepted[:, :, None] == np.arange(int(accepted.max(initial=0)) + 1)).astype(float)
     tokens, steps = along.sums(weights)
     return Sums(along.requests, tokens[None], steps[None], float(steps.sum()))
+
+
+def _check_lossless(trees: RecordedTrees, verifier: Verifier) -> None:
+    """Refuse texts that a lossless design would not emit, and verifiers that would not emit the target's texts.
+
+    Raises:
+        NeedsModel: the recorded texts are not the target's, or the verifier's are not.
+    """
+    own = trees.emitter
+    if own is not None and not own.lossless:
+        if own.lossless is None:
+            what = f"it is not known whether verifier {brief(own.name)}, which emitted the recorded texts, is lossless"
+        else:
+            what = f"the recorded texts are those of the lossy verifier {brief(own.name)}, not the target's"
+        raise NeedsModel(f"{what}; record a run of a lossless verifier, or task=verifier_study, to follow texts")
+    if not verifier.lossless:
+        raise NeedsModel(f"verifier '{verifier.name}' is lossy: it emits other texts than the recorded ones")
 
 
 def _lacks(along: Along) -> bool:

@@ -14,7 +14,7 @@ from spec_lab.propose.trees import parse
 from spec_lab.replay import along
 from spec_lab.replay.along import Along, Rule
 from spec_lab.replay.shapes import Subtree
-from spec_lab.replay.trees import NeedsModel, RecordedText
+from spec_lab.replay.trees import Emitter, NeedsModel, RecordedText
 from spec_lab.verify import KSeq, Lenient, Match, Token, Traversal
 from tests.replay.recorded import by_hand, decoded, without_nodes
 
@@ -184,6 +184,8 @@ def test_what_texts_cannot_identify_is_refused_by_name(target):
     for verifier, changed, rules, why in (
         (Traversal(), {}, chain, "no closed form"),
         (Lenient(0.5), {}, chain, "lossy"),
+        (Token(), {"emitter": Emitter("lenient", False)}, chain, "texts are those of the lossy verifier 'lenient'"),
+        (Token(), {"emitter": Emitter("mine.Own", None)}, chain, "not known whether verifier 'mine.Own'"),
         (Token(), {"proposer": {"name": "eagle_chain"}}, chain, "depends on where its step began"),
         (Token(), {}, [(1.0, Rule(parse("1x1"), "without"))], "siblings drawn 'without'"),
     ):
@@ -192,5 +194,7 @@ def test_what_texts_cannot_identify_is_refused_by_name(target):
     points, _ = decoded(target, "point")
     with pytest.raises(NeedsModel, match="task.every=1"):
         along.of_points(Along.of(points), Token(), Subtree())
+    with pytest.raises(NeedsModel, match="lossy verifier 'lenient'"):
+        along.of_points(Along.of(replace(points, emitter=Emitter("lenient", False))), Token(), Subtree())
     with pytest.raises(NeedsModel, match="texts are not known"):
         Along.of(replace(trees, texts={}))
