@@ -173,10 +173,15 @@ def static(trees: RecordedTrees, subtree: Subtree) -> Choices:
     """Return the static tree that a subtree's limits leave of its own tree, or of the recorded one.
 
     Raises:
-        NeedsModel: the recorded trees are not static.
+        NeedsModel: the recorded trees are not static, or a policy has cut them.
     """
     choices = subtree.choices
     if choices is None:
+        if trees.policy:
+            raise NeedsModel(
+                f"policy {brief(trees.policy)} decided how far was drafted, and its decisions are not followed along "
+                "texts; name a shape such as 1x1x1 or 3x2x1, which is drafted whole"
+            )
         named = trees.proposer.get("tree")
         if not isinstance(named, str) or named in ("best first", "reranked", ""):
             raise NeedsModel("the recorded trees are not static; name a shape such as 1x1x1 or 3x2x1")

@@ -256,6 +256,8 @@ def _changed(trees: RecordedTrees, confidence: float | None, drawn: str | None) 
     """Why the recorded trees are not those of the design; empty where they are."""
     if confidence not in (None, trees.proposer.get("confidence", 0.0)):
         return "needs the model: trees stopped by another confidence are estimated along the texts only"
+    if confidence is not None and trees.policy:
+        return "needs the model: a policy decided how far was drafted; a confidence is estimated along the texts only"
     if drawn is not None and not trees.ways <= {drawn}:
         return f"needs the model: trees drawn '{drawn}' were not recorded"
     return ""

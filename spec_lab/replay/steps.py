@@ -234,7 +234,7 @@ def check_reweighted(trees: RecordedTrees) -> None:
     if not trees.ways <= {"iid"} and not trees.ways <= {"without"}:
         drawn = ", ".join(sorted(trees.ways))
         raise NeedsModel(f"another draft temperature is identified by sampled drafts only, not by ones drawn {drawn}")
-    if trees.proposer.get("confidence") or trees.proposer.get("tree") in ("best first", "reranked"):
+    if trees.stops_by_q:
         raise NeedsModel("the shape of the recorded trees follows from q, which another draft temperature changes")
 
 

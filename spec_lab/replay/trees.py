@@ -27,6 +27,9 @@ from spec_lab.verify import Cascade, Gumbel, KSeq, Lenient, Match, Relaxed, Toke
 BY_PREFIX = ("draft_chain", "draft_tree", "draft_best_first", "draft_reranked")
 """Proposers whose q follows from the text before a token alone, wherever the step began: a draft model's."""
 
+DEPTH_POLICIES = ("fixed", "heuristic", "bandit", "goodput", "recorded")
+"""Policies that read no q unless their facts state a rule; others, and those of other packages, are assumed to."""
+
 EMITTERS: tuple[Callable[..., Verifier], ...] = (
     Cascade, Gumbel, KSeq, Lenient, Match, Relaxed, Token, Traversal, Typical,
 )  # fmt: skip
@@ -140,6 +143,20 @@ class RecordedTrees:
     def by_prefix(self) -> bool:
         """Whether q follows from the text before a token alone."""
         return self.proposer.get("name") in BY_PREFIX
+
+    @property
+    def policy(self) -> str:
+        """The name of the policy that decided how far was drafted; empty for none."""
+        own = self.proposer.get("policy")
+        return str(own.get("name") or "policy") if isinstance(own, Mapping) else ""
+
+    @property
+    def stops_by_q(self) -> bool:
+        """Whether the shape of a tree follows from the q of its tokens: by confidence, a policy's rule, or the best."""
+        own = self.proposer.get("policy")
+        ruled = isinstance(own, Mapping) and ("rule" in own or self.policy not in DEPTH_POLICIES)
+        best = self.proposer.get("tree") in ("best first", "reranked")
+        return ruled or best or bool(self.proposer.get("confidence"))
 
     @cached_property
     def decode(self) -> np.ndarray:  # [B] bool

@@ -198,3 +198,15 @@ def test_what_texts_cannot_identify_is_refused_by_name(target):
         along.of_points(Along.of(replace(points, emitter=Emitter("lenient", False))), Token(), Subtree())
     with pytest.raises(NeedsModel, match="texts are not known"):
         Along.of(replace(trees, texts={}))
+
+
+def test_a_policy_s_decisions_are_not_followed_along_the_text():
+    trees = recorded_text((1, 0, 2, 1))
+    own = {**trees.proposer, "tree": "1x1"}
+    assert along.static(replace(trees, proposer=own), Subtree()) == parse("1x1")
+    for policy in ({"name": "threshold", "rule": "svip"}, {"name": "fixed", "depth": 1}):
+        cut = replace(trees, proposer={**own, "policy": policy})
+        for subtree in (Subtree(), Subtree(depth=1)):
+            with pytest.raises(NeedsModel, match=f"policy '{policy['name']}' decided .* name a shape"):
+                along.static(cut, subtree)
+        assert along.static(cut, Subtree.parse("1x1")) == parse("1x1")

@@ -232,3 +232,34 @@ def test_a_subtree_is_closed_under_parents_and_earlier_siblings():
     assert isinstance(shape, Shape) and Subtree.parse("2x1").keeps(shape).tolist() == [True] * 2 + [
         True, False, True, False, True, True, False,
     ]  # fmt: skip
+
+
+def test_drafts_stopped_by_q_are_not_weighted_as_those_of_another_temperature():
+    draft, p = drawn_tree(np.random.default_rng(7), "iid", "1x1")
+    facts = {"temperature": 1.0, "tree": "1x1", "confidence": 0.0}
+    for changed, stops in (
+        ({}, False),
+        ({"confidence": 0.4}, True),
+        ({"tree": "reranked"}, True),
+        ({"policy": {"name": "threshold", "rule": "svip"}}, True),
+        ({"policy": {"name": "gain", "rule": "gain"}}, True),
+        ({"policy": {"name": "goodput", "rule": "adaedl"}}, True),
+        ({"policy": {"name": "of another package"}}, True),
+        ({"policy": {"name": "fixed", "depth": 2}}, False),
+        ({"policy": {"name": "bandit", "bandit": "ucb"}}, False),
+    ):
+        trees = by_hand(draft, p.numpy(), proposer=facts | changed)
+        (found,) = steps.evaluate(trees, Token(), [Subtree()], None, 0.6)
+        assert trees.stops_by_q == stops == isinstance(found, NeedsModel), changed
+        if stops:
+            assert "the shape of the recorded trees follows from q" in str(found)
+
+
+def test_a_confidence_is_not_that_of_trees_under_a_policy():
+    draft, p = drawn_tree(np.random.default_rng(7), "iid", "1x1")
+    facts = {"temperature": 1.0, "tree": "1x1", "confidence": 0.0, "policy": {"name": "threshold", "rule": "svip"}}
+    shapes = Shares.parse("all")
+    found = [*evaluate(by_hand(draft, p.numpy(), proposer=facts), [Design("token", shapes, confidence=0.0)])]
+    assert [one.method for one in found] == [""] and "a policy decided how far was drafted" in found[0].needs
+    found = [*evaluate(by_hand(draft, p.numpy(), proposer=facts), [Design("token", shapes)])]
+    assert [one.method for one in found] == ["steps"]
