@@ -1,7 +1,8 @@
 """Steps of a design along the recorded texts: its own step boundaries, which differ from the recorded run's.
 
-A lossless design emits the target's texts, whatever it drafts. So, given the text x that was recorded, a step that
-begins after x_1 .. x_s emits exactly the next k tokens with some probability w_s(k), which sum to 1 over k, and
+A lossless design emits the target's texts, whatever it drafts. So, given the text x that was recorded (by a lossless
+run, or sampled from the target), a step that begins after x_1 .. x_s emits exactly the next k tokens with some
+probability w_s(k), which sum to 1 over k, and
 
     u(t) = sum over s < t of u(s) w_s(t - s),  u = 1 where decoding begins
 
@@ -172,10 +173,15 @@ def static(trees: RecordedTrees, subtree: Subtree) -> Choices:
     """Return the static tree that a subtree's limits leave of its own tree, or of the recorded one.
 
     Raises:
-        NeedsModel: the recorded trees are not static.
+        NeedsModel: the recorded trees are not static, or a policy has cut them.
     """
     choices = subtree.choices
     if choices is None:
+        if trees.policy:
+            raise NeedsModel(
+                f"policy {brief(trees.policy)} decided how far was drafted, and its decisions are not followed along "
+                "texts; name a shape such as 1x1x1 or 3x2x1, which is drafted whole"
+            )
         named = trees.proposer.get("tree")
         if not isinstance(named, str) or named in ("best first", "reranked", ""):
             raise NeedsModel("the recorded trees are not static; name a shape such as 1x1x1 or 3x2x1")
@@ -200,13 +206,12 @@ def evaluate(along: Along, verifier: Verifier, rules: Sequence[tuple[float, Rule
         raise NeedsModel(f"the q of proposer {brief(name)} depends on where its step began, not on the text alone")
     if not trees.expanded.any():
         raise NeedsModel("the recorded drafts are points, which carry no q; record drawn=iid")
-    if not verifier.lossless:
-        raise NeedsModel(f"verifier '{verifier.name}' is lossy: it emits other texts than the recorded ones")
+    _check_lossless(trees, verifier)
     tokens, steps = [], []
     (temperature, top_k), *others = {(rule.temperature, rule.top_k) for _, rule in rules}
     if others:
         raise NeedsModel("the rules of a mixture have one draft temperature and width")
-    certain = coarse.drafted(trees, 1.0) if any(rule.confidence for _, rule in rules) else None
+    certain = coarse.certainty(trees) if any(rule.confidence for _, rule in rules) else None
     for one in along.accepting(verifier, temperature, top_k):
         weights = [share * one.weights(rule, certain) for share, rule in rules]
         most = max(each.shape[2] for each in weights)
@@ -225,8 +230,7 @@ def of_points(along: Along, verifier: Verifier, subtree: Subtree) -> Sums:
         NeedsModel: what is not identified.
     """
     trees, shape = along.trees, along.trees.shape
-    if not verifier.lossless:
-        raise NeedsModel(f"verifier '{verifier.name}' is lossy: it emits other texts than the recorded ones")
+    _check_lossless(trees, verifier)
     if not trees.ways <= {"point"}:
         raise NeedsModel("sampled drafts differ from step to step; given the text, only those of points are known")
     inside = np.arange(along.text.shape[1]) < along.length[:, None]
@@ -241,6 +245,23 @@ def of_points(along: Along, verifier: Verifier, subtree: Subtree) -> Sums:
     weights = (accepted[:, :, None] == np.arange(int(accepted.max(initial=0)) + 1)).astype(float)
     tokens, steps = along.sums(weights)
     return Sums(along.requests, tokens[None], steps[None], float(steps.sum()))
+
+
+def _check_lossless(trees: RecordedTrees, verifier: Verifier) -> None:
+    """Refuse texts that a lossless design would not emit, and verifiers that would not emit the target's texts.
+
+    Raises:
+        NeedsModel: the recorded texts are not the target's, or the verifier's are not.
+    """
+    own = trees.emitter
+    if own is not None and not own.lossless:
+        if own.lossless is None:
+            what = f"it is not known whether verifier {brief(own.name)}, which emitted the recorded texts, is lossless"
+        else:
+            what = f"the recorded texts are those of the lossy verifier {brief(own.name)}, not the target's"
+        raise NeedsModel(f"{what}; record a run of a lossless verifier, or task=verifier_study, to follow texts")
+    if not verifier.lossless:
+        raise NeedsModel(f"verifier '{verifier.name}' is lossy: it emits other texts than the recorded ones")
 
 
 def _lacks(along: Along) -> bool:
@@ -274,18 +295,25 @@ class _Accept:
         width = trees.ids.shape[1]
         self.y = np.where(found.any(1), found.argmax(1), width)  # of others the pseudo token of p
 
-    def weights(self, rule: Rule, certain: coarse.Reduced | None) -> np.ndarray:  # [N, L, D + 1]
-        """Return w of a rule."""
+    def weights(self, rule: Rule, certain: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:  # [N, L, D + 1]
+        """Return w of a rule.
+
+        Args:
+            rule: the drafting rule.
+            certain: as of ``coarse.certainty``; None for rules without a confidence.
+        """
         depth, (count, longest) = depth_of(rule.choices), self.along.text.shape
         sure = np.ones((count, longest + depth), dtype=bool)
         if rule.confidence:
             assert certain is not None
-            own = (
-                certain.top[self.rows]
-                / np.maximum(certain.top[self.rows].sum(1) + certain.most[self.rows], 1e-300)[:, None]
-            )
+            least, most = (one[self.rows] for one in certain)
+            if open_ := int(((least < rule.confidence) & (most >= rule.confidence)).sum()):
+                raise NeedsModel(
+                    f"the mass at temperature 1 of tokens that are not recorded decides whether confidence="
+                    f"{rule.confidence:g} stops, at {open_} of {len(least)} rows; set a larger record_top"
+                )
             here = np.ones((count, longest), dtype=bool)
-            here[self.known] = own.max(1) >= rule.confidence
+            here[self.known] = least >= rule.confidence
             sure[:, :longest] = here
         children: dict[tuple[int, ...], int] = {}
         for path in rule.choices:
@@ -327,6 +355,7 @@ class _Accept:
         p_y, q_y = np.maximum(p[here, self.y], 1e-300), q[here, self.y]
         if drawn == "point":
             order = np.argsort(-q[:, :-PSEUDO], axis=1, kind="stable")[:, :k]
+            self._check_ranks(order)
             chosen = np.take_along_axis(q, order, 1) > 0
             return ((order == self.y[:, None]) & chosen).astype(float)
         if drawn != "iid":
@@ -350,6 +379,25 @@ class _Accept:
             name = self.verifier.name
             raise NeedsModel(f"verifier '{name}' has no closed form given the text; token, kseq and match have")
         return np.minimum(np.stack(chance, 1), 1.0)
+
+    def _check_ranks(self, order: np.ndarray) -> None:
+        """Refuse texts of which it is not known whether their tokens are among the likeliest of q.
+
+        Args:
+            order: ``[n, k]`` the likeliest recorded tokens.
+
+        Raises:
+            NeedsModel: a token that is not recorded may be one of the k, and the text's may be it or come after it.
+        """
+        own, most = self.along.trees.q[self.rows], self.along.trees.rest[self.rows, 3]
+        least, kept = own[np.arange(len(order)), order[:, -1]], self.q[:, -PSEUDO:].sum(1) > 0
+        q_y = np.append(own, np.zeros((len(own), 1)), 1)[np.arange(len(own)), self.y]
+        open_ = kept & (least <= most) & (q_y <= most)
+        if open_.any():
+            raise NeedsModel(
+                f"the {order.shape[1]} likeliest draft tokens may include some that are not recorded, at "
+                f"{int(open_.sum())} of {len(open_)} rows; set a larger record_top"
+            )
 
 
 def _rho(p: np.ndarray, q: np.ndarray, k: int) -> np.ndarray:  # [n]

@@ -202,7 +202,7 @@ def check(trees: RecordedTrees) -> None:
     if ways == ["point"] or not trees.shape.branches:
         return
     tree = trees.proposer.get("tree")
-    if trees.proposer.get("confidence") or not isinstance(tree, str) or tree in ("best first", "reranked", ""):
+    if trees.stops_by_q or not isinstance(tree, str) or not tree:
         raise NeedsModel("the shape of the sampled trees follows from their tokens; bounds are known for static trees")
 
 

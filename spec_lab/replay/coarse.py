@@ -127,6 +127,23 @@ def drafted(trees: RecordedTrees, temperature: float | None = None, top_k: int =
     return truncated(found, bound, Sampling(1.0, top_k=top_k))
 
 
+def certainty(trees: RecordedTrees) -> tuple[np.ndarray, np.ndarray]:  # [R], [R]
+    """Return the least and the most that the largest draft probability of every row can be at temperature 1.
+
+    The largest one is known, whether its token is recorded or not; at another temperature than the recorded one the
+    mass of the rest is not.
+
+    Raises:
+        NeedsModel: as ``drafted``.
+    """
+    found, rest, most = drafted(trees, 1.0), trees.rest[:, 1], trees.rest[:, 3]
+    power = trees.draft_temperature
+    assert power is not None
+    largest = np.maximum(found.top.max(1), np.where(rest > 0, most**power, 0.0))
+    total = found.top.sum(1)
+    return largest / np.maximum(total + found.most, 1e-300), largest / np.maximum(total + found.least, 1e-300)
+
+
 def tempered(trees: RecordedTrees, x: np.ndarray, rest: np.ndarray, most: np.ndarray, power: float) -> Reduced:
     """Return x ** power on the recorded tokens, and the bounds of the sum of the others' powers.
 

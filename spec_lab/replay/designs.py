@@ -126,7 +126,7 @@ class Estimate:
         method: "steps" or "along".
         tau, low, high: expected tokens of a step, and its 95 % interval.
         bound_low, bound_high: what the tokens that were not recorded leave open.
-        bound_kind: "exact", "proved" or "spread" (``Sums``).
+        bound_kind: one of ``steps.KINDS``.
         ess: the effective number of steps.
         needs: why the recorded rows do not identify it; empty where they do.
     """
@@ -256,6 +256,8 @@ def _changed(trees: RecordedTrees, confidence: float | None, drawn: str | None) 
     """Why the recorded trees are not those of the design; empty where they are."""
     if confidence not in (None, trees.proposer.get("confidence", 0.0)):
         return "needs the model: trees stopped by another confidence are estimated along the texts only"
+    if confidence is not None and trees.policy:
+        return "needs the model: a policy decided how far was drafted; a confidence is estimated along the texts only"
     if drawn is not None and not trees.ways <= {drawn}:
         return f"needs the model: trees drawn '{drawn}' were not recorded"
     return ""
@@ -302,7 +304,7 @@ def mixed(parts: Sequence[tuple[float, Sums | NeedsModel]]) -> Sums:
     scaled = [(share, one, 1.0 / total) for (share, one), total in zip(each, totals, strict=True)]
     tokens = sum(share * one.tokens * scale for share, one, scale in scaled)
     counted = sum(share * one.steps * scale for share, one, scale in scaled)
-    kinds = max((one.kind for _, one in each), key=("exact", "proved", "spread").index)
+    kinds = max((one.kind for _, one in each), key=steps.KINDS.index)
     return Sums(first.clusters, np.asarray(tokens), np.asarray(counted), min(one.ess for _, one in each), kinds)
 
 

@@ -120,7 +120,7 @@ def print_table(frame: pd.DataFrame, console: Console) -> None:
         if np.isfinite(one["low"]):
             tau += f" [{one['low']:.3f}, {one['high']:.3f}]"
         parts = [str(one[name]) for name in ("method", "verifier", "shape", *optional)]
-        open_ = f"±{(one['bound_high'] - one['bound_low']) / 2:.2g}"
+        open_ = f"±{(one['bound_high'] - one['bound_low']) / 2:.2g} {one['bound_kind']}"
         shown.add_row(*map(visible, parts), tau, open_, f"{one['effective_steps']:.0f}")
     if shown.row_count:
         console.print(shown, highlight=False)

@@ -12,8 +12,8 @@ is a proof on chains; on trees it is the spread of the two completions, no bound
 temperature on trees. The column ``bound_kind`` states which. ``cascade`` requires whole rows.
 
 Other draft temperatures, of sampled static trees, are estimated: each step has the weight with which the recorded
-tokens would have been drawn, prod q'(c) / q(c), and tau is self-normalised, sum w (1 + E) / sum w. The effective sample
-size is (sum w)^2 / sum w^2.
+tokens would have been drawn, prod q'(c) / q(c), and tau is self-normalised, sum w (1 + E) / sum w: an estimate, even of
+whole rows. The effective sample size is (sum w)^2 / sum w^2.
 """
 
 from __future__ import annotations
@@ -56,6 +56,12 @@ INTERVALS = (Token, Lenient, KSeq, Match)
 """Verifiers that try children in drawing order and take the first that they accept: see ``extremes``."""
 
 
+KINDS = ("exact", "proved", "estimate", "spread")
+"""What the variants of sums are, from what is known best: "exact" (one), "proved" (the value lies between them),
+"estimate" (of drafts at another temperature, by weights: it has a sampling error however the rows are completed) or
+"spread" (they differ by so much, and the value may lie outside)."""
+
+
 @dataclass(frozen=True, eq=False)
 class Sums:
     """What each cluster of steps adds to tau's numerator and denominator.
@@ -65,7 +71,7 @@ class Sums:
         tokens: ``[variants, N]`` expected tokens, the bonus or recovered one included.
         steps: ``[variants, N]`` (weighted) steps.
         ess: the effective number of steps.
-        kind: what the variants are: "exact" (one), "proved" (the value lies between them) or "spread" (it may not).
+        kind: one of ``KINDS``.
     """
 
     clusters: np.ndarray
@@ -234,7 +240,7 @@ def check_reweighted(trees: RecordedTrees) -> None:
     if not trees.ways <= {"iid"} and not trees.ways <= {"without"}:
         drawn = ", ".join(sorted(trees.ways))
         raise NeedsModel(f"another draft temperature is identified by sampled drafts only, not by ones drawn {drawn}")
-    if trees.proposer.get("confidence") or trees.proposer.get("tree") in ("best first", "reranked"):
+    if trees.stops_by_q:
         raise NeedsModel("the shape of the recorded trees follows from q, which another draft temperature changes")
 
 
@@ -292,8 +298,9 @@ def evaluate(
         each = [(weight[decode], mean[decode]) for mean in verdicts.means(keep) for weight in weights]
         tokens = [np.bincount(cluster, weight * (1 + mean), minlength=len(clusters)) for weight, mean in each]
         steps = [np.bincount(cluster, weight, minlength=len(clusters)) for weight, _ in each]
+        kind = "estimate" if other and verdicts.kind != "spread" else verdicts.kind
         size = min(weight.sum() ** 2 / max(np.square(weight).sum(), 1e-300) for weight, _ in each)
-        yield Sums(clusters, np.array(tokens), np.array(steps), float(size), verdicts.kind)
+        yield Sums(clusters, np.array(tokens), np.array(steps), float(size), kind)
 
 
 class _Verdicts:

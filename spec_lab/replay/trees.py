@@ -7,8 +7,8 @@ the same row and of its children, so a node's token is given by its place among 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,18 @@ from spec_lab.engine.recording import unpack_ids
 from spec_lab.results import study
 from spec_lab.results.manifest import begun
 from spec_lab.results.writer import load, load_replay
+from spec_lab.verify import Cascade, Gumbel, KSeq, Lenient, Match, Relaxed, Token, Traversal, Typical, Verifier
 
 BY_PREFIX = ("draft_chain", "draft_tree", "draft_best_first", "draft_reranked")
 """Proposers whose q follows from the text before a token alone, wherever the step began: a draft model's."""
+
+DEPTH_POLICIES = ("fixed", "heuristic", "bandit", "goodput", "recorded")
+"""Policies that read no q unless their facts state a rule; others, and those of other packages, are assumed to."""
+
+EMITTERS: tuple[Callable[..., Verifier], ...] = (
+    Cascade, Gumbel, KSeq, Lenient, Match, Relaxed, Token, Traversal, Typical,
+)  # fmt: skip
+"""Verifiers of which it is known whether they are lossless."""
 
 
 class NeedsModel(ValueError):
@@ -47,6 +56,36 @@ class RecordedText:
     tokens: np.ndarray
 
 
+@dataclass(frozen=True)
+class Emitter:
+    """The verifier of the run that emitted the recorded texts.
+
+    Args:
+        name: its name.
+        lossless: whether the texts have the target's distribution; None where this is not known.
+    """
+
+    name: str
+    lossless: bool | None
+
+    @staticmethod
+    def of(manifest: Mapping[str, Any]) -> Emitter | None:
+        """Return that of a run; None where its manifest states none."""
+        own = (manifest.get("config") or {}).get("verifier")
+        if not isinstance(own, Mapping):
+            return None
+        path = str(own.get("_target_", ""))
+        options = {key: value for key, value in own.items() if not str(key).startswith("_")}
+        for make in EMITTERS:
+            if path == f"spec_lab.verify.{make.__name__}":
+                try:
+                    verifier = make(**options)
+                except (TypeError, ValueError):  # options of another version
+                    break
+                return Emitter(verifier.name, verifier.lossless)
+        return Emitter(path, None)
+
+
 @dataclass(frozen=True, eq=False)
 class RecordedTrees:
     """The recorded trees of one arm, as one forest of B trees with R rows, M of them nodes.
@@ -67,6 +106,7 @@ class RecordedTrees:
         sampling: of the target; all requests of a run have the same.
         texts: by request; empty where none is known.
         proposer: what the manifest records of the arm's proposer.
+        emitter: the verifier that emitted the texts; None where the target alone did, as in a verifier study.
     """
 
     arm: str
@@ -84,6 +124,7 @@ class RecordedTrees:
     sampling: Sampling
     texts: Mapping[int, RecordedText]
     proposer: Mapping[str, Any]
+    emitter: Emitter | None = None
 
     @property
     def ways(self) -> frozenset[Drawn]:
@@ -102,6 +143,20 @@ class RecordedTrees:
     def by_prefix(self) -> bool:
         """Whether q follows from the text before a token alone."""
         return self.proposer.get("name") in BY_PREFIX
+
+    @property
+    def policy(self) -> str:
+        """The name of the policy that decided how far was drafted; empty for none."""
+        own = self.proposer.get("policy")
+        return str(own.get("name") or "policy") if isinstance(own, Mapping) else ""
+
+    @property
+    def stops_by_q(self) -> bool:
+        """Whether the shape of a tree follows from the q of its tokens: by confidence, a policy's rule, or the best."""
+        own = self.proposer.get("policy")
+        ruled = isinstance(own, Mapping) and ("rule" in own or self.policy not in DEPTH_POLICIES)
+        best = self.proposer.get("tree") in ("best first", "reranked")
+        return ruled or best or bool(self.proposer.get("confidence"))
 
     @cached_property
     def decode(self) -> np.ndarray:  # [B] bool
@@ -126,6 +181,7 @@ def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
     if (manifest.get("config") or {}).get("record") != "replay":
         raise ValueError(f"the run in {folder} has recorded no distributions: run it with record=replay")
     texts: dict[str, dict[int, RecordedText]] = {}
+    emitter = None
     if (folder / "texts.parquet").exists() or [*(folder / "parts").glob("texts-*.parquet")]:
         found = study.parts(folder, replay=True).load()
         frame = found["replay"]
@@ -135,7 +191,7 @@ def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
         }
         texts = dict.fromkeys(frame["arm"].unique(), own)
     else:
-        frame = load_replay(folder)
+        frame, emitter = load_replay(folder), Emitter.of(manifest)
         for name, each in load(folder).requests.groupby("arm"):
             first = each[each["sequence"] == 0]
             rows = zip(first["request"], first["prompt_tokens"], first["tokens"], strict=True)
@@ -146,7 +202,9 @@ def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
             raise ValueError(f"{folder} has no recorded arm '{name}'; it has {', '.join(known) or 'none'}")
     facts = manifest.get("proposers") or {}
     return {
-        name: of_rows(frame[frame["arm"] == name], name, texts.get(name, {}), facts.get(name, {}))
+        name: replace(
+            of_rows(frame[frame["arm"] == name], name, texts.get(name, {}), facts.get(name, {})), emitter=emitter
+        )
         for name in known
         if not arms or name in arms
     }

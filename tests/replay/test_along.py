@@ -11,10 +11,10 @@ import torch
 
 from spec_lab.core.draft import Draft, tree
 from spec_lab.propose.trees import parse
-from spec_lab.replay import along
+from spec_lab.replay import along, coarse
 from spec_lab.replay.along import Along, Rule
 from spec_lab.replay.shapes import Subtree
-from spec_lab.replay.trees import NeedsModel, RecordedText
+from spec_lab.replay.trees import Emitter, NeedsModel, RecordedText
 from spec_lab.verify import KSeq, Lenient, Match, Token, Traversal
 from tests.replay.recorded import by_hand, decoded, without_nodes
 
@@ -34,6 +34,20 @@ def recorded_text(text, top=None):
         {"group": 0, "request": 0, "sequence": 0, "round": number, "position": 1 + number, "prefill": False}
     )
     return by_hand(draft, p, top=top, texts={0: RecordedText(1, np.array(text))}, steps=steps)
+
+
+def repeated(q, text, top=None, temperature=1.0):
+    """A text at each of whose tokens q, of six tokens, is the same; p is about even over the tokens 0, 1 and 2."""
+    p = np.array([0.34, 0.33, 0.33, 0.0, 0.0, 0.0])
+    count = len(text)
+    rows = torch.tensor(q, dtype=torch.float64).repeat(count, 1)
+    draft = Draft(without_nodes(count), torch.empty(0, dtype=torch.long), "iid", rows, np.arange(count))
+    number = np.arange(count)
+    steps = pd.DataFrame(
+        {"group": 0, "request": 0, "sequence": 0, "round": number, "position": 1 + number, "prefill": False}
+    )
+    texts, facts = {0: RecordedText(1, np.array(text))}, {"name": "draft_tree", "temperature": temperature}
+    return Along.of(by_hand(draft, np.tile(p, (count, 1)), top=top, texts=texts, proposer=facts, steps=steps))
 
 
 def exact_steps(verifier, choices, drawn, q=Q, sure=None):
@@ -184,6 +198,8 @@ def test_what_texts_cannot_identify_is_refused_by_name(target):
     for verifier, changed, rules, why in (
         (Traversal(), {}, chain, "no closed form"),
         (Lenient(0.5), {}, chain, "lossy"),
+        (Token(), {"emitter": Emitter("lenient", False)}, chain, "texts are those of the lossy verifier 'lenient'"),
+        (Token(), {"emitter": Emitter("mine.Own", None)}, chain, "not known whether verifier 'mine.Own'"),
         (Token(), {"proposer": {"name": "eagle_chain"}}, chain, "depends on where its step began"),
         (Token(), {}, [(1.0, Rule(parse("1x1"), "without"))], "siblings drawn 'without'"),
     ):
@@ -192,5 +208,55 @@ def test_what_texts_cannot_identify_is_refused_by_name(target):
     points, _ = decoded(target, "point")
     with pytest.raises(NeedsModel, match="task.every=1"):
         along.of_points(Along.of(points), Token(), Subtree())
+    with pytest.raises(NeedsModel, match="lossy verifier 'lenient'"):
+        along.of_points(Along.of(replace(points, emitter=Emitter("lenient", False))), Token(), Subtree())
     with pytest.raises(NeedsModel, match="texts are not known"):
         Along.of(replace(trees, texts={}))
+
+
+def test_a_policy_s_decisions_are_not_followed_along_the_text():
+    trees = recorded_text((1, 0, 2, 1))
+    own = {**trees.proposer, "tree": "1x1"}
+    assert along.static(replace(trees, proposer=own), Subtree()) == parse("1x1")
+    for policy in ({"name": "threshold", "rule": "svip"}, {"name": "fixed", "depth": 1}):
+        cut = replace(trees, proposer={**own, "policy": policy})
+        for subtree in (Subtree(), Subtree(depth=1)):
+            with pytest.raises(NeedsModel, match=f"policy '{policy['name']}' decided .* name a shape"):
+                along.static(cut, subtree)
+        assert along.static(cut, Subtree.parse("1x1")) == parse("1x1")
+
+
+UNSEEN = [0.05, 0.05, 0.05, 0.3, 0.3, 0.25]  # the likeliest tokens are not among three that are recorded
+
+
+def test_points_that_may_not_be_recorded_are_refused():
+    text, first, two = (0, 0, 0, 0), Rule(parse("1"), "point"), Rule(parse("2"), "point")
+    assert along.evaluate(repeated(UNSEEN, text), Match(), [(1.0, first)]).steps.tolist() == [[3.0]]
+    for rule in (first, two):
+        with pytest.raises(NeedsModel, match=r"draft tokens may include .* at 4 of 4 rows; set a larger record_top"):
+            along.evaluate(repeated(UNSEEN, text, top=3), Match(), [(1.0, rule)])
+    seen = [0.4, 0.05, 0.05, 0.25, 0.15, 0.1]  # the likeliest is recorded, the second is not
+    for rule in (first, two):
+        found = [along.evaluate(repeated(seen, text, top), Match(), [(1.0, rule)]).steps for top in (None, 3)]
+        assert found[0].item() == found[1].max() == found[1].min() == 2
+    with pytest.raises(NeedsModel, match="set a larger record_top"):
+        along.evaluate(repeated(seen, (1, 1, 1, 1), top=3), Match(), [(1.0, two)])
+    assert along.evaluate(repeated(seen, (1, 1, 1, 1), top=3), Match(), [(1.0, first)]).steps.max() == 3
+
+
+def test_a_confidence_reads_the_largest_probability_even_of_a_token_that_is_not_recorded():
+    text, rule = (0, 0, 0, 0, 0), Rule(parse("1x1"), confidence=0.2)
+    full, part = (along.evaluate(repeated(UNSEEN, text, top), Token(), [(1.0, rule)]).steps for top in (None, 3))
+    assert part.min() == pytest.approx(full.item()) and part.max() == pytest.approx(full.item())
+    stopped = along.evaluate(repeated(UNSEEN, text), Token(), [(1.0, replace(rule, confidence=0.31))]).steps
+    assert stopped.item() > full.item()
+
+
+def test_a_confidence_that_the_rest_s_mass_decides_is_refused():
+    rows, rule = repeated(UNSEEN, (0, 0, 0, 0), top=3, temperature=2.0), Rule(parse("1x1"))
+    low, high = (one[0] for one in coarse.certainty(rows.trees))
+    exact = 0.09 / np.square(UNSEEN).sum()
+    assert low < exact < high
+    with pytest.raises(NeedsModel, match="at 4 of 4 rows; set a larger record_top"):
+        along.evaluate(rows, Token(), [(1.0, replace(rule, confidence=float(low + high) / 2))])
+    assert along.evaluate(rows, Token(), [(1.0, replace(rule, confidence=float(low) / 2))]).steps.min() > 0

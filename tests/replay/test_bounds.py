@@ -192,9 +192,12 @@ def test_what_has_no_bound_says_why(target):
     trees, _ = decoded(target, "iid", "2x1")
     for proposer, why in (
         ({"tree": "best first"}, "the shape of the sampled trees follows from their tokens"),
+        ({"policy": {"name": "threshold", "rule": "svip"}}, "the shape of the sampled trees follows from their tokens"),
         ({"confidence": 0.5}, "the shape of the sampled trees follows from their tokens"),
     ):
         assert why in bounds_of(replace(trees, proposer={**trees.proposer, **proposer})).needs
+    fixed = {**trees.proposer, "policy": {"name": "fixed", "depth": 2}}
+    assert not bounds_of(replace(trees, proposer=fixed)).needs, "its depth does not follow from the tokens"
     raced = replace(trees, codes=np.full_like(trees.codes, 3))
     assert "noise of drafts drawn gumbel" in bounds_of(raced).needs
     mixed = replace(trees, codes=np.where(np.arange(len(trees.codes)) % 2, 0, trees.codes).astype(np.int8))

@@ -10,10 +10,10 @@ from spec_lab.analysis import metrics
 from spec_lab.cli.commands import command
 from spec_lab.replay import designs
 from spec_lab.replay.show import replay
-from spec_lab.replay.trees import read
+from spec_lab.replay.trees import Emitter, read
 from spec_lab.tasks.benchmark import run
 from spec_lab.tasks.verifier_study import study_verifiers
-from spec_lab.verify import Token, Traversal
+from spec_lab.verify import Lenient, Token, Traversal
 from tests.labs import TEXTS, Repeat, lab, settings
 from tests.propose.lab import draft_model
 
@@ -85,6 +85,38 @@ def test_a_study_records_every_position(studied):
     means = pd.read_parquet(studied / "recorded.parquet").groupby("verifier")["expected_accepted"].mean()
     steps = frame[(frame["method"] == "steps") & (frame["shape"] == "all")]["tau"].item()
     assert steps == pytest.approx(1 + means["token"], rel=1e-5)
+
+
+def test_the_texts_of_a_lossy_run_are_not_followed_and_those_of_a_study_are(tmp_path):
+    lenient, token = Lenient(0.5), Token()
+    config = {**CONFIG, "verifier": {"_target_": "spec_lab.verify.Lenient", "lenience": 0.5}}
+    run(lab(temperature=1.0, proposer=named("1x1"), verifier=lenient), settings(tmp_path / "run", record="replay"),
+        config, quiet())  # fmt: skip
+    own = settings(tmp_path / "study", record="replay", record_top=61, batch_size=1)
+    verifiers = {"lenient": lenient, "token": token}
+    study_verifiers(lab(temperature=1.0, proposer=named("1x1"), verifier=lenient, verifiers=verifiers), own, config,
+                    quiet(), every=1, repeats=1)  # fmt: skip
+    assert read(tmp_path / "run")["speculative"].emitter == Emitter("lenient", False)
+    methods = {
+        name: replay(tmp_path / name, verifiers=["token"], shapes=["all"], confidences=[0.3])
+        for name in ("run", "study")
+    }
+    assert "the recorded texts are those of the lossy verifier 'lenient'" in methods["run"]["needs"].item()
+    assert methods["study"]["method"].tolist() == ["along"]
+
+
+def test_whether_a_run_is_lossless_follows_from_its_manifest():
+    for own, expected in (
+        ({"_target_": "spec_lab.verify.Token"}, Emitter("token", True)),
+        ({"_target_": "spec_lab.verify.Gumbel"}, Emitter("gumbel", True)),
+        ({"_target_": "spec_lab.verify.Lenient", "lenience": 1}, Emitter("lenient", True)),
+        ({"_target_": "spec_lab.verify.Lenient", "lenience": 0.9}, Emitter("lenient", False)),
+        ({"_target_": "spec_lab.verify.Typical", "epsilon": 0.1, "delta": 0.3}, Emitter("typical", False)),
+        ({"_target_": "spec_lab.verify.Token", "gone": 1}, Emitter("spec_lab.verify.Token", None)),
+        ({"_target_": "mine.Token"}, Emitter("mine.Token", None)),
+        (None, None),
+    ):
+        assert Emitter.of({"config": {"verifier": own}}) == expected
 
 
 def test_the_command_prints_a_sorted_table_and_writes_all_designs(recorded, tmp_path):

@@ -1,10 +1,12 @@
 """Expected tokens at the recorded steps: equal to the engine's, to the verifiers' on subtrees, and within bounds."""
 
+from io import StringIO
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from spec_lab.core.draft import Draft, Shape, chain, forest, tree
 from spec_lab.core.probabilities import Sampling, logits_to_probs
@@ -12,6 +14,7 @@ from spec_lab.propose.trees import parse
 from spec_lab.replay import coarse, steps
 from spec_lab.replay.designs import Design, Shares, designs, estimate, evaluate, limits, mixed, table, verifier_of
 from spec_lab.replay.shapes import Subtree
+from spec_lab.replay.show import print_table
 from spec_lab.replay.trees import NeedsModel
 from spec_lab.verify import Cascade, KSeq, Lenient, Match, Relaxed, Token, Traversal, Typical
 from tests.propose.lab import WARM
@@ -161,7 +164,7 @@ def test_weights_turn_recorded_drafts_into_those_of_another_temperature(drawn):
         changed = coarse.drafted(trees, temperature).complete("least", 0)
         weight = float(np.exp(steps.tempered_weights(trees, changed).sum()))
         (sums,) = steps.evaluate(trees, Token(), [Subtree()], None, temperature)
-        assert sums.ess == pytest.approx(1)
+        assert sums.ess == pytest.approx(1) and sums.kind == "estimate"
         value = sums.tokens.item() / sums.steps.item()
         own = Draft(shape, torch.tensor(pair), drawn, other[:1], place)
         assert value == pytest.approx(1 + Token()(own, p).expected_accepted(shape)[0])
@@ -232,3 +235,51 @@ def test_a_subtree_is_closed_under_parents_and_earlier_siblings():
     assert isinstance(shape, Shape) and Subtree.parse("2x1").keeps(shape).tolist() == [True] * 2 + [
         True, False, True, False, True, True, False,
     ]  # fmt: skip
+
+
+def test_drafts_stopped_by_q_are_not_weighted_as_those_of_another_temperature():
+    draft, p = drawn_tree(np.random.default_rng(7), "iid", "1x1")
+    facts = {"temperature": 1.0, "tree": "1x1", "confidence": 0.0}
+    for changed, stops in (
+        ({}, False),
+        ({"confidence": 0.4}, True),
+        ({"tree": "reranked"}, True),
+        ({"policy": {"name": "threshold", "rule": "svip"}}, True),
+        ({"policy": {"name": "gain", "rule": "gain"}}, True),
+        ({"policy": {"name": "goodput", "rule": "adaedl"}}, True),
+        ({"policy": {"name": "of another package"}}, True),
+        ({"policy": {"name": "fixed", "depth": 2}}, False),
+        ({"policy": {"name": "bandit", "bandit": "ucb"}}, False),
+    ):
+        trees = by_hand(draft, p.numpy(), proposer=facts | changed)
+        (found,) = steps.evaluate(trees, Token(), [Subtree()], None, 0.6)
+        assert trees.stops_by_q == stops == isinstance(found, NeedsModel), changed
+        if stops:
+            assert "the shape of the recorded trees follows from q" in str(found)
+
+
+def test_a_confidence_is_not_that_of_trees_under_a_policy():
+    draft, p = drawn_tree(np.random.default_rng(7), "iid", "1x1")
+    facts = {"temperature": 1.0, "tree": "1x1", "confidence": 0.0, "policy": {"name": "threshold", "rule": "svip"}}
+    shapes = Shares.parse("all")
+    found = [*evaluate(by_hand(draft, p.numpy(), proposer=facts), [Design("token", shapes, confidence=0.0)])]
+    assert [one.method for one in found] == [""] and "a policy decided how far was drafted" in found[0].needs
+    found = [*evaluate(by_hand(draft, p.numpy(), proposer=facts), [Design("token", shapes)])]
+    assert [one.method for one in found] == ["steps"]
+
+
+@pytest.mark.parametrize(("top", "shape", "kinds"), [
+    (None, "2x1", ("exact", "estimate")), (4, "1x1", ("proved", "estimate")), (4, "2x1", ("spread", "spread")),
+])  # fmt: skip
+def test_weighted_drafts_are_an_estimate_even_with_whole_rows(top, shape, kinds):
+    draft, p = drawn_tree(np.random.default_rng(8), "iid", shape, 9)
+    trees = by_hand(draft, p.numpy(), top=top, proposer={"temperature": 1.0, "tree": shape, "confidence": 0.0})
+    verifier, every = Traversal() if kinds[0] == "spread" else Token(), Shares.parse("all")
+    for temperature, kind in zip((None, 0.6), kinds, strict=True):
+        (sums,) = steps.evaluate(trees, verifier, [Subtree()], None, temperature)
+        assert sums.kind == mixed([(0.5, sums), (0.5, sums)]).kind == kind
+        frame = table([estimate(Design("token", every, temperature), "steps", sums, {})])
+        frame.insert(0, "arm", "speculative")
+        console = Console(file=StringIO(), width=80)
+        print_table(frame, console)
+        assert frame["bound_kind"].item() == kind and f" {kind} " in console.file.getvalue().splitlines()[3]
