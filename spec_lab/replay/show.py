@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from spec_lab.analysis.metrics.intervals import Interval
+from spec_lab.core.files import read_text
 from spec_lab.core.terminal import visible
 from spec_lab.replay import designs, traces
 from spec_lab.replay.bounds import PARTS, ArmBounds
@@ -66,7 +66,7 @@ def replay(
 
 
 def trace(file: Path, written: str = "jsonl", verifiers: Sequence[str] = ()) -> pd.DataFrame:
-    """Judge a trace of another system; see ``traces.judge`` for the columns.
+    """Evaluate a trace of another system; see ``traces.taus`` for the columns.
 
     Args:
         file: the trace.
@@ -80,11 +80,14 @@ def trace(file: Path, written: str = "jsonl", verifiers: Sequence[str] = ()) -> 
     named = [designs.verifier_of(one) for one in verifiers]
     lenience = [one.lenience for one in named if isinstance(one, Lenient)]
     if written == "jsonl":
-        return traces.judge(traces.read_trace(file), lenience=lenience)
-    text = file.read_text(encoding="utf-8")
-    if written == "vllm":
-        return traces.judge(traces.from_vllm(text))
-    return traces.judge(traces.from_sglang(json.loads(line) for line in text.splitlines() if line.strip()))
+        return traces.taus(traces.read_trace(file), lenience=lenience)
+    if written == "sglang":
+        return traces.taus(traces.read_sglang(file))
+    text = read_text(file)
+    try:
+        return traces.taus(traces.from_vllm(text))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def print_trace(frame: pd.DataFrame, console: Console) -> None:
