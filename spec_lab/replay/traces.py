@@ -28,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -38,6 +38,7 @@ from spec_lab.core.files import MAX_BYTES, Unreadable, open_regular
 from spec_lab.core.options import brief, whole
 
 Line = Mapping[str, Any]
+Made = TypeVar("Made")
 
 MOST_DRAFTED = 1000
 """Maximum number of drafted tokens of a step."""
@@ -87,7 +88,7 @@ def read_sglang(file: Path) -> list[Line]:
     return found
 
 
-def _each(file: Path, made: Callable[[int, Any], Line | None]) -> Iterator[Line | None]:
+def _each(file: Path, made: Callable[[int, Any], Made]) -> Iterator[Made]:
     """Yield what is made of each line's number and value, without blank lines; name the line in errors."""
     with open_regular(file) as stream:
         number = 0
