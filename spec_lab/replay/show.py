@@ -17,7 +17,7 @@ from spec_lab.core.files import read_text
 from spec_lab.core.terminal import visible
 from spec_lab.replay import designs, traces
 from spec_lab.replay.bounds import PARTS, ArmBounds
-from spec_lab.replay.trees import read
+from spec_lab.replay.trees import NOTHING, read
 from spec_lab.verify import Lenient
 
 MOST = 40
@@ -46,6 +46,8 @@ def replay(
         OSError: a file that cannot be read.
     """
     recorded = read(folder, tuple(arms))
+    if not recorded:
+        raise ValueError(f"{folder}: {NOTHING}")
     wanted = {
         name: designs.designs(trees, verifiers, shapes, temperatures, top_ks, confidences, drawn)
         for name, trees in recorded.items()
@@ -138,7 +140,13 @@ def print_table(frame: pd.DataFrame, console: Console) -> None:
 
 
 def print_bounds(found: Mapping[str, ArmBounds], console: Console) -> None:
-    """Print each arm's shares of the optimum, and where its tokens are lost."""
+    """Print each arm's shares of the optimum, and where its tokens are lost.
+
+    Raises:
+        ValueError: there is no arm.
+    """
+    if not found:
+        raise ValueError(NOTHING)
     for name, arm in found.items():
         if arm.needs:
             console.print(visible(f"{name}: {arm.needs}"), soft_wrap=True, highlight=False)
