@@ -208,7 +208,7 @@ def of_rows(
         sampling = Sampling(**json.loads(frame["sampling"].iloc[0]))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"replay.parquet is damaged: row {name[0]}, column sampling: {error}; {AGAIN}") from error
-    vocabulary = int(frame["vocabulary"].iloc[0])
+    vocabulary = int(frame["vocabulary"].mode().iloc[0])
     _refuse((frame["vocabulary"] != vocabulary).to_numpy() | (vocabulary < 1), name, "vocabulary", "it differs or is 0")
     roots = len(first)
     number = np.empty(len(frame), dtype=np.int64)  # each row's number in the forest

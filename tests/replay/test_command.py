@@ -188,6 +188,17 @@ def test_a_missing_table_and_one_without_rows_are_named(recorded, tmp_path, caps
         assert "replay.parquet is missing" in capsys.readouterr().err
 
 
+def test_a_sweep_and_a_file_are_no_folder_of_a_run(recorded, tmp_path, capsys):
+    (tmp_path / "sweep.json").write_text("{}")
+    for name in ("replay", "bounds"):
+        assert command([name, str(tmp_path)], quiet()) == 1
+        shown = capsys.readouterr().err
+        assert f"{tmp_path} is a sweep: name the folder of one of its runs (spec-lab state {tmp_path})" in shown
+    file = recorded / "replay.parquet"
+    assert command(["bounds", str(file)], quiet()) == 1
+    assert f"{file} is no folder of a run but a file: name the run's output_dir" in capsys.readouterr().err
+
+
 def test_constraints_and_wrong_options_are_refused(tmp_path):
     one = lab()
     with pytest.raises(ValueError, match="record=replay supports no constraint yet"):
