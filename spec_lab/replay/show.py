@@ -161,11 +161,12 @@ def print_bounds(found: Mapping[str, ArmBounds], console: Console) -> None:
             highlight=False,
         )
         shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        shown.add_column("\nverifier", overflow="fold", min_width=14)
+        labels = [_label(one.name, one.lossless) + " *" * one.used for one in arm.verifiers]
+        longest = max((len(word) for label in labels for word in label.split()), default=0)
+        shown.add_column("\nverifier", overflow="fold", min_width=max(14, longest))
         for heading in ("\ntau", "share:\nfirst", "\ntree", "lost:\nverifier", "\nopen", "\ntree", "\ndraft"):
             shown.add_column(heading, justify="right", no_wrap=True)
-        for one in arm.verifiers:
-            label = f"{one.name}{'' if one.lossless else ', lossy'}{' *' * one.used}"
+        for one, label in zip(arm.verifiers, labels, strict=True):
             shares = [f"{x.mean:.1%}" if np.isfinite(x.mean) else "" for x in (one.share_first, one.share)]
             lost = [f"{one.lost[part].mean:.2f}" for part in PARTS]
             shown.add_row(visible(label), _interval(one.tau), *shares, *lost)
@@ -178,6 +179,13 @@ def print_bounds(found: Mapping[str, ArmBounds], console: Console) -> None:
             "estimate; draft: the rest. Lossy verifiers may exceed the optimum. See docs/bounds.md.",
             highlight=False,
         )
+
+
+def _label(verifier: str, lossless: bool) -> str:
+    """Return a verifier's name and options in words that lines can break between; long options break after =."""
+    name, _, options = verifier.partition(":")
+    each = [one if len(one) < 14 else one.replace("=", "= ", 1) for one in options.split(",") if one]
+    return ", ".join([" ".join([name, *each[:1]]), *each[1:], *([] if lossless else ["lossy"])])
 
 
 def _interval(value: Interval) -> str:
