@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,10 +13,11 @@ from rich.table import Table
 from tqdm import tqdm
 
 from spec_lab.analysis.metrics.intervals import Interval
+from spec_lab.core.files import read_text
 from spec_lab.core.terminal import visible
 from spec_lab.replay import designs, traces
 from spec_lab.replay.bounds import PARTS, ArmBounds
-from spec_lab.replay.trees import read
+from spec_lab.replay.trees import NOTHING, read
 from spec_lab.verify import Lenient
 
 MOST = 40
@@ -46,6 +46,8 @@ def replay(
         OSError: a file that cannot be read.
     """
     recorded = read(folder, tuple(arms))
+    if not recorded:
+        raise ValueError(f"{folder}: {NOTHING}")
     wanted = {
         name: designs.designs(trees, verifiers, shapes, temperatures, top_ks, confidences, drawn)
         for name, trees in recorded.items()
@@ -66,7 +68,7 @@ def replay(
 
 
 def trace(file: Path, written: str = "jsonl", verifiers: Sequence[str] = ()) -> pd.DataFrame:
-    """Judge a trace of another system; see ``traces.judge`` for the columns.
+    """Evaluate a trace of another system; see ``traces.taus`` for the columns.
 
     Args:
         file: the trace.
@@ -80,11 +82,14 @@ def trace(file: Path, written: str = "jsonl", verifiers: Sequence[str] = ()) -> 
     named = [designs.verifier_of(one) for one in verifiers]
     lenience = [one.lenience for one in named if isinstance(one, Lenient)]
     if written == "jsonl":
-        return traces.judge(traces.read_trace(file), lenience=lenience)
-    text = file.read_text(encoding="utf-8")
-    if written == "vllm":
-        return traces.judge(traces.from_vllm(text))
-    return traces.judge(traces.from_sglang(json.loads(line) for line in text.splitlines() if line.strip()))
+        return traces.taus(traces.read_trace(file), lenience=lenience)
+    if written == "sglang":
+        return traces.taus(traces.read_sglang(file))
+    text = read_text(file)
+    try:
+        return traces.taus(traces.from_vllm(text))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def print_trace(frame: pd.DataFrame, console: Console) -> None:
@@ -135,7 +140,13 @@ def print_table(frame: pd.DataFrame, console: Console) -> None:
 
 
 def print_bounds(found: Mapping[str, ArmBounds], console: Console) -> None:
-    """Print each arm's shares of the optimum, and where its tokens are lost."""
+    """Print each arm's shares of the optimum, and where its tokens are lost.
+
+    Raises:
+        ValueError: there is no arm.
+    """
+    if not found:
+        raise ValueError(NOTHING)
     for name, arm in found.items():
         if arm.needs:
             console.print(visible(f"{name}: {arm.needs}"), soft_wrap=True, highlight=False)
@@ -150,11 +161,12 @@ def print_bounds(found: Mapping[str, ArmBounds], console: Console) -> None:
             highlight=False,
         )
         shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        shown.add_column("\nverifier", overflow="fold", min_width=14)
+        labels = [_label(one.name, one.lossless) + " *" * one.used for one in arm.verifiers]
+        longest = max((len(word) for label in labels for word in label.split()), default=0)
+        shown.add_column("\nverifier", overflow="fold", min_width=max(14, longest))
         for heading in ("\ntau", "share:\nfirst", "\ntree", "lost:\nverifier", "\nopen", "\ntree", "\ndraft"):
             shown.add_column(heading, justify="right", no_wrap=True)
-        for one in arm.verifiers:
-            label = f"{one.name}{'' if one.lossless else ', lossy'}{' *' * one.used}"
+        for one, label in zip(arm.verifiers, labels, strict=True):
             shares = [f"{x.mean:.1%}" if np.isfinite(x.mean) else "" for x in (one.share_first, one.share)]
             lost = [f"{one.lost[part].mean:.2f}" for part in PARTS]
             shown.add_row(visible(label), _interval(one.tau), *shares, *lost)
@@ -167,6 +179,13 @@ def print_bounds(found: Mapping[str, ArmBounds], console: Console) -> None:
             "estimate; draft: the rest. Lossy verifiers may exceed the optimum. See docs/bounds.md.",
             highlight=False,
         )
+
+
+def _label(verifier: str, lossless: bool) -> str:
+    """Return a verifier's name and options in words that lines can break between; long options break after =."""
+    name, _, options = verifier.partition(":")
+    each = [one if len(one) < 14 else one.replace("=", "= ", 1) for one in options.split(",") if one]
+    return ", ".join([" ".join([name, *each[:1]]), *each[1:], *([] if lossless else ["lossy"])])
 
 
 def _interval(value: Interval) -> str:

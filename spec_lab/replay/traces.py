@@ -8,13 +8,13 @@ or the counts of many steps,
 
     {"request": "a", "steps": 100, "accepted_tokens": 170, "at_least": [80, 55, 35]}
 
-``request`` names what is resampled for intervals; ``position`` (tokens before the step) and ``drafted`` (token ids) may
-be left out, of which ``drafted`` may be a number of tokens. ``accepted`` counts drafted tokens. ``p`` and ``q`` are the
-probabilities of the drafted tokens as they are verified, and may be left out; ``q`` is null or left out where tokens
-were not sampled. ``at_least[k]`` is the number of steps that accepted more than k tokens; without it only whole drafts
-can be judged.
+``request`` (a text or a whole number) names what is resampled for intervals; ``position`` (tokens before the step) and
+``drafted`` (token ids, or their number) may be left out, or be null. ``accepted`` counts drafted tokens. ``p`` and
+``q`` are the probabilities of the drafted tokens as they are verified, and may be left out or be null; ``q`` is where
+tokens were not sampled. ``at_least[k]`` is the number of steps that accepted more than k tokens, for every k at which
+there are any: it sums to ``accepted_tokens``. Without it only whole drafts can be evaluated.
 
-``judge`` returns, for every depth, tau as it was observed, 1 + mean of min(accepted, depth): a chain verified from the
+``taus`` returns, for every depth, tau as it was observed, 1 + mean of min(accepted, depth): a chain verified from the
 top, cut at a depth, accepts that many. With p and q it is also expected exactly given the drafts, for ``token``,
 ``match`` and ``lenient``. All are at the steps of the trace; a shorter chain's own steps begin elsewhere.
 """
@@ -22,39 +22,100 @@ top, cut at a depth, accepts that many. With p and q it is also expected exactly
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
 
-from spec_lab.analysis.metrics.intervals import cluster_interval
-from spec_lab.core.options import brief
+from spec_lab.analysis.metrics.intervals import quantiles, resampled
+from spec_lab.core.files import MAX_BYTES, Unreadable, open_regular
+from spec_lab.core.options import brief, whole
 
 Line = Mapping[str, Any]
+Made = TypeVar("Made")
+
+MOST_DRAFTED = 1000
+"""Maximum number of drafted tokens of a step."""
+
+MOST_STEPS = 10**12
+"""Maximum number of steps of a line of counts."""
+
+MOST_DIGITS = 1000
+"""Whole numbers of more digits are read as infinite."""
+
+CLUSTERS = 1000
+"""Maximum number of clusters for intervals; more requests share clusters."""
+
+COLUMNS = 64
+"""Intervals that are resampled at once."""
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
 
 
 def read_trace(file: Path) -> list[Line]:
     """Read a trace.
 
     Raises:
-        ValueError: a line that is none; names it.
+        ValueError: a line that is none; names the file and the line.
         OSError: the file cannot be read.
     """
-    found: list[Line] = []
-    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if text.strip():
-            try:
-                found.append(checked(json.loads(text)))
-            except ValueError as error:
-                raise ValueError(f"{file}, line {number}: {error}") from None
+    found = list(_each(file, lambda _, value: checked(value)))
     if not found:
-        raise ValueError(f"{file} holds no line of a trace")
+        raise ValueError(f"{file} holds no line of a trace: write one JSON object a line, see docs/replay.md")
     return found
+
+
+def read_sglang(file: Path) -> list[Line]:
+    """Read a file with one response of SGLang's ``/generate`` in each line; see ``from_sglang``.
+
+    Raises:
+        ValueError: a line that is none, or none that holds steps; names the file and the line.
+        OSError: the file cannot be read.
+    """
+    found = [one for one in _each(file, _of_response) if one is not None]
+    if not found:
+        raise ValueError(
+            f"{file} holds no response with steps: write each response of /generate as one line, with speculative "
+            "decoding on"
+        )
+    return found
+
+
+def _each(file: Path, made: Callable[[int, Any], Made]) -> Iterator[Made]:
+    """Yield what is made of each line's number and value, without blank lines; name the line in errors."""
+    with open_regular(file) as stream:
+        number = 0
+        while data := stream.readline(MAX_BYTES + 1):
+            number += 1
+            try:
+                if len(data) > MAX_BYTES:
+                    raise ValueError(f"it is longer than {MAX_BYTES} bytes")
+                if data.strip():
+                    yield made(number, _value(data))
+            except ValueError as error:
+                raise Unreadable(f"{file}, line {number}: {error}") from None
+
+
+def _value(data: bytes) -> Any:
+    try:
+        return json.loads(data.decode("utf-8"), parse_int=_int)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 (byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON ({error.msg}: character {error.pos + 1})") from None
+    except RecursionError:
+        raise ValueError("it is not a line of a trace: its lists or objects are nested too deeply") from None
+
+
+def _int(digits: str) -> float:
+    return int(digits) if len(digits) <= MOST_DIGITS else math.copysign(math.inf, -1 if digits[0] == "-" else 1)
 
 
 def checked(line: Any) -> Line:
@@ -66,149 +127,273 @@ def checked(line: Any) -> Line:
     if not isinstance(line, dict) or "request" not in line or ("accepted" in line) == ("steps" in line):
         what = "a line is an object with 'request' and either 'accepted', of a step, or 'steps', of counts"
         raise ValueError(f"{what} (got {brief(line)})")
+    request = line["request"]
+    if isinstance(request, bool) or not isinstance(request, str | int):
+        raise ValueError(f"request must be a text or a whole number, not {brief(request)}")
     if "steps" in line:
-        counts = [line["steps"], line.get("accepted_tokens"), *line.get("at_least", [])]
-        if not all(_is_number(one) for one in counts):
-            raise ValueError(f"steps, accepted_tokens and at_least are counts (got {brief(counts)})")
-        return line
-    drafted = line.get("drafted")
-    length = drafted if isinstance(drafted, int) else len(drafted or ())
-    if not _is_number(line["accepted"]) or line["accepted"] > length:
-        raise ValueError(
-            f"accepted is a number of drafted tokens, of which there are {length} (got {line['accepted']})"
-        )
-    for name in ("p", "q"):
-        own = line.get(name)
-        if own is not None and (len(own) != length or not all(_is_number(one) and one <= 1 for one in own)):
-            raise ValueError(f"{name} has a probability for each of {length} drafted tokens (got {brief(own)})")
+        _check_counts(line)
+    else:
+        _check_step(line)
     return line
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+def _check_counts(line: Line) -> None:
+    steps = whole("steps", line["steps"], most=MOST_STEPS)
+    accepted = whole("accepted_tokens", line.get("accepted_tokens"), least=0, most=MOST_DRAFTED * steps)
+    counts = line.get("at_least")
+    if counts is None:
+        return
+    if not isinstance(counts, list) or len(counts) > MOST_DRAFTED:
+        raise ValueError(f"at_least must be a list of at most {MOST_DRAFTED} counts, not {brief(counts)}")
+    for place, one in enumerate(counts):
+        whole(f"at_least[{place}]", one, least=0)
+    for place, (above, below) in enumerate(pairwise([steps, *counts])):
+        if below > above:
+            name = f"at_least[{place - 1}]" if place else "steps"
+            raise ValueError(
+                f"at_least[{place}] must be at most {name}, {above}, not {brief(below)}: it counts the steps that "
+                f"accepted more than {place} tokens"
+            )
+    if sum(counts) != accepted:
+        raise ValueError(
+            f"at_least must sum to accepted_tokens, {accepted}, not {sum(counts)}: give a count for every number of "
+            "tokens that a step accepted at least, or leave at_least out"
+        )
 
 
-def judge(trace: Sequence[Line], depths: Sequence[int] = (), lenience: Sequence[float] = ()) -> pd.DataFrame:
+def _check_step(line: Line) -> None:
+    if line.get("position") is not None:
+        whole("position", line["position"], least=0)
+    drafted = line.get("drafted")
+    length: int | None = None  # of the draft; not known without drafted, p and q
+    if isinstance(drafted, list):
+        if len(drafted) > MOST_DRAFTED:
+            raise ValueError(f"drafted must have at most {MOST_DRAFTED} token ids, not {len(drafted)}")
+        for place, one in enumerate(drafted):
+            whole(f"drafted[{place}]", one, least=0)
+        length = len(drafted)
+    elif drafted is not None:
+        length = whole("drafted", drafted, 0, " or a list of token ids", MOST_DRAFTED)
+    for name in ("p", "q"):
+        own = line.get(name)
+        if own is None:
+            continue
+        if not isinstance(own, list) or len(own) > MOST_DRAFTED or length not in (None, len(own)):
+            count = f"at most {MOST_DRAFTED}" if length is None else f"each of {length}"
+            raise ValueError(f"{name} must be a list with a probability for {count} drafted tokens, not {brief(own)}")
+        for place, one in enumerate(own):
+            if isinstance(one, bool) or not isinstance(one, int | float) or not 0 <= one <= 1:
+                raise ValueError(f"{name}[{place}] must be a probability from 0 to 1, not {brief(one)}")
+            if name == "q" and one == 0:
+                raise ValueError(f"q[{place}] must be above 0: a token of draft probability 0 cannot have been drafted")
+        length = len(own)
+    most = MOST_DRAFTED if length is None else length
+    if whole("accepted", line["accepted"], least=0) > most:
+        raise ValueError(
+            f"accepted must be at most the number of drafted tokens, {most}, not {brief(line['accepted'])}"
+        )
+
+
+# Evaluation ----------------------------------------------------------------------------------------------------------
+
+
+def taus(trace: Sequence[Line], depths: Sequence[int] = (), lenience: Sequence[float] = ()) -> pd.DataFrame:
     """Return tau by rule and depth, most tokens first: rule, depth, tau, low, high, steps.
 
     Args:
-        trace: its lines.
+        trace: its lines (``checked``).
         depths: of chains; all that were drafted if empty.
         lenience: of further rules, ``lenient``.
+
+    Raises:
+        ValueError: it has no line.
     """
-    single = [one for one in trace if "accepted" in one]
-    counts = [one for one in trace if "steps" in one]
-    deepest = max([*(_length(one) for one in single), *(len(one.get("at_least", ())) for one in counts)], default=0)
-    rows = []
+    if not trace:
+        raise ValueError("the trace has no line")
+    steps = np.array([one.get("steps", 1) for one in trace], dtype=float)  # [N]
+    accepted = [one["accepted_tokens"] if "steps" in one else one["accepted"] for one in trace]
+    cluster = pd.factorize(np.array([str(one["request"]) for one in trace], dtype=object), sort=True)[0] % CLUSTERS
+    names: list[tuple[str, str]] = []
+    tops: list[np.ndarray] = []  # each [clusters]
 
-    def add(rule: str, depth: str, terms: list[tuple[float, float, Any]]) -> None:
-        if terms:
-            top, bottom, clusters = zip(*terms, strict=True)
-            tau = cluster_interval(np.array(top), np.array(bottom), [str(one) for one in clusters])
-            rows.append({"rule": rule, "depth": depth, **tau._asdict(), "steps": float(np.sum(bottom))})
+    def add(rule: str, depth: str, more: np.ndarray) -> None:
+        names.append((rule, depth))
+        tops.append(np.bincount(cluster, steps + more))
 
-    whole = [(1.0 + one["accepted"], 1.0, one["request"]) for one in single]
-    add(
-        "observed",
-        "all",
-        whole + [(one["steps"] + one["accepted_tokens"], one["steps"], one["request"]) for one in counts],
-    )
-    complete = all("at_least" in one for one in counts)
-    known = bool(single) and all(one.get("p") is not None for one in single)
-    rules: dict[str, Callable[[float, float | None], float]] = {}
-    if known and not counts:
-        rules = {"token": partial(_accepts, 1.0), "match": lambda p, _: p}
-        rules |= {f"lenient:lenience={one:g}": partial(_accepts, one) for one in lenience}
-    for depth in depths or range(1, deepest + 1):
-        if complete:
-            cut = [(1.0 + min(one["accepted"], depth), 1.0, one["request"]) for one in single]
-            cut += [(one["steps"] + sum(one["at_least"][:depth]), one["steps"], one["request"]) for one in counts]
-            add("observed", str(depth), cut)
-        for rule, accept in rules.items():
-            add(rule, str(depth), [(1.0 + _expected(one, depth, accept), 1.0, one["request"]) for one in single])
-    frame = pd.DataFrame(rows, columns=["rule", "depth", "mean", "low", "high", "steps"]).rename(
-        columns={"mean": "tau"}
-    )
-    return frame.sort_values("tau", ascending=False, kind="stable", ignore_index=True)
-
-
-def _length(line: Line) -> int:
-    drafted = line.get("drafted") or 0
-    return drafted if isinstance(drafted, int) else len(drafted)
+    add("observed", "all", np.array(accepted, dtype=float))
+    gains: dict[str, list[np.ndarray]] = {}
+    if all("steps" not in one or one.get("at_least") is not None for one in trace):
+        gains["observed"] = [_observed(one) for one in trace]
+    if all("accepted" in one and one.get("p") is not None for one in trace):
+        gains |= {"token": [_reached(one, 1.0) for one in trace], "match": [_reached(one, None) for one in trace]}
+        gains |= {f"lenient:lenience={each:g}": [_reached(one, each) for one in trace] for each in lenience}
+    for rule, levels in gains.items():
+        lengths = np.array([len(one) for one in levels])
+        start, every = np.cumsum(lengths) - lengths, np.concatenate(levels)
+        wanted = set(depths or range(1, int(lengths.max()) + 1))
+        total = np.zeros(len(trace))
+        for depth in range(1, max(wanted, default=0) + 1):
+            here = np.flatnonzero(lengths >= depth)
+            total[here] += every[start[here] + depth - 1]
+            if depth in wanted:
+                add(rule, str(depth), total)
+    bottom = np.bincount(cluster, steps)
+    found = [
+        {"rule": rule, "depth": depth, "tau": tau, "low": low, "high": high, "steps": float(steps.sum())}
+        for (rule, depth), (tau, low, high) in zip(names, _intervals(np.stack(tops, 1), bottom), strict=True)
+    ]
+    return pd.DataFrame(found).sort_values("tau", ascending=False, kind="stable", ignore_index=True)
 
 
-def _accepts(lenience: float, p: float, q: float | None) -> float:
-    """The acceptance of a drafted token by recursive rejection; a point has q = 1."""
-    own = lenience * (1.0 if q is None else q)
-    return min(1.0, p / own) if own > 0 else 0.0
+def _observed(line: Line) -> np.ndarray:  # [n]
+    """How many steps accepted the token of each level."""
+    if "steps" in line:
+        return np.array(line["at_least"], dtype=float)
+    drafted, p = line.get("drafted"), line.get("p")
+    drafted = p if drafted is None else drafted
+    length = drafted if isinstance(drafted, int) else line["accepted"] if drafted is None else len(drafted)
+    return (np.arange(length) < line["accepted"]).astype(float)
 
 
-def _expected(line: Line, depth: int, accept: Callable[[float, float | None], float]) -> float:
-    """The expected number of accepted tokens of a chain that is verified from the top."""
-    total, reach = 0.0, 1.0
-    q = line.get("q") or [None] * _length(line)
-    for p, own in list(zip(line["p"], q, strict=True))[:depth]:
-        reach *= accept(p, own)
-        total += reach
-    return total
+def _reached(line: Line, lenience: float | None) -> np.ndarray:  # [n]
+    """The probability that each level of a chain is accepted, verified from the top.
+
+    A token is accepted with min(1, p / (lenience q)), where a token that was not sampled has q = 1; ``match``
+    (lenience None) accepts with p.
+    """
+    p = np.array(line["p"], dtype=float)
+    if lenience is None:
+        return np.cumprod(p)
+    q = np.ones_like(p) if line.get("q") is None else np.array(line["q"], dtype=float)
+    return np.cumprod(np.minimum(1.0, p / np.maximum(lenience * q, np.finfo(float).tiny)))
+
+
+def _intervals(tops: np.ndarray, bottom: np.ndarray) -> list[tuple[float, float, float]]:
+    """Return sum(top) / sum(bottom) of each column with its 95 % bootstrap interval over clusters, as
+    ``cluster_interval``, whose draws all columns share here.
+
+    Args:
+        tops: ``[clusters, K]``.
+        bottom: ``[clusters]``.
+    """
+    means = tops.sum(0) / bottom.sum()
+    ends = np.full((2, len(means)), np.nan)
+    if len(bottom) > 1:
+        draws = resampled(len(bottom), 9999)
+        below = draws @ bottom
+        for first in range(0, len(means), COLUMNS):
+            some = slice(first, first + COLUMNS)
+            ends[:, some] = quantiles(draws @ tops[:, some] / below[:, None], 0.95)
+    return [(float(mean), float(low), float(high)) for mean, (low, high) in zip(means, ends.T, strict=True)]
 
 
 # Converters ----------------------------------------------------------------------------------------------------------
 
+COUNTERS = ("num_drafts", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+"""Of vLLM, after ``vllm:spec_decode_``."""
+
 
 def from_vllm(metrics: str) -> list[Line]:
-    """Return the counts in the text of vLLM's ``/metrics``: one line for each engine.
+    """Return the counts in the text of vLLM's ``/metrics``: one line for each engine that has verified drafts.
 
     They are the counters ``vllm:spec_decode_num_drafts``, ``..num_accepted_tokens`` and
     ``..num_accepted_tokens_per_pos``, summed since the server's start; Prometheus adds ``_total`` to their names.
 
     Raises:
-        ValueError: the text has none of them.
+        ValueError: the text has none of them, one is no whole number, or they contradict each other; names it.
     """
     pattern = re.compile(r"^vllm:spec_decode_(num_\w+?)(?:_total)?\{(.*)\}\s+(\S+)", re.MULTILINE)
-    values: dict[str, dict[str, float]] = defaultdict(dict)
-    positions: dict[str, dict[int, float]] = defaultdict(dict)
+    values: dict[str, dict[str, int]] = defaultdict(dict)
+    positions: dict[str, dict[str, int]] = defaultdict(dict)
     for name, labels, value in pattern.findall(metrics):
-        place = re.search(r'position="(\d+)"', labels)
-        engine = re.sub(r',?\s*position="\d+"', "", labels).strip(",")
-        if name == "num_accepted_tokens_per_pos" and place:
-            positions[engine][int(place[1])] = float(value)
-        else:
-            values[engine][name] = float(value)
-    found = [
-        checked(
-            {
-                "request": engine, "steps": own["num_drafts"], "accepted_tokens": own["num_accepted_tokens"],
-                "at_least": [positions[engine][place] for place in sorted(positions[engine])],
-            }
-        )
-        for engine, own in values.items()
-        if "num_drafts" in own and "num_accepted_tokens" in own
-    ]  # fmt: skip
+        if name not in COUNTERS:
+            continue
+        place = re.search(r'position="([^"]*)"', labels)
+        engine = re.sub(r',?\s*position="[^"]*"', "", labels).strip(",")
+        by_place = name == "num_accepted_tokens_per_pos"
+        if by_place and place is None:
+            raise ValueError(f"the counter vllm:spec_decode_{name} of {engine} has no label position")
+        own, key = (positions[engine], place[1]) if by_place and place else (values[engine], name)
+        where = f"the counter vllm:spec_decode_{name} of {labels}"
+        if key in own:
+            raise ValueError(f"{where} occurs twice: give the text of one request of /metrics")
+        own[key] = _counter(where, value)
+    found, idle = [], False
+    for engine, one in values.items():
+        if "num_drafts" not in one or "num_accepted_tokens" not in one:
+            continue
+        if one["num_drafts"] == 0:
+            idle = True
+            continue
+        line: dict[str, Any] = {"request": engine, "steps": one["num_drafts"]}
+        line |= {"accepted_tokens": one["num_accepted_tokens"]}
+        each = positions[engine]
+        if each:
+            if missing := [place for place in map(str, range(len(each))) if place not in each]:
+                raise ValueError(
+                    f"vllm:spec_decode_num_accepted_tokens_per_pos of {engine} lacks position {missing[0]}"
+                )
+            line |= {"at_least": [each[str(place)] for place in range(len(each))]}
+        try:
+            found.append(checked(line))
+        except ValueError as error:
+            raise ValueError(f"the counters vllm:spec_decode_* of {engine} are no counts of steps: {error}") from None
+    if not found and idle:
+        raise ValueError("vllm:spec_decode_num_drafts is 0: send requests to the server, then read its counters again")
     if not found:
         raise ValueError("the text has no counters vllm:spec_decode_num_drafts: is speculative decoding on?")
     return found
 
 
-def from_sglang(responses: Iterable[Mapping[str, Any]]) -> list[Line]:
-    """Return the counts of responses of SGLang's ``/generate``: one line for each, from ``meta_info``.
+def _counter(name: str, value: str) -> int:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not (0 <= number <= MOST_DRAFTED * MOST_STEPS and number.is_integer()):
+        raise ValueError(f"{name} must be a whole number of 0 or more, not {brief(value)}")
+    return int(number)
+
+
+def from_sglang(responses: Iterable[Any]) -> list[Line]:
+    """Return the counts of responses of SGLang's ``/generate``: one line for each with steps, from ``meta_info``.
 
     ``spec_verify_ct`` is the number of steps. Accepted tokens are ``spec_accept_token_num`` where it is there, else
     ``completion_tokens`` - ``spec_verify_ct``, as in SGLang's own ``spec_accept_length``, which counts the token of the
     prefill to the first step.
 
     Raises:
-        ValueError: a response without ``spec_verify_ct``.
+        ValueError: a response without ``spec_verify_ct``, a count that is none, or no response with steps.
     """
     found = []
     for number, one in enumerate(responses):
-        meta = one.get("meta_info") or {}
-        if "spec_verify_ct" not in meta:
-            raise ValueError(f"response {number} has no meta_info.spec_verify_ct: is speculative decoding on?")
-        steps = meta["spec_verify_ct"]
-        accepted = meta.get("spec_accept_token_num", meta.get("completion_tokens", 0) - steps)
-        found.append(checked({"request": meta.get("id", number), "steps": steps, "accepted_tokens": max(accepted, 0)}))
+        try:
+            line = _of_response(number, one)
+        except ValueError as error:
+            raise ValueError(f"response {number}: {error}") from None
+        if line is not None:
+            found.append(line)
+    if not found:
+        raise ValueError("no response has a step: meta_info.spec_verify_ct must be above 0 in one of them")
     return found
+
+
+def _of_response(number: int, response: Any) -> Line | None:
+    """Return the counts of a response; None of one without steps, whose only token is the prefill's."""
+    if not isinstance(response, dict):
+        raise ValueError(f"a response of /generate is a JSON object, not {brief(response)}: write each in its own line")
+    meta = response.get("meta_info")
+    if not isinstance(meta, dict) or "spec_verify_ct" not in meta:
+        raise ValueError("the response has no meta_info.spec_verify_ct: is speculative decoding on?")
+    most = MOST_DRAFTED * MOST_STEPS
+    steps = whole("meta_info.spec_verify_ct", meta["spec_verify_ct"], least=0, most=MOST_STEPS)
+    if meta.get("spec_accept_token_num") is not None:
+        accepted = whole("meta_info.spec_accept_token_num", meta["spec_accept_token_num"], least=0, most=most)
+    else:
+        accepted = whole("meta_info.completion_tokens", meta.get("completion_tokens"), least=0, most=most) - steps
+    if not steps:
+        return None
+    return checked({"request": meta.get("id", number), "steps": steps, "accepted_tokens": max(accepted, 0)})
 
 
 class RecordedCandidates:

@@ -18,9 +18,10 @@ import pandas as pd
 
 from spec_lab.core.draft import WAYS, Drawn, Shape
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.recording import unpack_ids
-from spec_lab.results import study
+from spec_lab.engine.recording import ID_BYTES, unpack_ids
+from spec_lab.results import study, sweep
 from spec_lab.results.manifest import begun
+from spec_lab.results.schema import REPLAY
 from spec_lab.results.writer import load, load_replay
 from spec_lab.verify import Cascade, Gumbel, KSeq, Lenient, Match, Relaxed, Token, Traversal, Typical, Verifier
 
@@ -34,6 +35,13 @@ EMITTERS: tuple[Callable[..., Verifier], ...] = (
     Cascade, Gumbel, KSeq, Lenient, Match, Relaxed, Token, Traversal, Typical,
 )  # fmt: skip
 """Verifiers of which it is known whether they are lossless."""
+
+TOLERANCE = 1e-3
+"""By how much the mass of a recorded row may differ from 1: it is recorded in float32."""
+
+NOTHING = "nothing was recorded: no recorded step has drafted; record_share may be too small, or the run has just begun"
+
+AGAIN = "copy the file again from where the run was written, or run again"
 
 
 class NeedsModel(ValueError):
@@ -165,7 +173,7 @@ class RecordedTrees:
 
 
 def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
-    """Return the recorded trees of a run or a verifier study by arm.
+    """Return the recorded trees of a run or a verifier study by arm; none if no step was recorded.
 
     Args:
         folder: its directory; it may be running.
@@ -175,6 +183,10 @@ def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
         ValueError: no run there, a run without recorded distributions, or no such arm.
         OSError: a file that cannot be read.
     """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is no folder of a run but a file: name the run's output_dir")
+    if sweep.is_sweep(folder) and not sweep.is_run(folder):
+        raise ValueError(f"{folder} is a sweep: name the folder of one of its runs (spec-lab state {folder})")
     manifest = begun(folder)
     if manifest is None:
         raise ValueError(f"{folder} is no folder of a run: it has no manifest.json")
@@ -196,18 +208,26 @@ def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
             first = each[each["sequence"] == 0]
             rows = zip(first["request"], first["prompt_tokens"], first["tokens"], strict=True)
             texts[str(name)] = {int(n): RecordedText(int(length), np.asarray(tokens)) for n, length, tokens in rows}
+    gathered = any((folder / one).exists() for one in ("requests.parquet", "texts.parquet"))
+    if frame.empty and gathered and not (folder / "replay.parquet").exists():
+        raise ValueError(f"{folder}/replay.parquet is missing: {AGAIN}")
+    if wrong := [name for name in REPLAY if frame[name].isna().any()]:
+        raise ValueError(f"{folder}/replay.parquet is damaged: its column {wrong[0]} has empty cells; {AGAIN}")
     known = sorted(frame["arm"].unique())
     for name in arms:
         if name not in known:
             raise ValueError(f"{folder} has no recorded arm '{name}'; it has {', '.join(known) or 'none'}")
     facts = manifest.get("proposers") or {}
-    return {
-        name: replace(
-            of_rows(frame[frame["arm"] == name], name, texts.get(name, {}), facts.get(name, {})), emitter=emitter
-        )
-        for name in known
-        if not arms or name in arms
-    }
+    try:
+        return {
+            name: replace(
+                of_rows(frame[frame["arm"] == name], name, texts.get(name, {}), facts.get(name, {})), emitter=emitter
+            )
+            for name in known
+            if not arms or name in arms
+        }
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
 
 
 def of_rows(
@@ -224,55 +244,122 @@ def of_rows(
         texts, proposer: see ``RecordedTrees``.
 
     Raises:
-        ValueError: there is no row, a tree lacks one, or requests have different sampling parameters.
+        ValueError: there is no row, a damaged one (named with its column), or requests with different sampling
+            parameters.
     """
     if frame.empty:
         raise ValueError(f"nothing is recorded of the arm '{arm}' yet")
     frame = frame.sort_values(["group", "request", "sequence", "round", "row"], kind="stable", ignore_index=True)
     if frame["sampling"].nunique() > 1:
         raise ValueError(f"the requests of the arm '{arm}' have different sampling parameters")
-    place = frame["row"].to_numpy()
+    name = frame["id"].to_numpy()
+    place, above, way = (frame[column].to_numpy() for column in ("row", "parent", "way"))
+    _refuse(place < 0, name, "row", "it is negative")
     first = np.flatnonzero(place == 0)
     tree = np.cumsum(place == 0) - 1  # of each row
-    if (place != np.arange(len(frame)) - first[tree]).any():
-        raise ValueError(f"a recorded tree of the arm '{arm}' lacks a row")
-    roots = len(first)
+    if not len(first) or tree[0] < 0 or (place != np.arange(len(frame)) - first[tree]).any():
+        raise ValueError(f"a recorded tree of the arm '{arm}' lacks a row; {AGAIN}")
     is_node = place > 0
+    _refuse(is_node & ((above < 0) | (above >= place)), name, "parent", "it is no earlier row of the tree")
+    _refuse(is_node & ~np.isin(way, WAYS), name, "way", f"it is none of {', '.join(WAYS)}")
+    try:
+        sampling = Sampling(**json.loads(frame["sampling"].iloc[0]))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"replay.parquet is damaged: row {name[0]}, column sampling: {error}; {AGAIN}") from error
+    vocabulary = int(frame["vocabulary"].mode().iloc[0])
+    _refuse((frame["vocabulary"] != vocabulary).to_numpy() | (vocabulary < 1), name, "vocabulary", "it differs or is 0")
+    roots = len(first)
     number = np.empty(len(frame), dtype=np.int64)  # each row's number in the forest
     number[~is_node] = np.arange(roots)
     number[is_node] = roots + np.arange(int(is_node.sum()))
-    parent = number[first[tree] + frame["parent"].to_numpy()][is_node]
+    parent = number[first[tree] + above][is_node]
     order = np.argsort(number, kind="stable")
-    vocabulary = int(frame["vocabulary"].iloc[0])
-    packed = [[frame[name].iloc[row] for row in order] for name in ("ids", "p", "q")]
-    tops = [np.frombuffer(one, dtype="<f4") for one in packed[1]]
-    width = max(map(len, tops))
-    ids = np.full((len(order), width), -1, dtype=np.int32)
-    p, q = np.zeros((len(order), width)), np.zeros((len(order), width))
-    for row, (own, top, drafted) in enumerate(zip(packed[0], tops, packed[2], strict=True)):
-        ids[row, : len(top)] = unpack_ids(own) if own else np.arange(len(top))
-        p[row, : len(top)] = top
-        if drafted:
-            q[row, : len(top)] = np.frombuffer(drafted, dtype="<f4")
+    ids, p, q, expanded = _unpacked(frame, vocabulary)
+    rest = frame[["p_rest", "q_rest", "p_most", "q_most"]].to_numpy(dtype=np.float64)
+    _check_mass(name, ids, p, q, rest, vocabulary)
+    ids, p, q, rest = ids[order], p[order], q[order], rest[order]
     token = frame["token"].to_numpy()[order]
     found = ids[parent] == token[roots:, None]
     if not found.any(1).all():
-        raise ValueError(f"a recorded row of the arm '{arm}' lacks the token of one of its children")
+        raise ValueError(f"a recorded row of the arm '{arm}' lacks the token of one of its children; {AGAIN}")
     keys = ["group", "request", "sequence", "round", "position", "prefill"]
     return RecordedTrees(
         arm,
         Shape(roots, parent),
         token,
-        found.argmax(1),
-        np.array([WAYS.index(way) for way in frame["way"].to_numpy()[is_node]], dtype=np.int8),
+        found.argmax(1) if len(found) else np.empty(0, dtype=np.int64),
+        np.array([WAYS.index(one) for one in way[is_node]], dtype=np.int8),
         ids,
         p,
         q,
-        frame[["p_rest", "q_rest", "p_most", "q_most"]].to_numpy(dtype=np.float64)[order],
-        np.array([bool(one) for one in packed[2]]),
+        rest,
+        expanded[order],
         frame.loc[first, keys].reset_index(drop=True),
         vocabulary,
-        Sampling(**json.loads(frame["sampling"].iloc[0])),
+        sampling,
         texts or {},
         proposer or {},
     )
+
+
+def _refuse(wrong: np.ndarray, name: np.ndarray, column: str, why: str) -> None:
+    """Refuse a damaged table.
+
+    Args:
+        wrong: ``[R]`` rows that are.
+        name: ``[R]`` their ids.
+        column: where.
+        why: what is wrong there.
+
+    Raises:
+        ValueError: a row is wrong; names the first.
+    """
+    if wrong.any():
+        raise ValueError(f"replay.parquet is damaged: row {name[wrong.argmax()]}, column {column}: {why}; {AGAIN}")
+
+
+def _unpacked(frame: pd.DataFrame, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return ids, p and q ``[R, W]`` of the rows, and which have a q ``[R]``.
+
+    Raises:
+        ValueError: bytes of other lengths, or more tokens than the vocabulary has; names row and column.
+    """
+    name = frame["id"].to_numpy()
+    packed = {column: frame[column].to_numpy() for column in ("ids", "p", "q")}
+    size = {column: np.array([len(one) for one in own], dtype=np.int64) for column, own in packed.items()}
+    count = size["p"] // 4
+    _refuse((size["p"] % 4 > 0) | (count == 0), name, "p", "it is no list of float32")
+    _refuse(count > vocabulary, name, "p", f"it has more tokens than the vocabulary, {vocabulary}")
+    _refuse((size["ids"] > 0) & (size["ids"] != ID_BYTES * count), name, "ids", "its length differs from that of p")
+    _refuse((size["ids"] == 0) & (count != vocabulary), name, "ids", "it is empty, but p is not of all tokens")
+    _refuse((size["q"] > 0) & (size["q"] != size["p"]), name, "q", "its length differs from that of p")
+    ids = np.full((len(frame), int(count.max())), -1, dtype=np.int32)
+    p, q = np.zeros(ids.shape), np.zeros(ids.shape)
+    for row, (own, top, drafted) in enumerate(zip(*packed.values(), strict=True)):
+        ids[row, : count[row]] = unpack_ids(own) if own else np.arange(count[row])
+        p[row, : count[row]] = np.frombuffer(top, dtype="<f4")
+        if drafted:
+            q[row, : count[row]] = np.frombuffer(drafted, dtype="<f4")
+    return ids, p, q, size["q"] > 0
+
+
+def _check_mass(
+    name: np.ndarray, ids: np.ndarray, p: np.ndarray, q: np.ndarray, rest: np.ndarray, vocabulary: int
+) -> None:
+    """Refuse rows that hold no distributions; shapes are those of ``RecordedTrees``.
+
+    Raises:
+        ValueError: a row; names row and column.
+    """
+    _refuse((ids >= vocabulary).any(1), name, "ids", f"a token is not below the vocabulary, {vocabulary}")
+    each = np.sort(ids, 1)
+    _refuse(((each[:, 1:] == each[:, :-1]) & (each[:, 1:] >= 0)).any(1), name, "ids", "a token occurs twice")
+    for place, (column, mass) in enumerate((("p", p), ("q", q))):
+        _refuse(~(np.isfinite(mass) & (mass >= 0)).all(1), name, column, "a probability is negative or not finite")
+        other, most = rest[:, place], rest[:, place + 2]
+        for end, values in (("rest", other), ("most", most)):
+            _refuse(~(np.isfinite(values) & (values >= 0)), name, f"{column}_{end}", "it is negative or not finite")
+        _refuse(most > other + 1e-6, name, f"{column}_most", f"it is larger than {column}_rest")
+        total = mass.sum(1) + other
+        wrong = (abs(total - 1) > TOLERANCE) & (total != 0)
+        _refuse(wrong, name, column, f"with {column}_rest it does not sum to 1")

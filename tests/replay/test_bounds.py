@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from spec_lab.analysis.metrics.intervals import Interval
 from spec_lab.cli.commands import command
 from spec_lab.core.draft import Draft, tree
 from spec_lab.core.probabilities import Sampling
@@ -220,6 +221,25 @@ def test_trees_of_which_nothing_can_be_accepted_have_no_share():
     console = quiet()
     print_bounds({"speculative": arm}, console)
     assert "nan" not in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lenient:lenience=0.3", ["lenient", "lenience=0.3,", "lossy", "*"]),
+        ("typical:threshold=0.25,alpha=0.5", ["typical", "threshold=", "0.25,", "alpha=0.5,", "lossy"]),
+    ],
+)
+def test_names_of_verifiers_break_between_words(target, name, words):
+    arm = bounds_of(decoded(target, "iid", "2x1")[0])
+    wide = Interval(2.71, 2.61, 2.81)
+    own = replace(arm.verifiers[0], name=name, lossless=False, used=True, tau=wide)
+    console = Console(file=StringIO(), width=80)
+    print_bounds({"speculative": replace(arm, verifiers=(own,))}, console)
+    lines = console.file.getvalue().splitlines()
+    shown = " ".join(line[:20] for line in lines).split()
+    assert all(word in shown for word in words) and max(map(len, lines)) <= 80
+    assert "2.71 [2.61, 2.81]" in console.file.getvalue()
 
 
 def test_the_used_verifier_is_read_from_the_manifest():

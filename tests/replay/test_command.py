@@ -1,7 +1,9 @@
 """``record=replay`` in runs and studies, and ``spec-lab replay`` on them."""
 
+import shutil
 from io import StringIO
 
+import numpy as np
 import pandas as pd
 import pytest
 from rich.console import Console
@@ -144,6 +146,89 @@ def test_the_command_names_what_is_missing(recorded, tmp_path, capsys):
     ):
         assert command(["replay", *arguments], quiet()) == 1
         assert why in capsys.readouterr().err
+
+
+def floats(values) -> bytes:
+    return np.asarray(values, dtype="<f4").tobytes()
+
+
+P = [0.5, 0.1, *[0.05] * 6]
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "why"),
+    [
+        (0, {"p": floats([np.nan, *P[1:]])}, "column p: a probability is negative or not finite"),
+        (0, {"p": floats([-0.5, *P[1:]])}, "column p: a probability is negative or not finite"),
+        (0, {"p": floats(P), "p_rest": 0.9, "p_most": 0.1}, "column p: with p_rest it does not sum to 1"),
+        (0, {"q": floats(P), "q_rest": 0.9, "q_most": 0.1}, "column q: with q_rest it does not sum to 1"),
+        (0, {"p_rest": np.inf}, "column p_rest: it is negative or not finite"),
+        (0, {"q_most": -1.0}, "column q_most: it is negative or not finite"),
+        (0, {"p": floats(P), "p_rest": 0.1, "p_most": 0.3}, "column p_most: it is larger than p_rest"),
+        (0, {"p": b"abc"}, "column p: it is no list of float32"),
+        (0, {"p": b""}, "column p: it is no list of float32"),
+        (0, {"q": b"abcd"}, "column q: its length differs from that of p"),
+        (0, {"ids": b"abc"}, "column ids: its length differs from that of p"),
+        (0, {"ids": b""}, "column ids: it is empty, but p is not of all tokens"),
+        (0, {"ids": bytes(24)}, "column ids: a token occurs twice"),
+        (0, {"ids": b"".join(bytes([n, 1, 0]) for n in range(8))}, "column ids: a token is not below the vocabulary"),
+        (0, {"vocabulary": 3}, "column vocabulary: it differs or is 0"),
+        (0, {"sampling": "[]"}, "have different sampling parameters"),
+        (1, {"way": "guess"}, "column way: it is none of point, iid, without, gumbel"),
+        (1, {"parent": 7}, "column parent: it is no earlier row of the tree"),
+        (1, {"parent": -1}, "column parent: it is no earlier row of the tree"),
+        (1, {"row": 9}, "lacks a row"),
+        (1, {"row": -1}, "column row: it is negative"),
+        (1, {"token": 4000}, "lacks the token of one of its children"),
+        (1, {"p_rest": None}, "column p_rest has empty cells"),
+    ],
+)
+def test_a_damaged_table_is_refused_by_row_and_column(recorded, tmp_path, capsys, row, changes, why):
+    folder = shutil.copytree(recorded, tmp_path / "copy")
+    frame = pd.read_parquet(folder / "replay.parquet")
+    place = frame.index[(frame["arm"] == "speculative") & (frame["row"] == row)][0]
+    for column, value in changes.items():
+        frame.at[place, column] = value
+    frame.to_parquet(folder / "replay.parquet", index=False)
+    for name in ("replay", "bounds"):
+        assert command([name, str(folder)], quiet()) == 1
+        shown = capsys.readouterr().err
+        assert why in shown and str(folder) in shown
+        if "column" in why and "cells" not in why:
+            assert f"row {frame['id'][place]}" in shown
+
+
+def test_damaged_sampling_parameters_are_refused(recorded, tmp_path, capsys):
+    folder = shutil.copytree(recorded, tmp_path / "copy")
+    frame = pd.read_parquet(folder / "replay.parquet")
+    for value in ("[]", "{", '{"heat": 1}'):
+        frame.assign(sampling=value).to_parquet(folder / "replay.parquet", index=False)
+        assert command(["replay", str(folder)], quiet()) == 1
+        assert "column sampling" in capsys.readouterr().err
+
+
+def test_a_missing_table_and_one_without_rows_are_named(recorded, tmp_path, capsys):
+    folder = shutil.copytree(recorded, tmp_path / "copy")
+    frame = pd.read_parquet(folder / "replay.parquet")
+    frame.iloc[:0].to_parquet(folder / "replay.parquet", index=False)
+    for name in ("replay", "bounds"):
+        assert command([name, str(folder)], quiet()) == 1
+        assert "nothing was recorded: no recorded step has drafted; record_share" in capsys.readouterr().err
+    (folder / "replay.parquet").unlink()
+    for name in ("replay", "bounds"):
+        assert command([name, str(folder)], quiet()) == 1
+        assert "replay.parquet is missing" in capsys.readouterr().err
+
+
+def test_a_sweep_and_a_file_are_no_folder_of_a_run(recorded, tmp_path, capsys):
+    (tmp_path / "sweep.json").write_text("{}")
+    for name in ("replay", "bounds"):
+        assert command([name, str(tmp_path)], quiet()) == 1
+        shown = capsys.readouterr().err
+        assert f"{tmp_path} is a sweep: name the folder of one of its runs (spec-lab state {tmp_path})" in shown
+    file = recorded / "replay.parquet"
+    assert command(["bounds", str(file)], quiet()) == 1
+    assert f"{file} is no folder of a run but a file: name the run's output_dir" in capsys.readouterr().err
 
 
 def test_constraints_and_wrong_options_are_refused(tmp_path):

@@ -1,12 +1,16 @@
-"""Traces of other systems: the schema, what is judged from them, and the converters."""
+"""Traces of other systems: the schema, what is evaluated from them, and the converters."""
 
 import json
+import time
+from io import StringIO
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from spec_lab.analysis.metrics.intervals import cluster_interval
 from spec_lab.cli.commands import command
-from spec_lab.replay.traces import RecordedCandidates, checked, from_sglang, from_vllm, judge, read_trace
+from spec_lab.replay.traces import RecordedCandidates, checked, from_sglang, from_vllm, read_trace, taus
 from tests.tiny import tiny_model
 
 STEPS = [
@@ -26,51 +30,51 @@ vllm:spec_decode_num_accepted_tokens_created{engine="0",model_name="m"} 1.7e+09
 """
 
 
-def taus(frame):
+def quiet() -> Console:
+    return Console(file=StringIO(), width=120)
+
+
+def by_rule(frame):
     return {(one.rule, one.depth): one.tau for one in frame.itertuples()}
 
 
-def test_steps_with_probabilities_are_judged_exactly():
-    found = taus(judge(STEPS, lenience=[0.5]))
+def test_steps_with_probabilities_are_evaluated_exactly():
+    found = by_rule(taus(STEPS, lenience=[0.5]))
     assert found["observed", "all"] == 2 and found["observed", "1"] == 1.5
     assert found["token", "1"] == pytest.approx(1 + (1 + 0.5) / 2)
     assert found["token", "2"] == pytest.approx(1 + (1 + 0.5 + 0.5 + 0.5) / 2)
     assert found["match", "2"] == pytest.approx(1 + (0.5 + 0.2 + 0.1 + 0.09) / 2)
     assert found["lenient:lenience=0.5", "1"] == pytest.approx(2)
     unsampled = [{**STEPS[0], "q": None}]
-    assert taus(judge(unsampled))["token", "2"] == pytest.approx(1 + 0.5 + 0.2)
+    assert by_rule(taus(unsampled))["token", "2"] == pytest.approx(1 + 0.5 + 0.2)
 
 
-def test_vllm_s_counters_are_judged_by_depth():
+def test_vllm_s_counters_are_evaluated_by_depth():
     (line,) = from_vllm(METRICS)
     assert line["at_least"] == [80, 55, 35] and line["steps"] == 100
-    found = taus(judge([line]))
+    found = by_rule(taus([line]))
     expected = {("observed", "all"): 2.7, ("observed", "1"): 1.8, ("observed", "2"): 2.35, ("observed", "3"): 2.7}
     assert found == pytest.approx(expected)
     with pytest.raises(ValueError, match="is speculative decoding on"):
         from_vllm("vllm:num_requests_running{} 1.0")
 
 
-def test_sglang_s_responses_are_judged_as_a_whole():
+def test_sglang_s_responses_are_evaluated_as_a_whole():
     meta = [
         {"id": "x", "spec_verify_ct": 10, "completion_tokens": 31},
         {"spec_verify_ct": 5, "spec_accept_token_num": 9},
     ]
-    frame = judge(from_sglang({"meta_info": one} for one in meta))
-    assert taus(frame) == pytest.approx({("observed", "all"): (31 + 14) / 15})
-    with pytest.raises(ValueError, match="response 0 has no meta_info.spec_verify_ct"):
+    frame = taus(from_sglang({"meta_info": one} for one in meta))
+    assert by_rule(frame) == pytest.approx({("observed", "all"): (31 + 14) / 15})
+    with pytest.raises(ValueError, match="response 0: the response has no meta_info.spec_verify_ct"):
         from_sglang([{"meta_info": {}}])
 
 
-def test_a_command_judges_a_file_and_converts(tmp_path, capsys):
-    from io import StringIO
-
-    from rich.console import Console
-
+def test_a_command_evaluates_a_file_and_converts(tmp_path, capsys):
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, STEPS)) + "\n")
     (tmp_path / "metrics.txt").write_text(METRICS)
     assert read_trace(tmp_path / "trace.jsonl") == STEPS
-    console = Console(file=StringIO(), width=120)
+    console = quiet()
     own = ["--csv", str(tmp_path / "out.csv"), "--verifiers", "lenient:lenience=0.5"]
     assert command(["replay", str(tmp_path / "trace.jsonl"), *own], console) == 0
     assert "lenient:lenience=0.5" in console.file.getvalue() and "lenient" in (tmp_path / "out.csv").read_text()
@@ -81,13 +85,165 @@ def test_a_command_judges_a_file_and_converts(tmp_path, capsys):
     assert "line 1: a line is an object with 'request'" in capsys.readouterr().err
 
 
+COUNTS = {"request": "a", "steps": 100, "accepted_tokens": 170, "at_least": [80, 55, 35]}
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
-    [({"accepted": 3}, "of which there are 2"), ({"p": [0.5]}, "p has a probability"), ({"q": [2.0, 0.1]}, "q has")],
+    [
+        ({"accepted": 3}, "accepted must be at most the number of drafted tokens, 2, not 3"),
+        ({"accepted": 1.5}, "accepted must be a whole number of 0 or more, not 1.5"),
+        ({"accepted": -1}, "accepted must be a whole number of 0 or more, not -1"),
+        ({"accepted": True}, "accepted must be a whole number of 0 or more, not True"),
+        ({"accepted": 10**400}, "accepted must be at most the number of drafted tokens, 2, not a number of 1329 bits"),
+        ({"drafted": 10_000_000}, "drafted must be at most 1000 or a list of token ids, not 10000000"),
+        ({"drafted": [1] * 1001}, "drafted must have at most 1000 token ids, not 1001"),
+        ({"drafted": 2.0}, "drafted must be a whole number of 0 or more or a list of token ids, not 2.0"),
+        ({"drafted": "abcdef"}, "drafted must be a whole number of 0 or more or a list of token ids, not 'abcdef'"),
+        ({"drafted": {"a": 1}}, "drafted must be a whole number"),
+        ({"drafted": True}, "drafted must be a whole number"),
+        ({"drafted": [1, "b"]}, r"drafted\[1\] must be a whole number"),
+        ({"position": "start"}, "position must be a whole number"),
+        ({"p": [0.5]}, r"p must be a list with a probability for each of 2 drafted tokens, not \[0.5\]"),
+        ({"p": 3}, "p must be a list with a probability for each of 2 drafted tokens, not 3"),
+        ({"p": "ab"}, "p must be a list with a probability"),
+        ({"p": [0.5, float("nan")]}, r"p\[1\] must be a probability from 0 to 1, not nan"),
+        ({"p": [0.5, True]}, r"p\[1\] must be a probability from 0 to 1, not True"),
+        ({"p": [0.5, None]}, r"p\[1\] must be a probability from 0 to 1, not None"),
+        ({"q": [2.0, 0.1]}, r"q\[0\] must be a probability from 0 to 1, not 2.0"),
+        ({"q": [0.5, 0.0]}, r"q\[1\] must be above 0: a token of draft probability 0 cannot have been drafted"),
+        ({"drafted": None, "q": [0.1]}, "q must be a list with a probability for each of 2 drafted"),
+        ({"request": None}, "request must be a text or a whole number, not None"),
+        ({"request": ["a"]}, "request must be a text or a whole number"),
+    ],
 )
-def test_a_wrong_line_is_refused(changes, why):
+def test_a_wrong_step_is_refused(changes, why):
     with pytest.raises(ValueError, match=why):
         checked({**STEPS[0], **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"steps": 0}, "steps must be a whole number of 1 or more, not 0"),
+        ({"steps": float("inf")}, "steps must be a whole number of 1 or more, not inf"),
+        ({"steps": 10**400}, "steps must be at most 1000000000000, not a number of 1329 bits"),
+        ({"steps": None}, "steps must be a whole number"),
+        ({"accepted_tokens": 10**400}, "accepted_tokens must be at most 100000, not a number of 1329 bits"),
+        ({"accepted_tokens": 1.5}, "accepted_tokens must be a whole number"),
+        ({"accepted_tokens": 171}, "at_least must sum to accepted_tokens, 171, not 170"),
+        ({"at_least": [120, 30, 20]}, r"at_least\[0\] must be at most steps, 100, not 120"),
+        ({"at_least": [50, 55, 65]}, r"at_least\[1\] must be at most at_least\[0\], 50, not 55"),
+        ({"at_least": [80, 55.0, 35]}, r"at_least\[1\] must be a whole number"),
+        ({"at_least": {"0": 80}}, "at_least must be a list of at most 1000 counts"),
+        ({"at_least": [1] * 1001}, "at_least must be a list of at most 1000 counts"),
+    ],
+)
+def test_wrong_counts_are_refused(changes, why):
+    with pytest.raises(ValueError, match=why):
+        checked({**COUNTS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[" * 100_000, "line 1: it is not a line of a trace: its lists or objects are nested too deeply"),
+        ("\n\n[1]", "line 3: a line is an object with 'request'"),
+        ("{", "line 1: it is not JSON (Expecting property name enclosed in double quotes: character 2)"),
+        ('{"request": 1, "steps": 1, "accepted_tokens": 1' + 5000 * "0" + "}", "accepted_tokens must be a whole"),
+        ('{"request": 1, "steps": Infinity, "accepted_tokens": 1}', "line 1: steps must be a whole number"),
+        ("\udcff", "line 1: it is not UTF-8 (byte 0)"),
+        ("\n", "holds no line of a trace: write one JSON object a line"),
+        ('{"request": 1, "accepted": 2, "drafted": 10000000}', "line 1: drafted must be at most 1000"),
+    ],
+)
+def test_the_command_names_file_and_line(tmp_path, capsys, text, why):
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert command(["replay", str(file)], quiet()) == 1
+    shown = capsys.readouterr().err
+    assert why in shown and str(file) in shown and "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[1]", "line 1: a response of /generate is a JSON object, not [1]"),
+        ('\n{"meta_info": 3}', "line 2: the response has no meta_info.spec_verify_ct"),
+        ('{"meta_info": {"spec_verify_ct": "a"}}', "meta_info.spec_verify_ct must be a whole number"),
+        ('{"meta_info": {"spec_verify_ct": 3, "completion_tokens": null}}', "completion_tokens must be a whole number"),
+        ('{"meta_info": {"spec_verify_ct": 3}}', "completion_tokens must be a whole number"),
+        ('{"meta_info": {"spec_verify_ct": 3, "completion_tokens": 5, "id": [1]}}', "request must be a text"),
+        ('{"meta_info": {"spec_verify_ct": 0, "completion_tokens": 1}}', "holds no response with steps"),
+        ("", "holds no response with steps"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_wrong_response_is_refused_by_file_and_line(tmp_path, capsys, text, why):
+    file = tmp_path / "responses.jsonl"
+    file.write_text(text)
+    assert command(["replay", str(file), "--format", "sglang"], quiet()) == 1
+    shown = capsys.readouterr().err
+    assert why in shown and str(file) in shown
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("100.0", "NaN", 'num_drafts of engine="0",model_name="m" must be a whole number of 0 or more, not \'NaN\''),
+        ("100.0", "many", "must be a whole number of 0 or more, not 'many'"),
+        ("100.0", "+Inf", "must be a whole number of 0 or more, not '+Inf'"),
+        ("100.0", "0.0", "num_drafts is 0: send requests to the server"),
+        ("55.0", "90.0", "at_least[1] must be at most at_least[0], 80, not 90"),
+        ("170.0", "171.0", "at_least must sum to accepted_tokens, 171, not 170"),
+        ('position="1"', 'position="9"', "lacks position 1"),
+        ('position="1"', 'position="0"', "occurs twice"),
+        (',position="1"', "", "has no label position"),
+    ],
+)
+def test_wrong_counters_are_refused_by_name(tmp_path, capsys, old, new, why):
+    file = tmp_path / "metrics.txt"
+    file.write_text(METRICS.replace(old, new))
+    assert command(["replay", str(file), "--format", "vllm"], quiet()) == 1
+    shown = capsys.readouterr().err
+    assert why in shown and str(file) in shown
+
+
+def test_an_engine_and_a_response_without_steps_are_left_out():
+    idle = METRICS.replace('engine="0"', 'engine="1"').replace("100.0", "0.0")
+    assert [one["request"] for one in from_vllm(METRICS + idle)] == ['engine="0",model_name="m"']
+    first = {"meta_info": {"spec_verify_ct": 0, "completion_tokens": 1}}
+    (line,) = from_sglang([first, {"meta_info": {"spec_verify_ct": 2, "completion_tokens": 5}}])
+    assert line == {"request": 1, "steps": 2, "accepted_tokens": 3}
+
+
+def test_what_is_left_out_or_null_is_not_required():
+    found = by_rule(taus([checked({"request": 1, "accepted": 3, "drafted": None, "p": None})]))
+    assert found == {("observed", "all"): 4, ("observed", "1"): 2, ("observed", "2"): 3, ("observed", "3"): 4}
+    found = by_rule(taus([checked({"request": 1, "accepted": 1, "p": [0.5, 0.5]})], depths=[2]))
+    assert found == {("observed", "all"): 2, ("observed", "2"): 2, ("token", "2"): 1.75, ("match", "2"): 1.75}
+    assert by_rule(taus([checked({**COUNTS, "at_least": None})])) == {("observed", "all"): 2.7}
+    assert by_rule(taus([checked({"request": 1, "accepted": 0, "drafted": 0})])) == {("observed", "all"): 1}
+
+
+def test_intervals_are_those_of_a_bootstrap_over_requests():
+    rng = np.random.default_rng(0)
+    trace = [{"request": int(n % 7), "drafted": 3, "accepted": int(rng.integers(4))} for n in range(40)]
+    trace += [{**COUNTS, "request": "z"}]
+    frame = taus(trace)
+    top = [1.0 + min(one["accepted"], 2) for one in trace[:-1]] + [100 + 80 + 55]
+    expected = cluster_interval(top, [1.0] * 40 + [100], [str(one["request"]) for one in trace])
+    (own,) = frame[frame["depth"] == "2"][["tau", "low", "high"]].to_numpy()
+    np.testing.assert_allclose(own, expected)
+
+
+@pytest.mark.nightly
+def test_long_drafts_of_many_requests_are_evaluated_in_seconds():
+    trace = [{"request": n, "drafted": 1000, "accepted": 500, "p": [0.9] * 1000, "q": [0.9] * 1000} for n in range(20)]
+    trace += [{"request": n, "drafted": 1, "accepted": 1, "p": [0.9], "q": [0.9]} for n in range(20, 3000)]
+    began = time.process_time()
+    assert len(taus(trace)) == 3001
+    assert time.process_time() - began < 60
 
 
 @pytest.mark.nightly

@@ -10,9 +10,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spec_lab.core.files import read_json, read_text
+from spec_lab.core.options import whole
 from spec_lab.core.roofline import AttentionWork, ForwardWork
 
 HERE = Path(__file__).parent
+
+MOST_SIZE = 10**7
+"""Maximum of any size of a model."""
+
+MOST_NUMBER = 1e9
+"""Maximum number in a table of hardware, in the unit of its column (GB, GB/s, TFLOP/s)."""
 
 Row = TypeVar("Row")
 
@@ -224,31 +231,37 @@ def of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     """Return the shape that a config of transformers describes.
 
     Raises:
-        ValueError: experts, or a config without the sizes of a dense decoder.
+        ValueError: experts, or a config without the sizes of a dense decoder; names file and size.
     """
     if any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ValueError(
             f"{name} has experts: how many of them a step reads depends on its rows, which projection does not model; "
             "use measured forwards (--costs FILE)"
         )
-    try:
-        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        return ModelShape(
-            name=name,
-            layers=int(config["num_hidden_layers"]),
-            hidden=hidden,
-            intermediate=int(config["intermediate_size"]),
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            vocabulary=int(config["vocab_size"]),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            source=f"{name}/config.json",
-        )
-    except KeyError as error:
-        raise ValueError(f"{name}/config.json has no {error}: it is not the config of a dense decoder") from error
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}/config.json holds a size that is not a whole number ({error})") from error
+    file = f"{name}/config.json"
+
+    def size(key: str, otherwise: int | None = None) -> int:
+        if config.get(key) is None:
+            if otherwise is None:
+                raise ValueError(f"{file} has no '{key}': it is not the config of a dense decoder")
+            return otherwise
+        return whole(f"{file}: {key}", config[key], most=MOST_SIZE)
+
+    heads, hidden = size("num_attention_heads"), size("hidden_size")
+    if hidden < heads and config.get("head_dim") is None:
+        raise ValueError(f"{file}: hidden_size must be at least num_attention_heads, {heads}, not {hidden}")
+    return ModelShape(
+        name=name,
+        layers=size("num_hidden_layers"),
+        hidden=hidden,
+        intermediate=size("intermediate_size"),
+        heads=heads,
+        kv_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", hidden // heads),
+        vocabulary=size("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        source=file,
+    )
 
 
 def chosen(option: str, name: str, known: Mapping[str, Row]) -> Row:
@@ -285,9 +298,20 @@ def rows(file: Path) -> list[dict[str, str]]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not text, or has no rows.
+        ValueError: it is not text, has no rows, or one with more cells than columns; names the file and the line.
     """
-    found = list(csv.DictReader(read_text(file).splitlines(), restval=""))
+    reader = csv.DictReader(read_text(file).splitlines(), restval="")
+    found: list[dict[str, str]] = []
+    try:
+        for number, row in enumerate(reader, 2):
+            if (more := row.pop(None, None)) is not None:  # type: ignore[call-overload]
+                raise ValueError(
+                    f"{file}, line {number}: it has {len(row) + len(more)} cells, but the table {len(row)} columns; "
+                    "quote values that contain commas"
+                )
+            found.append(row)
+    except csv.Error as error:
+        raise ValueError(f"{file}, line {reader.line_num}: {error}") from error
     if not found:
         raise ValueError(f"{file} has no rows; a table has a line of column names, and a line for each row")
     return found
@@ -301,7 +325,7 @@ def _hardware(row: Mapping[str, str]) -> Hardware:
 
 def _model(row: Mapping[str, str]) -> ModelShape:
     sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary")
-    values: dict[str, Any] = {one: int(row[one]) for one in sizes}
+    values: dict[str, Any] = {one: int(_positive(row, one, MOST_SIZE)) for one in sizes}
     return ModelShape(name=row["name"], **values, tied=row["tied"] == "yes", source=row["source"])
 
 
@@ -311,8 +335,8 @@ def _runtime(row: Mapping[str, str]) -> Runtime:
     return Runtime(row["name"], bandwidth, compute, gap, launch, row["source"])
 
 
-def _positive(row: Mapping[str, str], name: str) -> float:
-    """Return the positive, finite number in a column.
+def _positive(row: Mapping[str, str], name: str, most: float = MOST_NUMBER) -> float:
+    """Return the positive number in a column, at most ``most``.
 
     Raises:
         ValueError: it is none.
@@ -322,5 +346,7 @@ def _positive(row: Mapping[str, str], name: str) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be a positive number (got {row[name] or 'nothing'})")
+        raise ValueError(f"{name} must be a positive number (got {row[name][:40] or 'nothing'})")
+    if not 1 / most <= value <= most:
+        raise ValueError(f"{name} must be a number from {1 / most:g} to {most:g} (got {row[name][:40]})")
     return value

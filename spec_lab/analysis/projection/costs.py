@@ -96,6 +96,12 @@ class FreeForward:
 COLUMNS = ("model", "tokens", "batch", "context", "seconds")
 """Columns of a measured table. ``model`` is "target" or the name of what drafts; ``tokens`` is per sequence."""
 
+MOST = {"tokens": 1e9, "batch": 1e9, "context": 1e9, "seconds": 1e5}
+"""Maximum of each column of a measured table."""
+
+LEAST = 1e-12
+"""Minimum of each column, but for a context of 0."""
+
 AXES = ("tokens", "batch", "context")
 
 
@@ -115,7 +121,13 @@ def measured(file: Path) -> dict[str, MeasuredForward]:
         if wrong.any():
             least = "0 or more" if name == "context" else "above 0"
             got = frame.loc[wrong, name].iloc[0] or "nothing"
-            raise ValueError(f"{file}, line {wrong.argmax() + 2}: {name} must be a number {least} (got {got})")
+            raise ValueError(f"{file}, line {wrong.argmax() + 2}: {name} must be a number {least} (got {got[:40]})")
+        large = (values > MOST[name]) | ((values < LEAST) & (values > 0))
+        if large.any():
+            raise ValueError(
+                f"{file}, line {large.argmax() + 2}: {name} must be a number from {LEAST:g} to {MOST[name]:g} "
+                f"(got {frame.loc[large, name].iloc[0][:40]})"
+            )
         frame[name] = values
     found = {}
     for model, own in frame.groupby("model", sort=False):

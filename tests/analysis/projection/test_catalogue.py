@@ -52,6 +52,16 @@ def test_devices_of_one_s_own_come_from_a_file(tmp_path):
         (DEVICES + "box,Box,-5,1,1,,64,me\n", r"mine.csv, line 2: bandwidth_gb_s must be a positive number \(got -5\)"),
         (DEVICES + "box,Box,,1,1,,64,me\n", r"line 2: bandwidth_gb_s must be a positive number \(got nothing\)"),
         (DEVICES + "box,Box,5,1,fast,,64,me\n", r"line 2: bf16 must be a positive number \(got fast\)"),
+        (
+            DEVICES + "box,Box,5,1,1,,1e300,me\n",
+            r"line 2: memory_gb must be a number from 1e-09 to 1e\+09 \(got 1e300\)",
+        ),
+        (DEVICES + "box,Box,1e-300,1,1,,5,me\n", r"line 2: bandwidth_gb_s must be a number from 1e-09 to 1e\+09"),
+        (DEVICES + "box,Box,5,1,1,,inf,me\n", r"line 2: memory_gb must be a positive number \(got inf\)"),
+        (
+            DEVICES + "box,Box,5,1,1,,64,me,more,x\n",
+            "line 2: it has 10 cells, but the table 8 columns; quote values",
+        ),
         (DEVICES + "box,Box,5,1,1\n", r"line 2: memory_gb must be a positive number \(got nothing\)"),
     ],
 )
@@ -75,11 +85,37 @@ def test_a_checkpoint_s_config_is_a_model(tmp_path):
         of_config("moe", config | {"num_experts": 8})
     with pytest.raises(ValueError, match="has no 'hidden_size'"):
         of_config("other", {"num_attention_heads": 8})
-    with pytest.raises(ValueError, match="other/config.json holds a size that is not a whole number"):
+    with pytest.raises(
+        ValueError, match="other/config.json: vocab_size must be a whole number of 1 or more, not 'many'"
+    ):
         of_config("other", config | {"vocab_size": "many"})
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json is not readable"):
         catalogue.model("--model", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ('"num_attention_heads": 0', "num_attention_heads must be a whole number of 1 or more, not 0"),
+        ('"hidden_size": 1e400', "hidden_size must be a whole number of 1 or more, not inf"),
+        ('"hidden_size": 1' + 400 * "0", "hidden_size must be at most 10000000, not a number of 1329 bits"),
+        ('"hidden_size": 4', "hidden_size must be at least num_attention_heads, 8, not 4"),
+        ('"num_hidden_layers": 0', "num_hidden_layers must be a whole number of 1 or more, not 0"),
+        ('"intermediate_size": -5', "intermediate_size must be a whole number of 1 or more, not -5"),
+        ('"vocab_size": 1.5', "vocab_size must be a whole number of 1 or more, not 1.5"),
+        ('"num_key_value_heads": 0', "num_key_value_heads must be a whole number of 1 or more, not 0"),
+        ('"head_dim": true', "head_dim must be a whole number of 1 or more, not True"),
+    ],
+)
+def test_sizes_of_a_config_are_whole_numbers_with_a_limit(tmp_path, changed, message):
+    plain = (
+        '"num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 12, "num_attention_heads": 8, "vocab_size": 9'
+    )
+    (tmp_path / "config.json").write_text("{" + plain + ", " + changed + "}")  # the last of equal keys counts
+    with pytest.raises(ValueError, match=message) as caught:
+        catalogue.model("--model", str(tmp_path))
+    assert str(tmp_path / "config.json") in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +190,13 @@ def test_one_context_is_a_grid_too(tmp_path):
         ("tokens,batch\n1,1\n", "has no column model"),
         (table(GRID[:-1]), "the rows of target cover 7 of the 8 points"),
         (table([*GRID, ("target", 1, 1, 0, "slow")]), r"line 10: seconds must be a number above 0 \(got slow\)"),
+        (
+            table([*GRID, ("target", 1, 1, 0, "1e308")]),
+            r"line 10: seconds must be a number from 1e-12 to 100000 \(got 1e308",
+        ),
+        (table([("target", 1, 1, 0, "1e-300")]), r"line 2: seconds must be a number from 1e-12 to 100000"),
+        (table([("target", 1, "1e300", 0, 0.1)]), r"line 2: batch must be a number from 1e-12 to 1e\+09"),
+        (table([("target", 1, 1, 0, 0.1, 7)]), "costs.csv, line 2: it has 6 cells, but the table 5 columns"),
         (table([("target", 1, 1, 0, -0.1)]), r"line 2: seconds must be a number above 0 \(got -0.1\)"),
         (table([("target", 1, 1, -1, 0.1)]), r"line 2: context must be a number 0 or more \(got -1\)"),
         (table([("target", 1, "", 0, 0.1)]), r"line 2: batch must be a number above 0 \(got nothing\)"),
