@@ -355,7 +355,9 @@ def _check_mass(
     each = np.sort(ids, 1)
     _refuse(((each[:, 1:] == each[:, :-1]) & (each[:, 1:] >= 0)).any(1), name, "ids", "a token occurs twice")
     for place, (column, mass) in enumerate((("p", p), ("q", q))):
-        _refuse(~(np.isfinite(mass) & (mass >= 0)).all(1), name, column, "a probability is negative or not finite")
+        _refuse(
+            np.any(~np.isfinite(mass) | (mass < 0), axis=1), name, column, "a probability is negative or not finite"
+        )
         other, most = rest[:, place], rest[:, place + 2]
         for end, values in (("rest", other), ("most", most)):
             _refuse(~(np.isfinite(values) & (values >= 0)), name, f"{column}_{end}", "it is negative or not finite")
