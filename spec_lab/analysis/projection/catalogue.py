@@ -304,7 +304,7 @@ def rows(file: Path) -> list[dict[str, str]]:
     found: list[dict[str, str]] = []
     try:
         for number, row in enumerate(reader, 2):
-            if (more := row.pop(None, None)) is not None:  # type: ignore[call-overload]
+            if (more := row.pop(None, None)) is not None:
                 raise ValueError(
                     f"{file}, line {number}: it has {len(row) + len(more)} cells, but the table {len(row)} columns; "
                     "quote values that contain commas"
