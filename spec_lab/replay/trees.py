@@ -351,7 +351,7 @@ def _check_mass(
     Raises:
         ValueError: a row; names row and column.
     """
-    _refuse((ids >= vocabulary).any(1), name, "ids", f"a token is not below the vocabulary, {vocabulary}")
+    _refuse(np.asarray((ids >= vocabulary).any(1)), name, "ids", f"a token is not below the vocabulary, {vocabulary}")
     each = np.sort(ids, 1)
     _refuse(((each[:, 1:] == each[:, :-1]) & (each[:, 1:] >= 0)).any(1), name, "ids", "a token occurs twice")
     for place, (column, mass) in enumerate((("p", p), ("q", q))):
