@@ -51,7 +51,7 @@ def constraint(kind):
     """The constraint of the config, for whole texts."""
     config = OmegaConf.to_container(OmegaConf.load(Path(conf(), "constraint", f"{kind}.yaml")), resolve=True)
     load = {"json_schema": json_schema, "lark": lark}[config.pop("_target_").rpartition(".")[2]]
-    applied = ("placement", "draft_budget", "fast_forward", "async_masks")
+    applied = ("placement", "draft_budget", "fast_forward", "async_masks", "distribution", "max_prefixes")
     return load(bundled(), **{key: value for key, value in config.items() if key not in applied})
 
 
