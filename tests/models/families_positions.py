@@ -53,8 +53,8 @@ class Family(NamedTuple):
 
 
 FAMILIES: dict[str, Family] = {
-    "bloom": Family("bloom", BLOOM, "ALiBi", dense=False, short=True),
-    "bloom-six-heads": Family("bloom", BLOOM | SIX, "ALiBi", dense=False),
+    "bloom": Family("bloom", BLOOM, "ALiBi (no `skip`)", dense=False, short=True),
+    "bloom-six-heads": Family("bloom", BLOOM | SIX, "ALiBi (no `skip`)", dense=False),
     "mpt": Family("mpt", MPT, "ALiBi", dense=False),
     "mpt-six-heads": Family("mpt", MPT | dict(d_model=48, n_heads=6), "ALiBi", dense=False),
     "falcon": Family("falcon", COMMON | dict(alibi=False), "attention of its own, one head of keys"),
@@ -90,7 +90,7 @@ FAMILIES: dict[str, Family] = {
         "longcat_flash", LATENT | dict(
             num_hidden_layers=4, ffn_hidden_size=48, num_layers=2, moe_topk=2, n_routed_experts=4, zero_expert_num=1,
             expert_ffn_hidden_size=16,
-        ), "latent attention, two of them in a layer, experts", torch.float32,
+        ), "latent attention, two of them in a layer, experts (no `early_exit` or `skip`)", torch.float32,
     ),
     "minicpm3": Family("minicpm3", LATENT, "latent attention"),
     "youtu": Family("youtu", LATENT, "latent attention"),
