@@ -91,7 +91,8 @@ class CausalLM:
         layers = int(model.config.num_hidden_layers)
         kinds, counting = layer_kinds(model.config), counting_layers(model)
         dense = attention == "dense"
-        self._packer = Packer(self.cells, kinds, layers, self.device, self.dtype, dense, split, counting)
+        shares = bool(getattr(model.config, "num_kv_shared_layers", 0))
+        self._packer = Packer(self.cells, kinds, layers, self.device, self.dtype, dense, split, counting, shares)
         if fixed and (split or dense):
             raise ValueError("forwards of fixed shapes require attention over spans, and all layers on one device")
         self.recurrence = Recurrence(model) if recurrent else None
@@ -179,7 +180,7 @@ class CausalLM:
         packer = replace(self._packer, cells=Cells())
         prepared = packer.prepare([packer.cells.open(1)], [[0]], empty(1, self.device), (), self.chunk)
         try:
-            self._forward(self.model, prepared, {"logits_to_keep": self._wanted(prepared.keep, prepared.ids.numel())})
+            self._forward(self.model, prepared, {"logits_to_keep": prepared.keep})
         finally:
             self._final = None
 
@@ -267,7 +268,7 @@ class CausalLM:
         ``kv_dtype``.
         """
         ids = torch.tensor([list(tokens)], device=self.device)
-        wanted = self._wanted(rows, len(tokens))
+        wanted = torch.arange(len(tokens) - rows, len(tokens), device=self.device)  # see ``Packer.indexed``
         if self.kv_dtype is None:
             logits: Tensor = self.model(input_ids=ids, use_cache=False, logits_to_keep=wanted).logits[0]
             return logits
@@ -419,11 +420,7 @@ class CausalLM:
         own = () if route.end is None else (*taps, route.end)
         with self._ranges.running(route, frozenset(own)) as caught:
             module = self.model if logits else self._ranges.decoder
-            output = self._forward(
-                module,
-                prepared,
-                {"logits_to_keep": self._wanted(prepared.keep, prepared.ids.numel())} if logits else {},
-            )
+            output = self._forward(module, prepared, {"logits_to_keep": prepared.keep} if logits else {})
         self._final = None
         states = torch.cat([caught[layer] for layer in own], -1) if own else None
         return output.logits.flatten(0, 1) if logits else None, states
@@ -444,9 +441,7 @@ class CausalLM:
             own = self._ranges.decoder.register_forward_hook(self._catch) if self._hook is None else None
             try:
                 with self._ranges.running(Route(end), later, hidden[end]) as caught:
-                    output = self._forward(
-                        self.model, whole, {"logits_to_keep": self._wanted(whole.keep, whole.ids.numel())}
-                    )
+                    output = self._forward(self.model, whole, {"logits_to_keep": whole.keep})
             finally:
                 if own is not None:
                     own.remove()
@@ -456,15 +451,6 @@ class CausalLM:
             hidden |= {**caught, last: final}
         captured = torch.cat([hidden[layer] for layer in self._layers], -1) if self._layers else None
         return output.logits.flatten(0, 1), captured
-
-    def _wanted(self, keep: Tensor | int, rows: int) -> Tensor | int:
-        """``logits_to_keep``, as an index where the last layers share keys and values (Gemma 4).
-
-        Given a number, transformers computes these layers of the wanted rows alone, which a ``Pack`` does not foresee.
-        """
-        if isinstance(keep, Tensor) or not getattr(self.model.config, "num_kv_shared_layers", 0):
-            return keep
-        return torch.arange(rows - keep if keep else 0, rows, device=self.device)
 
     def _forward(self, module: Any, prepared: Prepared, more: dict[str, Any]) -> Any:
         return module(
@@ -486,7 +472,7 @@ class CausalLM:
             position_ids=positions,
             attention_mask=mask,
             use_cache=True,
-            logits_to_keep=self._wanted(keep, ids.numel()),
+            logits_to_keep=keep,
             **{cache_argument(self.model): pack},
             **more,
         )

@@ -17,7 +17,7 @@ from spec_lab.core.faults import attributed
 from spec_lab.core.options import whole
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.commit import Committed
-from spec_lab.engine.conditional import conditioned
+from spec_lab.engine.global_constraint import conditioned
 from spec_lab.engine.prefix_cache import PrefixCache, check_prefix_cache, copier
 from spec_lab.engine.proposer import (
     Observation,

@@ -135,6 +135,9 @@ class Packer:
         dense: whether attention reads one mask over all rows and cells.
         split: whether its layers are on several devices.
         counting: of the model (``attention.counting_layers``).
+        indexed: whether rows with logits must be named by an index. Where the last layers share keys and values
+            (Gemma 4), transformers, given their number, computes those layers of these rows alone, and a ``Pack`` has
+            masks for all rows.
     """
 
     cells: Cells
@@ -145,6 +148,7 @@ class Packer:
     dense: bool
     split: bool
     counting: Mapping[int, torch.device] = field(default_factory=dict)
+    indexed: bool = False
 
     def prepare(
         self,
@@ -271,6 +275,8 @@ class Packer:
             keep = torch.from_numpy(rows) if self.split else index  # of hidden states, perhaps on another device
         if drafted is not None and drafted.array is None:
             given[0, planned.nodes[0] if rows is None else index[trees:]] = drafted.token
+        if self.indexed and isinstance(keep, int):
+            keep = torch.arange(numbers.shape[1] - keep if keep else 0, numbers.shape[1], device=self.device)
         return self._prepared(given[:1], given[1:], segments, keep, attended, planned.pending, planned.nodes)
 
     def _one_token_each(

@@ -35,8 +35,8 @@ import torch
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.options import brief
 from spec_lab.propose.trees import Choices, depth_of, parse
-from spec_lab.replay import coarse
-from spec_lab.replay.coarse import PSEUDO
+from spec_lab.replay import pseudo_tokens
+from spec_lab.replay.pseudo_tokens import PSEUDO
 from spec_lab.replay.shapes import MOST, Subtree
 from spec_lab.replay.steps import Sums
 from spec_lab.replay.trees import NeedsModel, RecordedTrees
@@ -125,8 +125,8 @@ class Along:
         """
         key = verifier, temperature, top_k
         if key not in self._made:
-            p, q = coarse.target(self.trees), coarse.drafted(self.trees, temperature, top_k)
-            both = [coarse.complete(p, q, one) for one in coarse.variants(self.trees, p, q)]
+            p, q = pseudo_tokens.target(self.trees), pseudo_tokens.drafted(self.trees, temperature, top_k)
+            both = [pseudo_tokens.complete(p, q, one) for one in pseudo_tokens.variants(self.trees, p, q)]
             assumed = (0.0, 1.0) if _lacks(self) else (0.0,)
             self._made[key] = [_Accept(self, verifier, *one, missing) for one in both for missing in assumed]
         return self._made[key]
@@ -211,7 +211,7 @@ def evaluate(along: Along, verifier: Verifier, rules: Sequence[tuple[float, Rule
     (temperature, top_k), *others = {(rule.temperature, rule.top_k) for _, rule in rules}
     if others:
         raise NeedsModel("the rules of a mixture have one draft temperature and width")
-    certain = coarse.certainty(trees) if any(rule.confidence for _, rule in rules) else None
+    certain = pseudo_tokens.certainty(trees) if any(rule.confidence for _, rule in rules) else None
     for one in along.accepting(verifier, temperature, top_k):
         weights = [share * one.weights(rule, certain) for share, rule in rules]
         most = max(each.shape[2] for each in weights)
@@ -300,7 +300,7 @@ class _Accept:
 
         Args:
             rule: the drafting rule.
-            certain: as of ``coarse.certainty``; None for rules without a confidence.
+            certain: as of ``pseudo_tokens.certainty``; None for rules without a confidence.
         """
         depth, (count, longest) = depth_of(rule.choices), self.along.text.shape
         sure = np.ones((count, longest + depth), dtype=bool)

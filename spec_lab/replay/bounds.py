@@ -30,9 +30,9 @@ from spec_lab.analysis.metrics.intervals import Interval, quantiles, resampled
 from spec_lab.core.draft import Draft
 from spec_lab.propose.trees import by_rank as value_by_rank
 from spec_lab.propose.trees import grow
-from spec_lab.replay import coarse, optimum, steps
-from spec_lab.replay.coarse import PSEUDO, Variant
+from spec_lab.replay import optimum, pseudo_tokens, steps
 from spec_lab.replay.designs import VERIFIERS, verifier_of
+from spec_lab.replay.pseudo_tokens import PSEUDO, Variant
 from spec_lab.replay.shapes import Subtree
 from spec_lab.replay.trees import NeedsModel, RecordedTrees, read
 from spec_lab.results.manifest import begun
@@ -298,8 +298,8 @@ def _bounds(trees: RecordedTrees, used: str) -> ArmBounds:
     """
     check(trees)
     shape, decode = trees.shape, trees.decode
-    reduced = coarse.target(trees), coarse.drafted(trees)
-    p, q = coarse.complete(*reduced, Variant("shared"))
+    reduced = pseudo_tokens.target(trees), pseudo_tokens.drafted(trees)
+    p, q = pseudo_tokens.complete(*reduced, Variant("shared"))
     draft, target = steps.as_draft(trees, q), torch.from_numpy(p)
     way = optimum.way_of(draft)
     found = optimum.levels(draft, target, lumps=PSEUDO)
@@ -323,7 +323,7 @@ def _bounds(trees: RecordedTrees, used: str) -> ArmBounds:
     block = next((one for one in measured.values() if isinstance(one.verifier, Traversal)), None)
     chains = way != "point" and not shape.branches and block is not None
     attained = way == "point" or chains or shape.deepest == 1
-    kind = "exact" if attained and len(coarse.variants(trees, *reduced)) == 1 else "bound"
+    kind = "exact" if attained and len(pseudo_tokens.variants(trees, *reduced)) == 1 else "bound"
     if not reduced[0].exact or not reduced[1].exact:
         kind = "estimate"
 
@@ -430,12 +430,12 @@ def _closed(trees: RecordedTrees, verifier: Verifier) -> np.ndarray | None:  # [
         return None
     if isinstance(verifier, KSeq) or not isinstance(verifier, Token | Traversal | Match):
         return None
-    reduced = coarse.target(trees), coarse.drafted(trees)
+    reduced = pseudo_tokens.target(trees), pseudo_tokens.drafted(trees)
     roots, decode = np.arange(trees.shape.roots), trees.decode
     count = trees.shape.count[roots]
     each = []
-    for one in coarse.variants(trees, *reduced):
-        p, q = (mass[roots] for mass in coarse.complete(*reduced, one))
+    for one in pseudo_tokens.variants(trees, *reduced):
+        p, q = (mass[roots] for mass in pseudo_tokens.complete(*reduced, one))
         value = acceptance(verifier, p, q, count)
         assert value is not None
         each.append(value)

@@ -7,7 +7,8 @@ Two methods, named in the column ``method``:
   samples, and of points that were recorded at every position.
 
 Each tau has two intervals. ``low`` to ``high`` is the 95 % bootstrap interval over requests. ``bound_low`` to
-``bound_high`` is what the tokens that were not recorded leave open (``coarse``); ``low`` and ``high`` include it.
+``bound_high`` is what the tokens that were not recorded leave open (``pseudo_tokens``); ``low`` and ``high`` include
+it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Expected tokens of a step at the recorded steps: every verifier, on every subtree of the recorded trees.
 
 Given a recorded tree, a subtree's p and q are recorded as well, so the expected number of accepted tokens is exact (up
-to what ``coarse`` bounds). tau is then the mean over the recorded steps: what the design does where the recorded run's
-steps began. A design's own steps begin elsewhere; ``along`` follows them.
+to what ``pseudo_tokens`` bounds). tau is then the mean over the recorded steps: what the design does where the
+recorded run's steps began. A design's own steps begin elsewhere; ``along`` follows them.
 
-Where tokens are not recorded, two completions of each row (``coarse``) bound the acceptance of each of its children.
-For ``token``, ``lenient`` and ``kseq`` the value of a tree is linear in each of them, so that the least and the largest
-follow from the leaves up, whatever the completion: the interval is a proof (``INTERVALS``). ``match`` and ``relaxed``
-read recorded tokens only; ``typical`` reads the entropy, whose least and largest value are known. For ``traversal`` it
-is a proof on chains; on trees it is the spread of the two completions, no bound, and so is any value at another
-temperature on trees. The column ``bound_kind`` states which. ``cascade`` requires whole rows.
+Where tokens are not recorded, two completions of each row (``pseudo_tokens``) bound the acceptance of each of its
+children. For ``token``, ``lenient`` and ``kseq`` the value of a tree is linear in each of them, so that the least and
+the largest follow from the leaves up, whatever the completion: the interval is a proof (``INTERVALS``). ``match`` and
+``relaxed`` read recorded tokens only; ``typical`` reads the entropy, whose least and largest value are known. For
+``traversal`` it is a proof on chains; on trees it is the spread of the two completions, no bound, and so is any value
+at another temperature on trees. The column ``bound_kind`` states which. ``cascade`` requires whole rows.
 
 Other draft temperatures, of sampled static trees, are estimated: each step has the weight with which the recorded
 tokens would have been drawn, prod q'(c) / q(c), and tau is self-normalised, sum w (1 + E) / sum w: an estimate, even of
@@ -28,8 +28,8 @@ from torch import Tensor
 
 from spec_lab.core.draft import GUMBEL, POINT, WAYS, WITHOUT, Draft, Drawn, Shape
 from spec_lab.core.probabilities import Sampling
-from spec_lab.replay import coarse
-from spec_lab.replay.coarse import PSEUDO, Reduced
+from spec_lab.replay import pseudo_tokens
+from spec_lab.replay.pseudo_tokens import PSEUDO, Reduced
 from spec_lab.replay.shapes import Subtree
 from spec_lab.replay.trees import NeedsModel, RecordedTrees
 from spec_lab.verify import (
@@ -263,17 +263,17 @@ def evaluate(
     """
     try:
         check(trees, verifier)
-        p = coarse.target(trees, sampling)
+        p = pseudo_tokens.target(trees, sampling)
         other = draft_temperature not in (None, trees.draft_temperature) or draft_top_k > 0
         if other:
             check_reweighted(trees)
-        q = coarse.drafted(trees, draft_temperature, draft_top_k)
+        q = pseudo_tokens.drafted(trees, draft_temperature, draft_top_k)
     except NeedsModel as why:
         for _ in subtrees:
             yield why
         return
-    found = coarse.variants(trees, p, q)
-    both = [coarse.complete(p, q, one) for one in found]
+    found = pseudo_tokens.variants(trees, p, q)
+    both = [pseudo_tokens.complete(p, q, one) for one in found]
     logs = [tempered_weights(trees, mass) for _, mass in both] if other else []
     if other:
         both = [(target, _possible(trees, mass)) for target, mass in both]

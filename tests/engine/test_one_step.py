@@ -14,7 +14,7 @@ COMPUTES = {"prepare", "run", "forward", "extend"}
 
 RUNS = {
     "engine/step.py",
-    "engine/scored.py",  # all valid outputs, before a request under constraint.distribution=global is decoded
+    "engine/text_logits.py",  # all valid outputs, before a request under constraint.distribution=global is decoded
     "models/support.py",  # compares a model with itself before anything is decoded
     "models/layer_checks.py",  # the same of ranges of layers
     "models/target.py",  # plain texts, with which outputs are compared afterwards
@@ -23,7 +23,7 @@ RUNS = {
 
 PROBABILITIES = {
     "engine/rows.py",  # called by the step
-    "engine/scored.py",
+    "engine/text_logits.py",
     "propose/growth.py",  # a draft model's own q
     "propose/best_first.py",
     "propose/forced.py",

@@ -11,7 +11,7 @@ import torch
 
 from spec_lab.core.draft import Draft, tree
 from spec_lab.propose.trees import parse
-from spec_lab.replay import along, coarse
+from spec_lab.replay import along, pseudo_tokens
 from spec_lab.replay.along import Along, Rule
 from spec_lab.replay.shapes import Subtree
 from spec_lab.replay.trees import Emitter, NeedsModel, RecordedText
@@ -254,7 +254,7 @@ def test_a_confidence_reads_the_largest_probability_even_of_a_token_that_is_not_
 
 def test_a_confidence_that_the_rest_s_mass_decides_is_refused():
     rows, rule = repeated(UNSEEN, (0, 0, 0, 0), top=3, temperature=2.0), Rule(parse("1x1"))
-    low, high = (one[0] for one in coarse.certainty(rows.trees))
+    low, high = (one[0] for one in pseudo_tokens.certainty(rows.trees))
     exact = 0.09 / np.square(UNSEEN).sum()
     assert low < exact < high
     with pytest.raises(NeedsModel, match="at 4 of 4 rows; set a larger record_top"):

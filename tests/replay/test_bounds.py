@@ -18,7 +18,7 @@ from spec_lab.core.draft import Draft, tree
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.recording import Recording
 from spec_lab.propose.trees import parse
-from spec_lab.replay import bounds, coarse
+from spec_lab.replay import bounds, pseudo_tokens
 from spec_lab.replay.bounds import acceptance, best_points, bounds_of, tree_gain, used_verifier
 from spec_lab.replay.optimum import by_rank, modelled, optimal_acceptance
 from spec_lab.replay.show import print_bounds
@@ -168,14 +168,14 @@ def test_the_best_points_are_the_likeliest_texts():
         (np.prod([world.p(path[:k])[path[k]] for k in range(len(path))]) for path in paths[1:]), reverse=True
     )
     trees = by_hand(draft, p)
-    full = np.concatenate([trees.p, np.zeros((whole.rows, coarse.PSEUDO))], 1)
+    full = np.concatenate([trees.p, np.zeros((whole.rows, pseudo_tokens.PSEUDO))], 1)
     assert best_points(trees, full)[0] == pytest.approx(sum(texts))
     first = tree(((0,), (0, 0)))
     worst = int(np.argmin(world.p(())))
     missed = Draft(first, torch.tensor([worst, 0]))
     rows = np.array([world.p(()), world.p((worst,)), world.p((worst, 0))])
     trees = by_hand(missed, rows)
-    full = np.concatenate([trees.p, np.zeros((3, coarse.PSEUDO))], 1)
+    full = np.concatenate([trees.p, np.zeros((3, pseudo_tokens.PSEUDO))], 1)
     assert best_points(trees, full)[0] == pytest.approx(2 * world.p(()).max())
 
 

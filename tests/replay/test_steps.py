@@ -11,7 +11,7 @@ from rich.console import Console
 from spec_lab.core.draft import Draft, Shape, chain, forest, tree
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.propose.trees import parse
-from spec_lab.replay import coarse, steps
+from spec_lab.replay import pseudo_tokens, steps
 from spec_lab.replay.designs import Design, Shares, designs, estimate, evaluate, limits, mixed, table, verifier_of
 from spec_lab.replay.shapes import Subtree
 from spec_lab.replay.show import print_table
@@ -124,7 +124,7 @@ def test_the_rest_s_mass_at_another_temperature_lies_within_its_bounds():
     x = generator.dirichlet(np.full(30, 0.3), 50)
     trees = by_hand(Draft(without_nodes(50), torch.empty(0, dtype=torch.long)), x, top=6)
     for power in (0.4, 0.8, 1.2, 3.0):
-        found = coarse.target(trees, Sampling(1 / power))
+        found = pseudo_tokens.target(trees, Sampling(1 / power))
         exact = (x**power).sum(1) - found.top.sum(1)
         assert (found.least <= exact + 1e-9).all() and (exact <= found.most + 1e-9).all()
 
@@ -135,12 +135,12 @@ def test_truncation_follows_where_the_recorded_tokens_settle_it():
     trees = by_hand(Draft(without_nodes(20), torch.empty(0, dtype=torch.long)), x, top=25)
     for sampling in (Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.7), Sampling(1.0, min_p=0.2), Sampling(0.0)):
         expected = logits_to_probs(torch.from_numpy(x).log(), [sampling]).numpy()
-        found = coarse.target(trees, sampling).complete("least", 0)[:, :-2]
+        found = pseudo_tokens.target(trees, sampling).complete("least", 0)[:, :-2]
         np.testing.assert_allclose(found, np.take_along_axis(expected, trees.ids.astype(np.int64), 1), atol=1e-9)
     few = by_hand(Draft(without_nodes(20), torch.empty(0, dtype=torch.long)), x, top=2)
     for sampling in (Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.99), Sampling(1.0, min_p=0.01)):
         with pytest.raises(NeedsModel, match="record_top"):
-            coarse.target(few, sampling)
+            pseudo_tokens.target(few, sampling)
 
 
 @pytest.mark.parametrize("drawn", ["iid", "without"])
@@ -161,7 +161,7 @@ def test_weights_turn_recorded_drafts_into_those_of_another_temperature(drawn):
         place = np.array([0, -1, -1])
         draft = Draft(shape, torch.tensor(pair), drawn, q[:1], place)
         trees = by_hand(draft, p.numpy(), proposer={"temperature": 1.0, "tree": "0 1", "confidence": 0.0})
-        changed = coarse.drafted(trees, temperature).complete("least", 0)
+        changed = pseudo_tokens.drafted(trees, temperature).complete("least", 0)
         weight = float(np.exp(steps.tempered_weights(trees, changed).sum()))
         (sums,) = steps.evaluate(trees, Token(), [Subtree()], None, temperature)
         assert sums.ess == pytest.approx(1) and sums.kind == "estimate"

@@ -22,9 +22,9 @@ from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, table_models
 from spec_lab.tasks.constraint_distance.distance import Sampler, distances, estimate, exact
 from spec_lab.tasks.constraint_distance.task import measure
 from spec_lab.verify import Lenient, Traversal
-from tests.constrain.test_conditional import branching, by_enumeration
 from tests.constrain.test_potential import words
 from tests.constrain.toys import Table
+from tests.engine.test_global_constraint import branching, by_enumeration
 from tests.labs import Letters, lab, settings
 from tests.tiny import VOCABULARY, tiny_target
 

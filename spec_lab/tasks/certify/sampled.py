@@ -21,8 +21,8 @@ from spec_lab.constrain.protocol import HasPotential, TokenWeights, full_mask, u
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Draws
-from spec_lab.engine.conditional import conditioned
 from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.global_constraint import conditioned
 from spec_lab.engine.request import Request
 from spec_lab.engine.rows import condition_
 from spec_lab.engine.sequence import SequenceState

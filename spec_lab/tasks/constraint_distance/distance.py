@@ -18,8 +18,8 @@ import numpy as np
 
 from spec_lab.analysis.metrics.intervals import Interval
 from spec_lab.constrain import AppliedConstraint, ConstraintError
-from spec_lab.constrain.learned import ExpectedFutures, LearnedConstraint
 from spec_lab.constrain.potential import Prefixes, Text, log_potential
+from spec_lab.constrain.potential_bounds import ExpectedFutures, LearnedConstraint
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request

@@ -10,7 +10,7 @@ import numpy as np
 from spec_lab.constrain.potential import NO_TOKENS, Text
 from spec_lab.constrain.protocol import Constraint, ConstraintError, ConstraintState, tokens_of
 from spec_lab.engine.request import Request
-from spec_lab.engine.scored import scored
+from spec_lab.engine.text_logits import text_logits
 from spec_lab.models.target import Target
 
 
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 def rows_after(target: Target, request: Request, texts: Sequence[Text], allowed: Sequence[np.ndarray]) -> list[Row]:
     """Return the row after each text, given the tokens ``[n]`` that the constraint allows after it."""
     found: list[Row | None] = [None] * len(texts)
-    for some in scored(target, request, texts):
+    for some in text_logits(target, request, texts):
         mask = np.zeros(some.logits.shape, dtype=bool)
         for row, number in enumerate(some.numbers.tolist()):
             mask[row, allowed[number]] = True

@@ -8,11 +8,11 @@ from typing import Any
 from rich.console import Console
 from tqdm import tqdm
 
-from spec_lab.constrain.learned import SAMPLERS
 from spec_lab.constrain.potential import TooManyPrefixes
+from spec_lab.constrain.potential_bounds import SAMPLERS
 from spec_lab.constrain.protocol import ConstraintError
 from spec_lab.core.options import one_of, whole
-from spec_lab.engine.conditional import Conditional
+from spec_lab.engine.global_constraint import Conditional
 from spec_lab.engine.request import Request
 from spec_lab.tasks.constraint_distance import show
 from spec_lab.tasks.constraint_distance.distance import Sampler, estimate, exact

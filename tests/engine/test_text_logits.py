@@ -10,7 +10,7 @@ import torch
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.request import Request
-from spec_lab.engine.scored import scored
+from spec_lab.engine.text_logits import text_logits
 from spec_lab.models.target import Target
 from tests.propose.lab import plain_logits, plain_probabilities
 from tests.recurrent import FAMILIES
@@ -25,7 +25,7 @@ TEXTS = [(), (5,), (9, 14), (5, 6, 7), (5, 6), (60,), (9, 14, 15, 15), (5, 8, 1)
 def found(target, texts=TEXTS, request=REQUEST, **options):
     """The number of forwards, and each text's log-probabilities."""
     before, rows = target.lm.forwards, {}
-    for some in scored(target, request, texts, **options):
+    for some in text_logits(target, request, texts, **options):
         rows |= dict(zip(some.numbers.tolist(), some.log_probabilities(), strict=True))
     assert sorted(rows) == list(range(len(texts)))
     assert not target.lm.cells.references.any()
@@ -63,7 +63,7 @@ def test_no_forward_has_more_leaves_than_the_runner_supports(target, monkeypatch
 def test_a_model_with_recurrent_layers_computes_one_chain_at_a_time():
     target = Target(CausalLM(FAMILIES["lfm2"]()), None, "lfm2", CONTEXT, "", 0.0)
     rows = {}
-    for some in scored(target, REQUEST, TEXTS):
+    for some in text_logits(target, REQUEST, TEXTS):
         rows |= dict(zip(some.numbers.tolist(), some.log_probabilities(), strict=True))
     check(target, [rows[number] for number in range(len(TEXTS))])
 
@@ -78,7 +78,7 @@ def test_many_texts_share_their_prefixes(target):
 def test_under_a_mask_probabilities_are_renormalised(target):
     mask = np.random.default_rng(0).random((len(TEXTS), VOCABULARY)) < 0.3
     mask[3] = False
-    (some,) = scored(target, REQUEST, TEXTS)
+    (some,) = text_logits(target, REQUEST, TEXTS)
     log_p = some.log_probabilities(mask[some.numbers])
     for number, row in zip(some.numbers.tolist(), log_p, strict=True):
         tokens = [*REQUEST.tokens, *TEXTS[number]]
@@ -100,7 +100,7 @@ def test_logits_that_are_not_finite_name_the_request(target, monkeypatch):
 
     monkeypatch.setattr(target.lm, "run", broken)
     with pytest.raises(ValueError, match="request 'one': the target's logits are NaN or infinite"):
-        list(scored(target, REQUEST, TEXTS))
+        list(text_logits(target, REQUEST, TEXTS))
     assert not target.lm.cells.references.any()
 
 

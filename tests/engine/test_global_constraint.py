@@ -19,8 +19,8 @@ from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.faults import PartError
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.conditional import Conditional
 from spec_lab.engine.engine import Engine, fixed_group
+from spec_lab.engine.global_constraint import Conditional
 from spec_lab.engine.request import Request
 from spec_lab.tasks.certify.exact import decoded, examine
 from spec_lab.tasks.certify.ground_truth import truth
@@ -220,11 +220,11 @@ def test_each_request_of_a_batch_has_its_own_distribution(target):
 def test_the_potential_is_computed_once_for_copies_of_a_request(target):
     calls = []
 
-    def counted(*arguments, right=spec_lab.engine.conditional.potential):
+    def counted(*arguments, right=spec_lab.engine.global_constraint.potential):
         calls.append(arguments[1].name)
         return right(*arguments)
 
-    with mock.patch.object(spec_lab.engine.conditional, "potential", counted):
+    with mock.patch.object(spec_lab.engine.global_constraint, "potential", counted):
         list(decode(target, [11, 11, 11, 8], given_valid(OfPrompt(uneven, VOCABULARY))))
     assert calls == ["r0", "r3"]
 
@@ -305,6 +305,6 @@ def test_constraints_whose_outputs_cannot_be_enumerated_are_refused():
 
 
 def test_logits_that_are_not_finite_end_the_run_by_name(target, monkeypatch):
-    monkeypatch.setattr("spec_lab.engine.scored.finite_", lambda logits: np.array([True]))
+    monkeypatch.setattr("spec_lab.engine.text_logits.finite_", lambda logits: np.array([True]))
     with pytest.raises(PartError, match="request 'r0': the target's logits are NaN or infinite"):
         list(decode(target, [11], given_valid(OfPrompt(uneven, VOCABULARY))))

@@ -10,7 +10,7 @@ from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.potential import Potential, PotentialState, Prefixes, TooManyPrefixes, explore, log_potential
 from spec_lab.constrain.protocol import ConstraintError, calling
 from spec_lab.engine.request import Request
-from spec_lab.engine.scored import scored
+from spec_lab.engine.text_logits import text_logits
 from spec_lab.models.target import Target
 
 GLOBAL = "constraint.distribution=global"
@@ -123,7 +123,7 @@ def _same(request: Request) -> Request:
 def potential(target: Target, request: Request, prefixes: Prefixes) -> Potential:
     """Return the potential of a request, from forwards over all prefixes of its valid outputs."""
     log_p: list[np.ndarray] = [np.empty(0)] * len(prefixes)
-    for some in scored(target, request, prefixes.texts):
+    for some in text_logits(target, request, prefixes.texts):
         rows = some.log_probabilities()
         for row, node in zip(rows, some.numbers.tolist(), strict=True):
             log_p[node] = row[prefixes.tokens[node]]

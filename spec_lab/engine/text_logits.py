@@ -46,7 +46,7 @@ class TextLogits(NamedTuple):
         return p.log().cpu().numpy()
 
 
-def scored(target: Target, request: Request, texts: Sequence[Text], rows: int = ROWS) -> Iterator[TextLogits]:
+def text_logits(target: Target, request: Request, texts: Sequence[Text], rows: int = ROWS) -> Iterator[TextLogits]:
     """Yield the logits after every text, a forward at a time.
 
     Texts are computed in lexicographic order, so that those of one forward share most of their prefixes.
