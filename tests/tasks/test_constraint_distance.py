@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -19,6 +20,7 @@ from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.tasks.certify.significance import chi_square
 from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, table_models
+from spec_lab.tasks.constraint_distance import tables, task
 from spec_lab.tasks.constraint_distance.distance import Sampler, distances, estimate, exact
 from spec_lab.tasks.constraint_distance.task import measure
 from spec_lab.verify import Lenient, Traversal
@@ -213,22 +215,65 @@ def test_a_prompt_without_valid_outputs_has_an_entry_that_says_so(tmp_path):
     assert [row["method"] for row in summary_of(tmp_path)["prompts"]] == ["none", "none"]
 
 
-def test_an_interrupted_run_says_that_it_starts_anew(tmp_path, monkeypatch, capsys):
-    calls = []
+def interrupted_at(monkeypatch, name, number):
+    """Let the ``number``-th call of a function of the task, from 1, be interrupted; returns the calls."""
+    calls, right = [], getattr(task, name)
 
-    def interrupted(*arguments, right=exact):
+    def interrupted(*arguments):
         calls.append(arguments)
-        if len(calls) == 2:
+        if len(calls) == number:
             raise KeyboardInterrupt
         return right(*arguments)
 
-    monkeypatch.setattr("spec_lab.tasks.constraint_distance.task.exact", interrupted)
-    code, _ = run(tmp_path)
-    assert code == 130
-    assert "nothing is kept of the 1 of 2 prompts that were measured." in capsys.readouterr().err
-    assert not (tmp_path / "summary.json").exists()
+    monkeypatch.setattr(task, name, interrupted)
+    return calls
+
+
+@pytest.mark.parametrize(("name", "most"), [("exact", 4096), ("estimate", 2)])
+def test_a_resumed_run_keeps_the_prompts_that_were_finished(tmp_path, monkeypatch, capsys, name, most):
+    options = dict(samples=20, attempts=2000)
+    calls = interrupted_at(monkeypatch, name, 2)
+    code, _ = run(tmp_path / "here", toy_lab(max_prefixes=most), **options)
+    assert code == 130 and not (tmp_path / "here" / "summary.json").exists()
+    told = capsys.readouterr().err
+    assert "the distances of 1 of 2 prompts are in" in told and "to resume" in told
+    assert run(tmp_path / "here", toy_lab(max_prefixes=most), **options)[0] == 0
+    assert len(calls) == 3  # the second prompt only
+    assert run(tmp_path / "whole", toy_lab(max_prefixes=most), **options)[0] == 0
+    assert summary_of(tmp_path / "here")["prompts"] == summary_of(tmp_path / "whole")["prompts"]
+    assert run(tmp_path / "here", toy_lab(max_prefixes=most), **options)[0] == 0
+    assert len(calls) == 5  # of a finished run nothing is measured again
+
+
+def test_values_that_json_lacks_survive_a_resume(tmp_path):
+    """Masked outputs that do not end make KL(local || global) infinite; nothing valid makes all estimates NaN."""
+    one = toy_lab([(5, 2), (6, 7, 8, 9, 2)])
+    nothing = toy_lab([(5, 6, 7, 8, 9, 2)])
+    assert run(tmp_path / "inf", one)[0] == run(tmp_path / "inf", one)[0] == 0
+    assert all(row["kl_local"] is None for row in summary_of(tmp_path / "inf")["prompts"])
+    kept = [one["kl_local"] for one in tables.entries(tables.parts(tmp_path / "inf")).values()]
+    assert kept == [np.inf, np.inf]
+    options = dict(method="sampled", samples=2, attempts=4)
+    assert run(tmp_path / "nan", nothing, **options)[0] == run(tmp_path / "nan", nothing, **options)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("entry", "what"),
+    [
+        ("{", "Expecting"),
+        ("[" * 100_000, "recursion"),
+        ('{"prompt": "p0", "method": "other"}', "method must be one of exact, none, sampled"),
+        ('{"prompt": "p0", "method": "none"}', "error is missing"),
+    ],
+)
+def test_a_damaged_entry_is_refused_with_its_prompt(tmp_path, entry, what):
     assert run(tmp_path)[0] == 0
-    assert len(summary_of(tmp_path)["prompts"]) == 2
+    file = tmp_path / "distances.parquet"
+    frame = pd.read_parquet(file)
+    frame["entry"] = entry
+    frame.to_parquet(file)
+    with pytest.raises(ValueError, match=f"distances of prompt 0 are not readable .*{what}"):
+        run(tmp_path)
 
 
 @pytest.mark.parametrize(
