@@ -13,6 +13,7 @@ from rich.console import Console
 from spec_lab.cli.main import main
 from spec_lab.constrain import AppliedConstraint, ConstraintError
 from spec_lab.constrain.potential import explore
+from spec_lab.constrain.protocol import tokens_of
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.request import Request
 from spec_lab.propose.draft_model import DraftModel
@@ -20,8 +21,9 @@ from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.tasks.certify.significance import chi_square
 from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, table_models
-from spec_lab.tasks.constraint_distance import tables, task
+from spec_lab.tasks.constraint_distance import scores, tables, task
 from spec_lab.tasks.constraint_distance.distance import Sampler, distances, estimate, exact
+from spec_lab.tasks.constraint_distance.scores import rows_after
 from spec_lab.tasks.constraint_distance.task import measure
 from spec_lab.verify import Lenient, Traversal
 from tests.constrain.test_potential import words
@@ -132,6 +134,35 @@ def test_rejected_outputs_are_drawn_anew_until_there_are_enough():
     assert sampler.futures.upper <= bound
 
 
+@pytest.mark.parametrize("kind", ["rejection", "expected_futures"])
+def test_what_a_sampler_keeps_grows_with_its_outputs_not_with_the_vocabulary(kind):
+    sampler = sampler_of(kind, batch=8)
+    outputs = [text for text, _ in sampler.local(30)]
+    followed = {(text[:place], text[place]) for text in outputs for place in range(len(text))}
+    seen = sampler.scores.seen
+    assert {(text, token) for text, one in seen.items() for token in one.p} == followed
+    sampler.given_valid(20, 200)
+    constraint = sampler.applied.constraint
+    for text, one in seen.items():
+        state = constraint.start(sampler.request)
+        for token in text:
+            state.advance(token)
+        allowed = tokens_of(state.mask(), constraint.vocabulary)
+        (row,) = rows_after(sampler.target, sampler.request, [text], [allowed])
+        others = sampler.futures.may_follow(text, allowed) & ~np.isin(allowed, list(one.p))
+        assert one.rest == pytest.approx(np.exp(row.log_p[others]).sum(), abs=1e-15)
+        assert [one.p[t] for t in one.p] == pytest.approx([row.log_p[np.searchsorted(allowed, t)] for t in one.p])
+        learned = sampler.futures.known[text]
+        assert learned.rest == one.rest and learned.p.keys() == learned.bound.keys() == one.p.keys()
+
+
+def test_forwards_of_fewer_texts_give_the_same_rows(monkeypatch):
+    whole = exactly(branching, sampler_toy(), 3)
+    monkeypatch.setattr(scores, "MOST_LOGITS", 8)  # two rows of four tokens
+    some = exactly(branching, sampler_toy(), 3)
+    assert some.log_z == pytest.approx(whole.log_z) and some.local == pytest.approx(whole.local)
+
+
 def sampler_toy():
     return RandomToy(5, support=2, plain=True)
 
@@ -139,6 +170,8 @@ def sampler_toy():
 def test_attempts_are_limited():
     sampler = sampler_of(batch=16)
     assert len(sampler.given_valid(400, 40)) < 40 and sampler.attempts == 40
+    found = estimate(sampler_of(batch=16), 40, 40)
+    assert found["global_samples"] < 40 == found["attempts"] and found["stopped_by_attempts"]
 
 
 @pytest.mark.parametrize("kind", ["rejection", "expected_futures"])
@@ -146,7 +179,7 @@ def test_estimates_agree_with_the_exact_distance(kind):
     whole = exactly(branching, sampler_toy(), 3)
     found = estimate(sampler_of(kind), 400, 4000)
     assert found["method"] == "sampled" and found["exact_samples"] == (kind == "rejection")
-    assert found["local_samples"] == found["global_samples"] == 400
+    assert found["local_samples"] == found["global_samples"] == 400 and not found["stopped_by_attempts"]
     assert found["z_lower"] - 1e-12 <= np.exp(whole.log_z) <= found["z_upper"] + 1e-12
     for name, value in (("z", np.exp(whole.log_z)), ("tv", whole.tv), ("tv_global", whole.tv), ("kl", whole.kl)):
         low, high = found[name]["low"], found[name]["high"]

@@ -32,7 +32,15 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "sampled": {
         **dict.fromkeys(("local_invalid", "z_lower", "z_upper"), float),
         **dict.fromkeys(("local_samples", "global_samples", "attempts"), int),
-        **{"sampler": str, "exact_samples": bool, "z": MEAN, "tv": MEAN, "?tv_global": MEAN, "?kl": MEAN},
+        **{
+            "sampler": str,
+            "exact_samples": bool,
+            "stopped_by_attempts": bool,
+            "z": MEAN,
+            "tv": MEAN,
+            "?tv_global": MEAN,
+            "?kl": MEAN,
+        },
     },
     "none": {"error": str},
 }
