@@ -43,8 +43,9 @@ def show(summary: Mapping[str, Any], console: Console, verbose: bool = False) ->
     """
     names = arm_names({arm: figures.get("proposer") for arm, figures in summary["arms"].items()})
     against = {peer: renamed(speedups, names) for peer, speedups in (summary["against"] or {}).items()}
-    by_arm = {name: renamed(summary.get(name, {}), names) for name in ("output_margins", "cached_prompt_shares")}
-    summary = {**summary, "arms": renamed(summary["arms"], names), "against": against, **by_arm}
+    by_arm = ("output_margins", "cached_prompt_shares", "bounds")
+    renamed_too = {name: renamed(summary.get(name, {}), names) for name in by_arm}
+    summary = {**summary, "arms": renamed(summary["arms"], names), "against": against, **renamed_too}
     verbose = verbose or console.width >= WIDE
     wide = console.width >= WIDE
     console.print(_arms(_title(summary), (*FIGURES, *MORE_FIGURES) if wide else FIGURES, summary["arms"]))
@@ -170,6 +171,7 @@ def _notes(summary: Mapping[str, Any], verbose: bool) -> list[str]:
         *roofline_notes(arms, summary.get("roofline")),
         *_losslessness(arms),
         *accuracy_notes(arms),
+        *bounds_notes(summary.get("bounds", {})),
         *(_identical(arms, summary.get("output_margins", {})) if summary["temperature"] == 0 else []),
     ]  # fmt: skip
     if not measured and len(arms) == 1:
@@ -182,6 +184,11 @@ def _notes(summary: Mapping[str, Any], verbose: bool) -> list[str]:
             "and of the comparison of outputs; see 'errors' in summary.json."
         )
     return lines
+
+
+def bounds_notes(bounds: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return why arms whose distributions were recorded have no bounds, from "bounds" of ``summary.json``."""
+    return [f"No bounds of {arm}: {visible(one['needs'])}." for arm, one in bounds.items() if one.get("needs")]
 
 
 def _identical(arms: Mapping[str, Arm], margins: Mapping[str, Any]) -> list[str]:

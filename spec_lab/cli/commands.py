@@ -344,6 +344,7 @@ def _report(given: argparse.Namespace, console: Console) -> int:
 
 def _replay(given: argparse.Namespace, console: Console) -> int:
     """Evaluate verifiers, draft trees and draft temperatures on the distributions that a run has recorded."""
+    from spec_lab.replay.designs import Options
     from spec_lab.replay.show import print_table, print_trace, replay, trace
 
     if given.folder.is_file():
@@ -355,7 +356,7 @@ def _replay(given: argparse.Namespace, console: Console) -> int:
         return 0
     with sweep.reading(given.folder):
         wanted = given.verifiers, given.shapes, given.temperatures, given.top_k, given.confidence, given.drawn
-        frame = replay(given.folder, given.arms, *wanted)
+        frame = replay(given.folder, Options(*wanted), given.arms)
     print_table(frame, console)
     if given.csv:
         _write_table(given.csv, frame.to_csv(index=False))

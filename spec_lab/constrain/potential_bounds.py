@@ -10,15 +10,17 @@ approximate expected futures). Two ways of sampling use them; with both the next
 p(t | s) H(s t) / H(s):
 
 - "rejection": H as it was before the sample, so that a text that was never scored is continued from p itself, by any
-  token, and an output that is not valid is rejected. The product of the factors is p(x) / H(root). So accepted outputs
-  are independent samples of p(x | valid), whatever was learned; a share h(root) / H(root) is accepted, which grows
-  (adaptive rejection sampling; Parys et al. 2025, arXiv:2510.01902). Exact.
+  token, and an output that is not valid is rejected. The product of the factors is p(x) / H(root). So the first n
+  accepted outputs are independent samples of p(x | valid), whatever was learned, for a fixed n; a share h(root) /
+  H(root) is accepted, which grows (adaptive rejection sampling; Parys et al. 2025, arXiv:2510.01902). Exact. How many
+  of a fixed number of attempts are accepted depends on the outputs, through what was learned from them.
 - "expected_futures": at texts that were never scored only allowed tokens are drawn, from p masked and renormalised.
   Every output follows the constraint, but it is p(x | valid) only in the limit of many samples (ASAp, 2405.21047).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,29 +40,24 @@ from spec_lab.engine.request import Request
 SAMPLERS = ("rejection", "expected_futures")
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class LearnedText:
-    """A text that was scored.
+    """A text that was scored. What is stored grows with the tokens that followed it, not with the vocabulary.
 
     Args:
-        tokens: ``[n]`` those that the constraint allows, in ascending order.
-        p: ``[n]`` their probabilities.
-        bound: ``[n]`` H of the text with each of them.
+        rest: the probability of the tokens that did not follow it so far, but may: those with H = 1.
+        p: the probabilities of those that did.
+        bound: H of the text with each of them.
     """
 
-    tokens: np.ndarray
-    p: np.ndarray
-    bound: np.ndarray
+    rest: float
+    p: Mapping[int, float]
+    bound: dict[int, float]
 
     @property
     def total(self) -> float:
         """H of the text."""
-        return float(self.p @ self.bound)
-
-    def place(self, token: int) -> int | None:
-        """The place of a token; None where it is not allowed."""
-        place = int(np.searchsorted(self.tokens, token))
-        return place if place < len(self.tokens) and self.tokens[place] == token else None
+        return self.rest + sum(p * self.bound[token] for token, p in self.p.items())
 
 
 @dataclass(eq=False)
@@ -87,38 +84,52 @@ class ExpectedFutures:
         """The probability of all valid outputs seen so far: a lower bound of Z."""
         return sum(self.found.values())
 
-    def learn(self, text: Text, tokens: np.ndarray, p: np.ndarray) -> None:
-        """Add a text that was scored; its beginnings were added before.
+    def may_follow(self, text: Text, tokens: np.ndarray) -> np.ndarray:  # [n] bool
+        """Return which allowed tokens may follow a text: the last token of an output must be a stop token."""
+        if len(text) + 1 < self.length:
+            return np.ones(len(tokens), dtype=bool)
+        return np.isin(tokens, list(self.stop))
+
+    def learn(self, text: Text, rest: float, p: Mapping[int, float]) -> None:
+        """Add a text that was scored, or what followed it since; its beginnings were added before.
 
         Args:
             text: without a stop token.
-            tokens: ``[n]`` allowed after it, in ascending order.
-            p: ``[n]`` their probabilities.
+            rest: the probability of all other tokens that ``may_follow``.
+            p: the probabilities of allowed tokens that followed it, also those given before.
         """
-        if text in self.known:
+        before = self.known[text].bound if text in self.known else {}
+        if text in self.known and len(before) == len(p):
             return
-        bound = np.ones(len(tokens))
-        if len(text) + 1 >= self.length:
-            bound[~np.isin(tokens, list(self.stop))] = 0.0
-        self.known[text] = LearnedText(tokens, p, bound)
+        last = len(text) + 1 >= self.length
+        new = {token: 0.0 if last and token not in self.stop else 1.0 for token in p}
+        self.known[text] = LearnedText(rest, p, new | before)
         for end in range(len(text), 0, -1):
             above = self.known[text[: end - 1]]
-            place = above.place(text[end - 1])
-            assert place is not None, "a text that is not allowed"
-            above.bound[place] = self.known[text[:end]].total
+            assert text[end - 1] in above.p, "a text that is not allowed"
+            above.bound[text[end - 1]] = self.known[text[:end]].total
 
     def add(self, output: Text, p: float) -> None:
         """Add a valid output with its probability."""
         self.found[output] = p
 
-    def weights(self, text: Text) -> TokenWeights | None:
-        """Return H of every token after a text, relative to the largest; None where the text was never scored."""
+    def weights(self, text: Text, allowed: Callable[[], np.ndarray]) -> TokenWeights | None:
+        """Return H of every token after a text, relative to the largest; None where the text was never scored.
+
+        Args:
+            text: the text.
+            allowed: returns the tokens ``[n]`` that the constraint allows after it, in ascending order.
+        """
         one = self.known.get(text)
         if one is None:
             return None
-        some = one.bound > 0
-        bound = one.bound[some]
-        return TokenWeights(one.tokens[some], bound / bound.max(initial=0.0) if len(bound) else bound)
+        if one.total == 0:  # perhaps a dead end, where the constraint has no mask
+            return TokenWeights(np.empty(0, dtype=np.int64), np.empty(0))
+        tokens = allowed()
+        bound = self.may_follow(text, tokens).astype(np.float64)
+        bound[np.searchsorted(tokens, list(one.bound))] = list(one.bound.values())
+        some = bound > 0
+        return TokenWeights(tokens[some], bound[some] / bound.max(initial=0.0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,10 +198,14 @@ class FuturesState:
 
     def potential(self) -> TokenWeights | None:
         """See ``HasPotential``."""
-        known = self.of.futures.weights(self.text)
+        known = self.of.futures.weights(self.text, self._allowed)
         if known is not None or self.of.sampler == "rejection":
             return known
         if self.own is None:
             raise ConstraintError("a token was drawn that its constraint does not allow")
-        tokens = tokens_of(self.own.mask(), self.of.vocabulary)
+        tokens = self._allowed()
         return TokenWeights(tokens, np.ones(len(tokens)))
+
+    def _allowed(self) -> np.ndarray:  # [n]
+        assert self.own is not None, "a text that was scored is allowed"
+        return tokens_of(self.own.mask(), self.of.vocabulary)

@@ -37,7 +37,7 @@ from spec_lab.core.options import brief
 from spec_lab.propose.trees import Choices, depth_of, parse
 from spec_lab.replay import pseudo_tokens
 from spec_lab.replay.pseudo_tokens import PSEUDO
-from spec_lab.replay.shapes import MOST, Subtree
+from spec_lab.replay.shapes import MOST, Subtree, check_not_cut
 from spec_lab.replay.steps import Sums
 from spec_lab.replay.trees import NeedsModel, RecordedTrees
 from spec_lab.verify import KSeq, Match, Token, Verifier
@@ -178,10 +178,7 @@ def static(trees: RecordedTrees, subtree: Subtree) -> Choices:
     choices = subtree.choices
     if choices is None:
         if trees.policy:
-            raise NeedsModel(
-                f"policy {brief(trees.policy)} decided how far was drafted, and its decisions are not followed along "
-                "texts; name a shape such as 1x1x1 or 3x2x1, which is drafted whole"
-            )
+            raise _followed(trees)
         named = trees.proposer.get("tree")
         if not isinstance(named, str) or named in ("best first", "reranked", ""):
             raise NeedsModel("the recorded trees are not static; name a shape such as 1x1x1 or 3x2x1")
@@ -231,6 +228,9 @@ def of_points(along: Along, verifier: Verifier, subtree: Subtree) -> Sums:
     """
     trees, shape = along.trees, along.trees.shape
     _check_lossless(trees, verifier)
+    if trees.policy and subtree.choices is None:
+        raise _followed(trees)
+    check_not_cut(trees, subtree)
     if not trees.ways <= {"point"}:
         raise NeedsModel("sampled drafts differ from step to step; given the text, only those of points are known")
     inside = np.arange(along.text.shape[1]) < along.length[:, None]
@@ -247,14 +247,22 @@ def of_points(along: Along, verifier: Verifier, subtree: Subtree) -> Sums:
     return Sums(along.requests, tokens[None], steps[None], float(steps.sum()))
 
 
+def _followed(trees: RecordedTrees) -> NeedsModel:
+    """The refusal of trees that a policy decided."""
+    return NeedsModel(
+        f"policy {brief(trees.policy)} decided how far was drafted, and its decisions are not followed along texts; "
+        "name a shape such as 1x1x1 or 3x2x1, which is drafted whole"
+    )
+
+
 def _check_lossless(trees: RecordedTrees, verifier: Verifier) -> None:
     """Refuse texts that a lossless design would not emit, and verifiers that would not emit the target's texts.
 
     Raises:
         NeedsModel: the recorded texts are not the target's, or the verifier's are not.
     """
-    own = trees.emitter
-    if own is not None and not own.lossless:
+    own = trees.verifier
+    if trees.emitted and own is not None and not own.lossless:
         if own.lossless is None:
             what = f"it is not known whether verifier {brief(own.name)}, which emitted the recorded texts, is lossless"
         else:

@@ -26,16 +26,15 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from spec_lab.analysis.metrics.intervals import Interval, quantiles, resampled
+from spec_lab.analysis.metrics.intervals import Interval, quantiles, resampled_sums
 from spec_lab.core.draft import Draft
 from spec_lab.propose.trees import by_rank as value_by_rank
 from spec_lab.propose.trees import grow
 from spec_lab.replay import optimum, pseudo_tokens, steps
-from spec_lab.replay.designs import VERIFIERS, verifier_of
+from spec_lab.replay.designs import verifier_of
 from spec_lab.replay.pseudo_tokens import PSEUDO, Variant
 from spec_lab.replay.shapes import Subtree
-from spec_lab.replay.trees import NeedsModel, RecordedTrees, read
-from spec_lab.results.manifest import begun
+from spec_lab.replay.trees import VERIFIERS, NeedsModel, RecordedTrees, read
 from spec_lab.verify import KSeq, Match, Token, Traversal, Verifier
 
 RESAMPLES = 1999
@@ -135,16 +134,6 @@ class ArmBounds:
         }  # fmt: skip
 
 
-def used_verifier(manifest: Mapping[str, Any]) -> str:
-    """Return the verifier of a run as ``verifier_of`` reads it; empty if replay has none of that name."""
-    own = (manifest.get("config") or {}).get("verifier")
-    if not isinstance(own, Mapping):
-        return ""
-    name = str(own.get("_target_", "")).rpartition(".")[2].lower()
-    options = ",".join(f"{key}={value}" for key, value in own.items() if not key.startswith("_"))
-    return (f"{name}:{options}" if options else name) if name in VERIFIERS else ""
-
-
 def of_run(folder: Path, arms: Sequence[str] = ()) -> dict[str, ArmBounds]:
     """Return the bounds of every recorded arm of a run or a verifier study.
 
@@ -156,9 +145,9 @@ def of_run(folder: Path, arms: Sequence[str] = ()) -> dict[str, ArmBounds]:
         ValueError: no recorded run there, or an unknown arm.
         OSError: a file that cannot be read.
     """
-    recorded, used = read(folder, tuple(arms)), used_verifier(begun(folder) or {})
+    recorded = read(folder, tuple(arms))
     shown = tqdm(recorded.items(), desc="bounds", unit="arm", disable=True if len(recorded) < 2 else None)
-    return {name: bounds_of(trees, used) for name, trees in shown}
+    return {name: bounds_of(trees) for name, trees in shown}
 
 
 def for_summary(folder: Path) -> dict[str, ArmBounds]:
@@ -173,15 +162,10 @@ def for_summary(folder: Path) -> dict[str, ArmBounds]:
     return {name: ArmBounds(name, needs=needs) for name in arms.unique()}
 
 
-def bounds_of(trees: RecordedTrees, used: str = "") -> ArmBounds:
-    """Return the bounds of an arm; of one whose trees have none, the reason.
-
-    Args:
-        trees: its recorded trees.
-        used: the run's verifier, as ``verifier_of`` reads it.
-    """
+def bounds_of(trees: RecordedTrees) -> ArmBounds:
+    """Return the bounds of an arm; of one whose trees have none, the reason."""
     try:
-        return _bounds(trees, used)
+        return _bounds(trees)
     except NeedsModel as why:
         return ArmBounds(trees.arm, " and ".join(sorted(trees.ways)), needs=str(why))
 
@@ -290,7 +274,7 @@ def tree_gain(trees: RecordedTrees, draft: Draft, p: torch.Tensor, weight: np.nd
     return np.maximum(best - own, 0.0)
 
 
-def _bounds(trees: RecordedTrees, used: str) -> ArmBounds:
+def _bounds(trees: RecordedTrees) -> ArmBounds:
     """See ``bounds_of``.
 
     Raises:
@@ -317,6 +301,7 @@ def _bounds(trees: RecordedTrees, used: str) -> ArmBounds:
     if not deep.sum():
         raise NeedsModel("no step after the prefill has drafted anything")
 
+    used = trees.verifier.written if trees.verifier else ""
     measured = _measured(trees, used)
     lossless = [name for name, one in measured.items() if one.verifier.lossless]
     best = max(lossless, key=lambda name: float(measured[name].accepted.sum()))
@@ -355,7 +340,7 @@ def _bounds(trees: RecordedTrees, used: str) -> ArmBounds:
     values = statistics(sums.sum(0, keepdims=True))[0]
     ends = np.full((2, len(values)), np.nan)
     if len(clusters) > 1:
-        ends = quantiles(statistics(resampled(len(clusters), RESAMPLES) @ sums), 0.95)
+        ends = quantiles(statistics(resampled_sums(sums, RESAMPLES)), 0.95)
     each = [Interval(*map(float, one)) for one in zip(values, *ends, strict=True)]
     rows = []
     for place, (name, one) in enumerate(measured.items()):

@@ -14,28 +14,22 @@ it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from spec_lab.analysis.metrics.intervals import quantiles, resampled
+from spec_lab.analysis.metrics.intervals import quantiles, resampled_sums
 from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
 from spec_lab.replay import along, steps
 from spec_lab.replay.along import Along, Rule
 from spec_lab.replay.shapes import Subtree
 from spec_lab.replay.steps import Sums
-from spec_lab.replay.trees import NeedsModel, RecordedTrees
-from spec_lab.verify import Cascade, KSeq, Lenient, Match, Relaxed, Token, Traversal, Typical, Verifier
-
-VERIFIERS: Mapping[str, Callable[..., Verifier]] = {
-    "token": Token, "traversal": Traversal, "match": Match, "kseq": KSeq, "cascade": Cascade, "lenient": Lenient,
-    "typical": Typical, "relaxed": Relaxed,
-}  # fmt: skip
-"""The verifiers by the names of ``conf/verifier``; ``gumbel`` reads noise, which is not recorded."""
+from spec_lab.replay.trees import VERIFIERS, NeedsModel, RecordedTrees
+from spec_lab.verify import Verifier
 
 RESAMPLES = 1999
 
@@ -155,21 +149,31 @@ class Estimate:
         }  # fmt: skip
 
 
-def designs(
-    trees: RecordedTrees,
-    verifiers: Sequence[str] = (),
-    shapes: Sequence[str] = (),
-    temperatures: Sequence[float] = (),
-    top_ks: Sequence[int] = (),
-    confidences: Sequence[float] = (),
-    drawn: Sequence[str] = (),
-) -> list[Design]:
-    """Return all combinations. Empty: all verifiers that fit, all limits of depth and children, what was recorded.
+@dataclass(frozen=True)
+class Options:
+    """The values that are combined to designs.
+
+    Args:
+        verifiers: as ``verifier_of`` reads them; all that fit if empty.
+        shapes: as ``Shares.parse`` reads them; all ``limits`` if empty.
+        temperatures, top_ks, confidences, drawn: as of ``Design``; what was recorded if empty.
+    """
+
+    verifiers: Sequence[str] = ()
+    shapes: Sequence[str] = ()
+    temperatures: Sequence[float] = ()
+    top_ks: Sequence[int] = ()
+    confidences: Sequence[float] = ()
+    drawn: Sequence[str] = ()
+
+
+def designs(trees: RecordedTrees, options: Options) -> list[Design]:
+    """Return all combinations of the options.
 
     Raises:
         ValueError: an unknown verifier or shape.
     """
-    named = list(verifiers)
+    named = list(options.verifiers)
     for name in () if named else VERIFIERS:
         try:
             steps.check(trees, verifier_of(name))
@@ -178,15 +182,15 @@ def designs(
             continue
     for one in named:
         verifier_of(one)
-    written = [Shares.parse(one) for one in shapes] or [Shares(((1.0, one),)) for one in limits(trees)]
+    written = [Shares.parse(one) for one in options.shapes] or [Shares(((1.0, one),)) for one in limits(trees)]
     return [
         Design(verifier, shape, temperature, top_k, confidence, way)
         for verifier in named
         for shape in written
-        for temperature in temperatures or (None,)
-        for top_k in top_ks or (0,)
-        for confidence in confidences or (None,)
-        for way in drawn or (None,)
+        for temperature in options.temperatures or (None,)
+        for top_k in options.top_ks or (0,)
+        for confidence in options.confidences or (None,)
+        for way in options.drawn or (None,)
     ]
 
 
@@ -217,7 +221,6 @@ def evaluate(trees: RecordedTrees, wanted: Sequence[Design], sampling: Sampling 
     except NeedsModel as why:
         texts = why
     groups: dict[tuple[Any, ...], list[Design]] = {}
-    draws: dict[int, np.ndarray] = {}
     for one in wanted:
         groups.setdefault((one.verifier, one.draft_temperature, one.draft_top_k, one.confidence, one.drawn), []).append(
             one
@@ -234,9 +237,8 @@ def evaluate(trees: RecordedTrees, wanted: Sequence[Design], sampling: Sampling 
             needs, given = [changed] if changed else [], []
             try:
                 if not changed:
-                    yield estimate(
-                        one, "steps", mixed([(share, at_steps[shape]) for share, shape in one.shapes.parts]), draws
-                    )
+                    own = mixed([(share, at_steps[shape]) for share, shape in one.shapes.parts])
+                    yield estimate(one, "steps", own)
                     given.append("steps")
             except NeedsModel as why:
                 needs.append(str(why))
@@ -245,7 +247,7 @@ def evaluate(trees: RecordedTrees, wanted: Sequence[Design], sampling: Sampling 
                     raise NeedsModel("another sampling of the target emits other texts than the recorded ones")
                 if isinstance(texts, NeedsModel):
                     raise texts
-                yield estimate(one, "along", _along(texts, verifier, one), draws)
+                yield estimate(one, "along", _along(texts, verifier, one))
                 given.append("along")
             except NeedsModel as why:
                 needs.append(str(why))
@@ -309,14 +311,13 @@ def mixed(parts: Sequence[tuple[float, Sums | NeedsModel]]) -> Sums:
     return Sums(first.clusters, np.asarray(tokens), np.asarray(counted), min(one.ess for _, one in each), kinds)
 
 
-def estimate(design: Design, method: str, sums: Sums, draws: dict[int, np.ndarray], level: float = 0.95) -> Estimate:
+def estimate(design: Design, method: str, sums: Sums, level: float = 0.95) -> Estimate:
     """Return a design's tau with its intervals.
 
     Args:
         design: the design.
         method: how its sums were computed.
         sums: what each request adds.
-        draws: bootstrap draws by number of requests; kept here for the next design.
         level: of the interval.
     """
     totals = np.array([sums.tokens.sum(1), sums.steps.sum(1)])  # [2, variants]
@@ -326,10 +327,8 @@ def estimate(design: Design, method: str, sums: Sums, draws: dict[int, np.ndarra
     low, high = float(tau.min()), float(tau.max())
     ends = np.full((2, len(tau)), np.nan)
     if len(sums.clusters) > 1:
-        count = len(sums.clusters)
-        if count not in draws:
-            draws[count] = resampled(count, RESAMPLES)
-        tops, bottoms = draws[count] @ sums.tokens.T, draws[count] @ sums.steps.T
+        totals_of = resampled_sums(np.concatenate([sums.tokens, sums.steps]).T, RESAMPLES)
+        tops, bottoms = np.split(totals_of, 2, axis=1)
         ratios = np.divide(tops, bottoms, out=np.full_like(tops, np.nan), where=bottoms > 0)
         ends = quantiles(ratios, level)
     middle = (low + high) / 2

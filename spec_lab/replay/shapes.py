@@ -16,7 +16,7 @@ import numpy as np
 from spec_lab.core.draft import Shape
 from spec_lab.core.options import brief
 from spec_lab.propose.trees import Choices, depth_of, parse, write
-from spec_lab.replay.trees import NeedsModel
+from spec_lab.replay.trees import NeedsModel, RecordedTrees
 
 MOST = 2**31
 """A limit that limits nothing."""
@@ -107,6 +107,28 @@ class Subtree:
         marked = np.append(np.ones(shape.roots, dtype=bool), keep)
         closed = np.append(marked, True)[shape.lineage].all(1)
         return closed[shape.roots :]
+
+
+def check_not_cut(trees: RecordedTrees, subtree: Subtree) -> None:
+    """Refuse a named tree where a policy drafted less of it: the named tree is drafted whole in every step.
+
+    Args:
+        trees: the recorded trees; those after the prefill are checked.
+        subtree: limits without a tree keep what the policy decided, and are not refused.
+
+    Raises:
+        NeedsModel: a recorded tree lacks nodes of the named one.
+    """
+    if subtree.choices is None or not trees.policy:
+        return
+    shape, root = trees.shape, trees.shape.root[trees.shape.roots :]
+    limited = [path for path in subtree.choices if len(path) <= subtree.depth and max(path) < subtree.children]
+    kept = np.bincount(root[subtree.keeps(shape)], minlength=shape.roots)[trees.decode]
+    if cut := int((kept < min(len(limited), subtree.nodes)).sum()):
+        raise NeedsModel(
+            f"policy {brief(trees.policy)} drafted less than the tree {subtree} in {cut} of {len(kept)} steps; record "
+            "without a policy, or name limits such as depth=2, which keep what it decided"
+        )
 
 
 def _short(choices: Choices) -> str:

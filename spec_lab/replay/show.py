@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,23 +24,22 @@ from spec_lab.verify import Lenient
 MOST = 40
 """Rows of the table on the screen."""
 
+OPTIONAL = {
+    "drawn": "",
+    "draft_temperature": "draft T ",
+    "draft_top_k": "draft top-k ",
+    "confidence": "confidence ",
+}
+"""Columns that are shown where they vary, and in which words."""
 
-def replay(
-    folder: Path,
-    arms: Sequence[str] = (),
-    verifiers: Sequence[str] = (),
-    shapes: Sequence[str] = (),
-    temperatures: Sequence[float] = (),
-    top_ks: Sequence[int] = (),
-    confidences: Sequence[float] = (),
-    drawn: Sequence[str] = (),
-) -> pd.DataFrame:
-    """Evaluate all combinations on the recorded trees of a run; see ``designs`` for the columns.
+
+def replay(folder: Path, options: designs.Options, arms: Sequence[str] = ()) -> pd.DataFrame:
+    """Evaluate all combinations of the options on the recorded trees of a run; see ``designs`` for the columns.
 
     Args:
         folder: the run's directory.
+        options: what is combined.
         arms: of the run; all if empty.
-        verifiers, shapes, temperatures, top_ks, confidences, drawn: as of ``designs.designs``.
 
     Raises:
         ValueError: no recorded run there, an unknown arm, verifier or shape.
@@ -48,10 +48,7 @@ def replay(
     recorded = read(folder, tuple(arms))
     if not recorded:
         raise ValueError(f"{folder}: {NOTHING}")
-    wanted = {
-        name: designs.designs(trees, verifiers, shapes, temperatures, top_ks, confidences, drawn)
-        for name, trees in recorded.items()
-    }
+    wanted = {name: designs.designs(trees, options) for name, trees in recorded.items()}
     frames = []
     with tqdm(total=sum(map(len, wanted.values())), desc="replay", unit="design", disable=None) as bar:
         for name, trees in recorded.items():
@@ -110,22 +107,21 @@ def print_trace(frame: pd.DataFrame, console: Console) -> None:
 def print_table(frame: pd.DataFrame, console: Console) -> None:
     """Print the designs with the most expected tokens a step, and why others are not identified."""
     known = frame[frame["needs"] == ""]
-    optional = [
-        name
-        for name in ("arm", "drawn", "draft_temperature", "draft_top_k", "confidence")
-        if known[name].nunique(dropna=False) > 1
-    ]
+    varied = [name for name in ("arm", *OPTIONAL) if known[name].nunique(dropna=False) > 1]
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("method", "verifier", "shape", *optional):
-        shown.add_column(name.replace("_", " "), overflow="fold")
-    for name in ("tau", "open", "steps"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("method", no_wrap=True)
+    shown.add_column("verifier", overflow="fold", min_width=9)
+    shown.add_column("design", overflow="fold", min_width=13)
+    shown.add_column("tau", justify="right", no_wrap=True)
+    shown.add_column("open", justify="right", overflow="fold", min_width=8)
+    shown.add_column("steps", justify="right", no_wrap=True)
     for one in known.head(MOST).to_dict("records"):
         tau = f"{one['tau']:.3f}"
         if np.isfinite(one["low"]):
-            tau += f" [{one['low']:.3f}, {one['high']:.3f}]"
-        parts = [str(one[name]) for name in ("method", "verifier", "shape", *optional)]
+            tau += f" [{one['low']:.2f}, {one['high']:.2f}]"
         open_ = f"±{(one['bound_high'] - one['bound_low']) / 2:.2g} {one['bound_kind']}"
+        verifier = one["verifier"].replace(":", " ").replace(",", " ")
+        parts = [one["method"], verifier, _design(one, varied)]
         shown.add_row(*map(visible, parts), tau, open_, f"{one['effective_steps']:.0f}")
     if shown.row_count:
         console.print(shown, highlight=False)
@@ -136,7 +132,16 @@ def print_table(frame: pd.DataFrame, console: Console) -> None:
     if len(known) > MOST:
         console.print(f"The first {MOST} of {len(known)}; --csv FILE writes all.", highlight=False)
     for why, each in frame[frame["needs"] != ""].groupby("needs", sort=False):
-        console.print(visible(f"{len(each)} designs: {why}"), soft_wrap=True, highlight=False)
+        console.print(visible(f"{len(each)} design{'s' * (len(each) > 1)}: {why}"), soft_wrap=True, highlight=False)
+
+
+def _design(row: Mapping[str, Any], varied: Sequence[str]) -> str:
+    """Return the shape of a design and the options that vary, in words that lines can break between."""
+    shape = row["shape"].replace(",", ", ").replace("+", " + ")
+    arm = [row["arm"]] if "arm" in varied else []
+    given = [name for name in OPTIONAL if name in varied and row[name] != "" and pd.notna(row[name])]
+    options = [f"{OPTIONAL[name]}{row[name]}" for name in given]
+    return ", ".join([*arm, shape, *options])
 
 
 def print_bounds(found: Mapping[str, ArmBounds], console: Console) -> None:

@@ -30,7 +30,7 @@ from spec_lab.core.draft import GUMBEL, POINT, WAYS, WITHOUT, Draft, Drawn, Shap
 from spec_lab.core.probabilities import Sampling
 from spec_lab.replay import pseudo_tokens
 from spec_lab.replay.pseudo_tokens import PSEUDO, Reduced
-from spec_lab.replay.shapes import Subtree
+from spec_lab.replay.shapes import Subtree, check_not_cut
 from spec_lab.replay.trees import NeedsModel, RecordedTrees
 from spec_lab.verify import (
     Cascade,
@@ -287,6 +287,7 @@ def evaluate(
     root, decode = trees.shape.root[trees.shape.roots :], trees.decode
     for subtree in subtrees:
         try:
+            check_not_cut(trees, subtree)
             keep = subtree.keeps(trees.shape)
         except NeedsModel as why:
             yield why

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pandas as pd
 
-from spec_lab.analysis.metrics.intervals import quantiles, resampled
+from spec_lab.analysis.metrics.intervals import quantiles, resampled_sums
 from spec_lab.core.files import MAX_BYTES, Unreadable, open_regular
 from spec_lab.core.options import brief, whole
 
@@ -279,11 +279,10 @@ def _intervals(tops: np.ndarray, bottom: np.ndarray) -> list[tuple[float, float,
     means = tops.sum(0) / bottom.sum()
     ends = np.full((2, len(means)), np.nan)
     if len(bottom) > 1:
-        draws = resampled(len(bottom), 9999)
-        below = draws @ bottom
         for first in range(0, len(means), COLUMNS):
             some = slice(first, first + COLUMNS)
-            ends[:, some] = quantiles(draws @ tops[:, some] / below[:, None], 0.95)
+            sums = resampled_sums(np.column_stack([tops[:, some], bottom]), 9999)
+            ends[:, some] = quantiles(sums[:, :-1] / sums[:, -1:], 0.95)
     return [(float(mean), float(low), float(high)) for mean, (low, high) in zip(means, ends.T, strict=True)]
 
 

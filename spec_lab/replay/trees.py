@@ -31,10 +31,14 @@ BY_PREFIX = ("draft_chain", "draft_tree", "draft_best_first", "draft_reranked")
 DEPTH_POLICIES = ("fixed", "heuristic", "bandit", "goodput", "recorded")
 """Policies that read no q unless their facts state a rule; others, and those of other packages, are assumed to."""
 
-EMITTERS: tuple[Callable[..., Verifier], ...] = (
-    Cascade, Gumbel, KSeq, Lenient, Match, Relaxed, Token, Traversal, Typical,
-)  # fmt: skip
-"""Verifiers of which it is known whether they are lossless."""
+VERIFIERS: Mapping[str, Callable[..., Verifier]] = {
+    "token": Token, "traversal": Traversal, "match": Match, "kseq": KSeq, "cascade": Cascade, "lenient": Lenient,
+    "typical": Typical, "relaxed": Relaxed,
+}  # fmt: skip
+"""The verifiers by the names of ``conf/verifier``; ``gumbel`` reads noise, which is not recorded."""
+
+KNOWN = {f"spec_lab.verify.{make.__name__}": name for name, make in ({**VERIFIERS, "gumbel": Gumbel}).items()}
+"""The names of verifiers of which it is known whether they are lossless, by ``_target_``."""
 
 TOLERANCE = 1e-3
 """By how much the mass of a recorded row may differ from 1: it is recorded in float32."""
@@ -65,33 +69,34 @@ class RecordedText:
 
 
 @dataclass(frozen=True)
-class Emitter:
-    """The verifier of the run that emitted the recorded texts.
+class RunVerifier:
+    """The verifier of a run.
 
     Args:
         name: its name.
-        lossless: whether the texts have the target's distribution; None where this is not known.
+        lossless: whether its texts have the target's distribution; None where this is not known.
+        written: as ``designs.verifier_of`` reads it; empty if replay has none of that name.
     """
 
     name: str
     lossless: bool | None
+    written: str = ""
 
     @staticmethod
-    def of(manifest: Mapping[str, Any]) -> Emitter | None:
+    def of(manifest: Mapping[str, Any]) -> RunVerifier | None:
         """Return that of a run; None where its manifest states none."""
         own = (manifest.get("config") or {}).get("verifier")
         if not isinstance(own, Mapping):
             return None
         path = str(own.get("_target_", ""))
-        options = {key: value for key, value in own.items() if not str(key).startswith("_")}
-        for make in EMITTERS:
-            if path == f"spec_lab.verify.{make.__name__}":
-                try:
-                    verifier = make(**options)
-                except (TypeError, ValueError):  # options of another version
-                    break
-                return Emitter(verifier.name, verifier.lossless)
-        return Emitter(path, None)
+        options = {str(key): value for key, value in own.items() if not str(key).startswith("_")}
+        name = KNOWN.get(path, "")
+        try:
+            verifier = {**VERIFIERS, "gumbel": Gumbel}[name](**options)
+        except (KeyError, TypeError, ValueError):  # of another package, or options of another version
+            return RunVerifier(path, None)
+        written = ":".join([name, ",".join(f"{key}={value}" for key, value in options.items())]).rstrip(":")
+        return RunVerifier(verifier.name, verifier.lossless, written if name in VERIFIERS else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +119,8 @@ class RecordedTrees:
         sampling: of the target; all requests of a run have the same.
         texts: by request; empty where none is known.
         proposer: what the manifest records of the arm's proposer.
-        emitter: the verifier that emitted the texts; None where the target alone did, as in a verifier study.
+        verifier: of the run; None where its manifest states none.
+        emitted: whether the run's verifier emitted the texts; else the target alone did, as in a verifier study.
     """
 
     arm: str
@@ -132,7 +138,8 @@ class RecordedTrees:
     sampling: Sampling
     texts: Mapping[int, RecordedText]
     proposer: Mapping[str, Any]
-    emitter: Emitter | None = None
+    verifier: RunVerifier | None = None
+    emitted: bool = True
 
     @property
     def ways(self) -> frozenset[Drawn]:
@@ -193,8 +200,8 @@ def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
     if (manifest.get("config") or {}).get("record") != "replay":
         raise ValueError(f"the run in {folder} has recorded no distributions: run it with record=replay")
     texts: dict[str, dict[int, RecordedText]] = {}
-    emitter = None
-    if (folder / "texts.parquet").exists() or [*(folder / "parts").glob("texts-*.parquet")]:
+    studied = (folder / "texts.parquet").exists() or any((folder / "parts").glob("texts-*.parquet"))
+    if studied:
         found = study.parts(folder, replay=True).load()
         frame = found["replay"]
         own = {
@@ -203,7 +210,7 @@ def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
         }
         texts = dict.fromkeys(frame["arm"].unique(), own)
     else:
-        frame, emitter = load_replay(folder), Emitter.of(manifest)
+        frame = load_replay(folder)
         for name, each in load(folder).requests.groupby("arm"):
             first = each[each["sequence"] == 0]
             rows = zip(first["request"], first["prompt_tokens"], first["tokens"], strict=True)
@@ -217,15 +224,14 @@ def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
     for name in arms:
         if name not in known:
             raise ValueError(f"{folder} has no recorded arm '{name}'; it has {', '.join(known) or 'none'}")
-    facts = manifest.get("proposers") or {}
+    facts, verifier = manifest.get("proposers") or {}, RunVerifier.of(manifest)
     try:
-        return {
-            name: replace(
-                of_rows(frame[frame["arm"] == name], name, texts.get(name, {}), facts.get(name, {})), emitter=emitter
-            )
+        found = {
+            name: of_rows(frame[frame["arm"] == name], name, texts.get(name, {}), facts.get(name, {}))
             for name in known
             if not arms or name in arms
         }
+        return {name: replace(one, verifier=verifier, emitted=not studied) for name, one in found.items()}
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
 

@@ -14,7 +14,7 @@ from spec_lab.propose.trees import parse
 from spec_lab.replay import along, pseudo_tokens
 from spec_lab.replay.along import Along, Rule
 from spec_lab.replay.shapes import Subtree
-from spec_lab.replay.trees import Emitter, NeedsModel, RecordedText
+from spec_lab.replay.trees import NeedsModel, RecordedText, RunVerifier
 from spec_lab.verify import KSeq, Lenient, Match, Token, Traversal
 from tests.replay.recorded import by_hand, decoded, without_nodes
 
@@ -190,6 +190,12 @@ def test_recorded_point_trees_are_followed_along_the_text():
     assert found.steps.tolist() == [[count]] and found.tokens.tolist() == [[len(text) - 1]]
     single = along.of_points(Along.of(trees), Traversal(), Subtree(nodes=1)).steps.item()
     assert count <= single <= len(text) - 1
+    cut = Along.of(replace(trees, proposer={"name": "ngram", "policy": {"name": "bandit"}}))
+    for limits in (Subtree(), Subtree(nodes=1)):
+        with pytest.raises(NeedsModel, match="policy 'bandit' decided how far .* not followed along"):
+            along.of_points(cut, Token(), limits)
+    whole_tree = along.of_points(cut, Token(), Subtree.parse("0 1 0.0"))
+    assert whole_tree.steps.tolist() == [[count]], "the policy drafted all of it in every step"
 
 
 def test_what_texts_cannot_identify_is_refused_by_name(target):
@@ -198,8 +204,8 @@ def test_what_texts_cannot_identify_is_refused_by_name(target):
     for verifier, changed, rules, why in (
         (Traversal(), {}, chain, "no closed form"),
         (Lenient(0.5), {}, chain, "lossy"),
-        (Token(), {"emitter": Emitter("lenient", False)}, chain, "texts are those of the lossy verifier 'lenient'"),
-        (Token(), {"emitter": Emitter("mine.Own", None)}, chain, "not known whether verifier 'mine.Own'"),
+        (Token(), {"verifier": RunVerifier("lenient", False)}, chain, "those of the lossy verifier 'lenient'"),
+        (Token(), {"verifier": RunVerifier("mine.Own", None)}, chain, "not known whether verifier 'mine.Own'"),
         (Token(), {"proposer": {"name": "eagle_chain"}}, chain, "depends on where its step began"),
         (Token(), {}, [(1.0, Rule(parse("1x1"), "without"))], "siblings drawn 'without'"),
     ):
@@ -209,7 +215,7 @@ def test_what_texts_cannot_identify_is_refused_by_name(target):
     with pytest.raises(NeedsModel, match="task.every=1"):
         along.of_points(Along.of(points), Token(), Subtree())
     with pytest.raises(NeedsModel, match="lossy verifier 'lenient'"):
-        along.of_points(Along.of(replace(points, emitter=Emitter("lenient", False))), Token(), Subtree())
+        along.of_points(Along.of(replace(points, verifier=RunVerifier("lenient", False))), Token(), Subtree())
     with pytest.raises(NeedsModel, match="texts are not known"):
         Along.of(replace(trees, texts={}))
 

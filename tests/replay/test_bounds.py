@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from itertools import combinations
 from unittest.mock import Mock
@@ -19,9 +20,10 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.recording import Recording
 from spec_lab.propose.trees import parse
 from spec_lab.replay import bounds, pseudo_tokens
-from spec_lab.replay.bounds import acceptance, best_points, bounds_of, tree_gain, used_verifier
+from spec_lab.replay.bounds import acceptance, best_points, bounds_of, tree_gain
 from spec_lab.replay.optimum import by_rank, modelled, optimal_acceptance
 from spec_lab.replay.show import print_bounds
+from spec_lab.replay.trees import RunVerifier
 from spec_lab.tasks.benchmark import run
 from spec_lab.tasks.verifier_study import study_verifiers
 from spec_lab.verify import KSeq, Match, Token, Traversal
@@ -38,6 +40,11 @@ def named(tree, drawn="iid"):
     proposer = draft_model(tree, drawn)
     proposer.name = f"draft_{proposer.plan.kind}"
     return proposer
+
+
+def used(trees, verifier):
+    """The trees of a run of this verifier."""
+    return replace(trees, verifier=RunVerifier(verifier, True, verifier))
 
 
 def quiet() -> Console:
@@ -65,7 +72,7 @@ def total(arm, one):
 @pytest.mark.parametrize("shape", ["1x1", "2x1", "0 1 0.0"])
 def test_parts_sum_to_what_is_lost(target, drawn, shape):
     trees, _ = decoded(target, drawn, shape)
-    arm = bounds_of(trees, "token")
+    arm = bounds_of(used(trees, "token"))
     assert not arm.needs and arm.kind == ("exact" if drawn == "point" or shape == "1x1" else "bound")
     for one in arm.verifiers:
         assert total(arm, one) == pytest.approx(0, abs=1e-12)
@@ -80,7 +87,7 @@ def test_parts_sum_to_what_is_lost(target, drawn, shape):
 @pytest.mark.parametrize("shape", ["1x1", "1"])
 def test_a_chain_s_nodes_are_optimal_by_token_and_whole_chains_by_traversal(target, shape):
     trees, _ = decoded(target, "iid", shape)
-    arm = bounds_of(trees, "token")
+    arm = bounds_of(used(trees, "token"))
     found = by_name(arm)
     assert found["token"].share_first.mean == pytest.approx(1.0, abs=1e-9), "1 - TV is the optimum of one child"
     assert found["traversal"].share.mean == pytest.approx(1.0, abs=1e-12)
@@ -91,7 +98,7 @@ def test_a_chain_s_nodes_are_optimal_by_token_and_whole_chains_by_traversal(targ
 
 def test_points_are_accepted_as_often_as_their_tokens_by_every_lossless_verifier(target):
     trees, _ = decoded(target, "point", "2x1")
-    arm = bounds_of(trees, "match")
+    arm = bounds_of(used(trees, "match"))
     for one in arm.verifiers:
         if one.lossless:
             assert [one.share.mean, one.share_first.mean] == pytest.approx([1.0, 1.0])
@@ -207,14 +214,14 @@ def test_what_has_no_bound_says_why(target):
 
 
 def test_greedy_runs_have_bounds_too(target):
-    arm = bounds_of(decoded(target, "point", "2x1", COLD)[0], "match")
+    arm = bounds_of(used(decoded(target, "point", "2x1", COLD)[0], "match"))
     assert by_name(arm)["match"].share.mean == pytest.approx(1) or arm.optimum.mean == 1
     assert total(arm, by_name(arm)["match"]) == pytest.approx(0, abs=1e-12)
 
 
 def test_trees_of_which_nothing_can_be_accepted_have_no_share():
     draft = Draft(tree(parse("1x1")), torch.tensor([1, 1]))
-    arm = bounds_of(by_hand(draft, np.array([[1.0, 0.0, 0.0]] * 3)), "token")
+    arm = bounds_of(used(by_hand(draft, np.array([[1.0, 0.0, 0.0]] * 3)), "token"))
     own = by_name(arm)["token"]
     assert np.isnan(own.share.mean) and np.isnan(own.share_first.mean) and arm.optimum.mean == own.tau.mean == 1
     assert own.lost["draft"].mean == 2
@@ -240,14 +247,6 @@ def test_names_of_verifiers_break_between_words(target, name, words):
     shown = " ".join(line[:20] for line in lines).split()
     assert all(word in shown for word in words) and max(map(len, lines)) <= 80
     assert "2.71 [2.61, 2.81]" in console.file.getvalue()
-
-
-def test_the_used_verifier_is_read_from_the_manifest():
-    assert used_verifier({"config": CONFIG}) == "token"
-    lenient = {"_target_": "spec_lab.verify.Lenient", "lenience": 0.5}
-    assert used_verifier({"config": {"verifier": lenient}}) == "lenient:lenience=0.5"
-    for other in ({}, {"config": {"verifier": {"_target_": "mine.Own"}}}, {"config": {"verifier": None}}):
-        assert used_verifier(other) == ""
 
 
 def test_the_command_prints_every_arm_and_writes_all_numbers(recorded, tmp_path):
@@ -288,6 +287,21 @@ def test_a_run_with_many_rows_or_without_bounds_ends_all_the_same(recorded, monk
         assert all("spec-lab bounds DIR" in one.summary()["needs"] for one in found.values())
     monkeypatch.setattr(bounds, "of_run", Mock(side_effect=ValueError("different sampling")))
     assert {one.needs for one in bounds.for_summary(recorded).values()} == {"different sampling"}
+
+
+def test_that_bounds_were_skipped_is_printed_and_in_the_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(bounds, "MOST_ROWS", 1)
+    one = lab(("a b",), 1.0, proposer=named("1x1"), verifiers={"token": Token()})
+    own = dict(record="replay", record_top=61, batch_size=1, max_new_tokens=4)
+    for name, work in (("run", run), ("study", partial(study_verifiers, every=4, repeats=1))):
+        console = quiet()
+        assert work(one, settings(tmp_path / name, **own), CONFIG, console) == 0
+        rows = len(pd.read_parquet(tmp_path / name / "replay.parquet"))
+        why = f"{rows} rows were recorded: spec-lab bounds DIR computes the bounds"
+        assert json.loads((tmp_path / name / "summary.json").read_text())["bounds"] == {"speculative": {"needs": why}}
+        assert f"No bounds of draft_chain: {why}." in " ".join(console.file.getvalue().split())
+    assert command(["report", str(tmp_path / "run")], quiet()) == 0
+    assert why.partition(" ")[2] in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_run_without_recording_has_none(tmp_path):

@@ -1,5 +1,6 @@
 """``record=replay`` in runs and studies, and ``spec-lab replay`` on them."""
 
+import json
 import shutil
 from io import StringIO
 
@@ -11,8 +12,11 @@ from rich.console import Console
 from spec_lab.analysis import metrics
 from spec_lab.cli.commands import command
 from spec_lab.replay import designs
+from spec_lab.replay.designs import Options
 from spec_lab.replay.show import replay
-from spec_lab.replay.trees import Emitter, read
+from spec_lab.replay.trees import RunVerifier, read
+from spec_lab.results.sweep import INTERRUPTED
+from spec_lab.tasks import benchmark
 from spec_lab.tasks.benchmark import run
 from spec_lab.tasks.verifier_study import study_verifiers
 from spec_lab.verify import Lenient, Token, Traversal
@@ -64,6 +68,39 @@ def test_a_run_records_every_step_of_its_proposers_but_not_the_baseline(recorded
     assert trees["speculative"].ids.shape[1] == 8 and not (recorded / "parts").exists()
 
 
+def test_a_resumed_run_records_what_an_uninterrupted_one_does(tmp_path, monkeypatch):
+    """Also of a share of the steps; with other recorded tokens the run is another one, and refused."""
+    config = {**CONFIG, "record_top": 8}
+    own = dict(record="replay", record_top=8, record_share=0.5, batch_size=1, max_new_tokens=8)
+
+    def decode(name, **changed):
+        one = lab(TEXTS[:2], temperature=1.0, proposer=named("1x1"))
+        return run(one, settings(tmp_path / name, **own | changed), config | changed, quiet())
+
+    right, calls = benchmark.decode_group, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return right(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(benchmark, "decode_group", interrupted)
+        assert decode("one") == INTERRUPTED
+    first = pd.read_parquet(tmp_path / "one" / "replay.parquet")
+    assert set(first["group"]) == {0} and set(read(tmp_path / "one")["speculative"].steps["request"]) == {0}
+    for changed in ({"record_top": 16}, {"record_share": 1.0}):
+        with pytest.raises(ValueError, match=f"already holds another run .*{next(iter(changed))}"):
+            decode("one", **changed)
+    assert decode("one") == decode("two") == 0
+    tables = [pd.read_parquet(tmp_path / name / "replay.parquet") for name in ("one", "two")]
+    pd.testing.assert_frame_equal(*tables)
+    assert set(tables[0]["group"]) == {0, 1}
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text())["bounds"] for name in ("one", "two")]
+    assert summaries[0] == summaries[1]
+
+
 @pytest.mark.nightly
 def test_a_share_of_the_steps_is_the_same_in_a_second_run(tmp_path):
     found = []
@@ -80,7 +117,7 @@ def test_a_study_records_every_position(studied):
     for request, text in trees.texts.items():
         own = trees.steps[trees.steps["request"] == request]["position"]
         assert own.tolist() == list(range(text.prompt + 1, text.prompt + len(text.tokens)))
-    frame = replay(studied, verifiers=["token"], shapes=["all", "1", "3x1"])
+    frame = replay(studied, Options(["token"], ["all", "1", "3x1"]))
     along = frame[frame["method"] == "along"].set_index("shape")
     assert sorted(along.index) == ["1", "3x1", "all"] and (along["bound_kind"] == "exact").all()
     assert along["tau"]["1"] < along["tau"]["all"] < along["tau"]["3x1"] + 1
@@ -98,10 +135,9 @@ def test_the_texts_of_a_lossy_run_are_not_followed_and_those_of_a_study_are(tmp_
     verifiers = {"lenient": lenient, "token": token}
     study_verifiers(lab(temperature=1.0, proposer=named("1x1"), verifier=lenient, verifiers=verifiers), own, config,
                     quiet(), every=1, repeats=1)  # fmt: skip
-    assert read(tmp_path / "run")["speculative"].emitter == Emitter("lenient", False)
+    assert read(tmp_path / "run")["speculative"].verifier == RunVerifier("lenient", False, "lenient:lenience=0.5")
     methods = {
-        name: replay(tmp_path / name, verifiers=["token"], shapes=["all"], confidences=[0.3])
-        for name in ("run", "study")
+        name: replay(tmp_path / name, Options(["token"], ["all"], confidences=[0.3])) for name in ("run", "study")
     }
     assert "the recorded texts are those of the lossy verifier 'lenient'" in methods["run"]["needs"].item()
     assert methods["study"]["method"].tolist() == ["along"]
@@ -109,16 +145,21 @@ def test_the_texts_of_a_lossy_run_are_not_followed_and_those_of_a_study_are(tmp_
 
 def test_whether_a_run_is_lossless_follows_from_its_manifest():
     for own, expected in (
-        ({"_target_": "spec_lab.verify.Token"}, Emitter("token", True)),
-        ({"_target_": "spec_lab.verify.Gumbel"}, Emitter("gumbel", True)),
-        ({"_target_": "spec_lab.verify.Lenient", "lenience": 1}, Emitter("lenient", True)),
-        ({"_target_": "spec_lab.verify.Lenient", "lenience": 0.9}, Emitter("lenient", False)),
-        ({"_target_": "spec_lab.verify.Typical", "epsilon": 0.1, "delta": 0.3}, Emitter("typical", False)),
-        ({"_target_": "spec_lab.verify.Token", "gone": 1}, Emitter("spec_lab.verify.Token", None)),
-        ({"_target_": "mine.Token"}, Emitter("mine.Token", None)),
-        (None, None),
+        ({"_target_": "spec_lab.verify.Token"}, ("token", True, "token")),
+        ({"_target_": "spec_lab.verify.Gumbel"}, ("gumbel", True, "")),
+        ({"_target_": "spec_lab.verify.Lenient", "lenience": 1}, ("lenient", True, "lenient:lenience=1")),
+        ({"_target_": "spec_lab.verify.Lenient", "lenience": 0.9}, ("lenient", False, "lenient:lenience=0.9")),
+        (
+            {"_target_": "spec_lab.verify.Typical", "epsilon": 0.1, "delta": 0.3},
+            ("typical", False, "typical:epsilon=0.1,delta=0.3"),
+        ),
+        ({"_target_": "spec_lab.verify.Token", "gone": 1}, ("spec_lab.verify.Token", None, "")),
+        ({"_target_": "mine.Token"}, ("mine.Token", None, "")),
+        ({}, ("", None, "")),
     ):
-        assert Emitter.of({"config": {"verifier": own}}) == expected
+        assert RunVerifier.of({"config": {"verifier": own}}) == RunVerifier(*expected)
+    for manifest in ({}, {"config": None}, {"config": {"verifier": None}}):
+        assert RunVerifier.of(manifest) is None
 
 
 def test_the_command_prints_a_sorted_table_and_writes_all_designs(recorded, tmp_path):
@@ -129,7 +170,13 @@ def test_the_command_prints_a_sorted_table_and_writes_all_designs(recorded, tmp_
     frame = pd.read_csv(tmp_path / "all.csv", keep_default_na=False, na_values=[""])
     known = frame[frame["needs"].isna()]
     assert known["tau"].is_monotonic_decreasing and (known["low"] <= known["tau"]).all()
-    wanted = sum(len(designs.designs(one)) for one in read(recorded).values())
+    narrow = Console(file=StringIO(), width=80)
+    options = ["--drawn", "iid", "--temperatures", "0.7", "1", "--shapes", "all", "depth=1,children=2"]
+    assert command(["replay", str(recorded), *options], narrow) == 0
+    printed = narrow.file.getvalue()
+    assert all(len(line) <= 80 for line in printed.splitlines() if "needs the model" not in line)
+    assert {"children=2,", "traversal", "steps", "0.7"} <= set(printed.split())
+    wanted = sum(len(designs.designs(one, Options())) for one in read(recorded).values())
     keys = ["arm", "verifier", "shape"]
     assert len(frame.drop_duplicates(keys)) == wanted
 

@@ -12,7 +12,18 @@ from spec_lab.core.draft import Draft, Shape, chain, forest, tree
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.propose.trees import parse
 from spec_lab.replay import pseudo_tokens, steps
-from spec_lab.replay.designs import Design, Shares, designs, estimate, evaluate, limits, mixed, table, verifier_of
+from spec_lab.replay.designs import (
+    Design,
+    Options,
+    Shares,
+    designs,
+    estimate,
+    evaluate,
+    limits,
+    mixed,
+    table,
+    verifier_of,
+)
 from spec_lab.replay.shapes import Subtree
 from spec_lab.replay.show import print_table
 from spec_lab.replay.trees import NeedsModel
@@ -54,7 +65,7 @@ def test_with_full_rows_the_recorded_run_s_expectation_is_replayed(target, drawn
     assert len(sums.tokens) == 1, "all is recorded: one evaluation"
     np.testing.assert_allclose(sums.tokens[0], own["sum"] + own["count"], rtol=2e-6)
     np.testing.assert_allclose(sums.steps[0], own["count"])
-    one = estimate(Design("token", Shares(((1.0, Subtree()),))), "steps", sums, {})
+    one = estimate(Design("token", Shares(((1.0, Subtree()),))), "steps", sums)
     mean = 1 + rows[~rows["prefill"]]["expected_accepted"].mean()
     assert one.bound_low == one.bound_high == one.tau == pytest.approx(mean)
     assert one.low <= one.tau <= one.high
@@ -202,7 +213,7 @@ def test_a_mixture_of_trees_has_the_mixed_expectation(target):
 
 def test_designs_are_all_combinations_and_the_table_is_sorted(target):
     trees, _ = decoded(target, "without", "2x2", new=6)
-    wanted = designs(trees)
+    wanted = designs(trees, Options())
     assert {one.verifier for one in wanted} == {
         "token",
         "traversal",
@@ -217,7 +228,7 @@ def test_designs_are_all_combinations_and_the_table_is_sorted(target):
     known = frame[frame["needs"] == ""]["tau"]
     assert known.is_monotonic_decreasing and known.iloc[0] > 1
     with pytest.raises(ValueError, match="replay has no verifier 'tokens'"):
-        designs(trees, ["tokens"])
+        designs(trees, Options(verifiers=["tokens"]))
     assert verifier_of("typical:epsilon=0.2,delta=0.4") == Typical(0.2, 0.4)
     with pytest.raises(ValueError, match="no option 'epsilon'"):
         verifier_of("token:epsilon=0.2")
@@ -258,6 +269,26 @@ def test_drafts_stopped_by_q_are_not_weighted_as_those_of_another_temperature():
             assert "the shape of the recorded trees follows from q" in str(found)
 
 
+@pytest.mark.parametrize("drawn", ["point", "iid"])
+def test_a_named_tree_is_refused_where_a_policy_drafted_less_of_it(drawn):
+    """Three chains of 2, 1 and 2 nodes: as a static tree they are what was recorded, a policy's were cut."""
+    shape = forest((chain(2), chain(1), chain(2)))
+    row = np.full((shape.rows, 2), 0.5)
+    token, place = torch.zeros(shape.nodes, dtype=torch.long), np.arange(shape.rows)
+    draft = Draft(shape, token, "iid", torch.from_numpy(row), place) if drawn == "iid" else Draft(shape, token)
+    free, own = by_hand(draft, row), {"policy": {"name": "bandit"}}
+    cut = by_hand(draft, row, proposer=own)
+    wanted = [Subtree.parse(one) for one in ("1", "1x1", "all", "depth=2")]
+
+    def taus(trees):
+        found = steps.evaluate(trees, Token(), wanted)
+        return [str(one) if isinstance(one, NeedsModel) else one.tokens.sum() / one.steps.sum() for one in found]
+
+    one, two, *limited = taus(cut)
+    assert "policy 'bandit' drafted less than the tree 1x1 in 1 of 3 steps" in two
+    assert [one, *limited] == [taus(free)[0], *taus(free)[2:]] and one < limited[0] == limited[1]
+
+
 def test_a_confidence_is_not_that_of_trees_under_a_policy():
     draft, p = drawn_tree(np.random.default_rng(7), "iid", "1x1")
     facts = {"temperature": 1.0, "tree": "1x1", "confidence": 0.0, "policy": {"name": "threshold", "rule": "svip"}}
@@ -278,7 +309,7 @@ def test_weighted_drafts_are_an_estimate_even_with_whole_rows(top, shape, kinds)
     for temperature, kind in zip((None, 0.6), kinds, strict=True):
         (sums,) = steps.evaluate(trees, verifier, [Subtree()], None, temperature)
         assert sums.kind == mixed([(0.5, sums), (0.5, sums)]).kind == kind
-        frame = table([estimate(Design("token", every, temperature), "steps", sums, {})])
+        frame = table([estimate(Design("token", every, temperature), "steps", sums)])
         frame.insert(0, "arm", "speculative")
         console = Console(file=StringIO(), width=80)
         print_table(frame, console)

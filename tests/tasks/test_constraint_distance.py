@@ -6,12 +6,14 @@ import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from rich.console import Console
 
 from spec_lab.cli.main import main
 from spec_lab.constrain import AppliedConstraint, ConstraintError
 from spec_lab.constrain.potential import explore
+from spec_lab.constrain.protocol import tokens_of
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.request import Request
 from spec_lab.propose.draft_model import DraftModel
@@ -19,7 +21,9 @@ from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.tasks.certify.significance import chi_square
 from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, table_models
+from spec_lab.tasks.constraint_distance import scores, tables, task
 from spec_lab.tasks.constraint_distance.distance import Sampler, distances, estimate, exact
+from spec_lab.tasks.constraint_distance.scores import rows_after
 from spec_lab.tasks.constraint_distance.task import measure
 from spec_lab.verify import Lenient, Traversal
 from tests.constrain.test_potential import words
@@ -130,6 +134,35 @@ def test_rejected_outputs_are_drawn_anew_until_there_are_enough():
     assert sampler.futures.upper <= bound
 
 
+@pytest.mark.parametrize("kind", ["rejection", "expected_futures"])
+def test_what_a_sampler_keeps_grows_with_its_outputs_not_with_the_vocabulary(kind):
+    sampler = sampler_of(kind, batch=8)
+    outputs = [text for text, _ in sampler.local(30)]
+    followed = {(text[:place], text[place]) for text in outputs for place in range(len(text))}
+    seen = sampler.scores.seen
+    assert {(text, token) for text, one in seen.items() for token in one.p} == followed
+    sampler.given_valid(20, 200)
+    constraint = sampler.applied.constraint
+    for text, one in seen.items():
+        state = constraint.start(sampler.request)
+        for token in text:
+            state.advance(token)
+        allowed = tokens_of(state.mask(), constraint.vocabulary)
+        (row,) = rows_after(sampler.target, sampler.request, [text], [allowed])
+        others = sampler.futures.may_follow(text, allowed) & ~np.isin(allowed, list(one.p))
+        assert one.rest == pytest.approx(np.exp(row.log_p[others]).sum(), abs=1e-15)
+        assert [one.p[t] for t in one.p] == pytest.approx([row.log_p[np.searchsorted(allowed, t)] for t in one.p])
+        learned = sampler.futures.known[text]
+        assert learned.rest == one.rest and learned.p.keys() == learned.bound.keys() == one.p.keys()
+
+
+def test_forwards_of_fewer_texts_give_the_same_rows(monkeypatch):
+    whole = exactly(branching, sampler_toy(), 3)
+    monkeypatch.setattr(scores, "MOST_LOGITS", 8)  # two rows of four tokens
+    some = exactly(branching, sampler_toy(), 3)
+    assert some.log_z == pytest.approx(whole.log_z) and some.local == pytest.approx(whole.local)
+
+
 def sampler_toy():
     return RandomToy(5, support=2, plain=True)
 
@@ -137,6 +170,8 @@ def sampler_toy():
 def test_attempts_are_limited():
     sampler = sampler_of(batch=16)
     assert len(sampler.given_valid(400, 40)) < 40 and sampler.attempts == 40
+    found = estimate(sampler_of(batch=16), 40, 40)
+    assert found["global_samples"] < 40 == found["attempts"] and found["stopped_by_attempts"]
 
 
 @pytest.mark.parametrize("kind", ["rejection", "expected_futures"])
@@ -144,7 +179,7 @@ def test_estimates_agree_with_the_exact_distance(kind):
     whole = exactly(branching, sampler_toy(), 3)
     found = estimate(sampler_of(kind), 400, 4000)
     assert found["method"] == "sampled" and found["exact_samples"] == (kind == "rejection")
-    assert found["local_samples"] == found["global_samples"] == 400
+    assert found["local_samples"] == found["global_samples"] == 400 and not found["stopped_by_attempts"]
     assert found["z_lower"] - 1e-12 <= np.exp(whole.log_z) <= found["z_upper"] + 1e-12
     for name, value in (("z", np.exp(whole.log_z)), ("tv", whole.tv), ("tv_global", whole.tv), ("kl", whole.kl)):
         low, high = found[name]["low"], found[name]["high"]
@@ -213,22 +248,65 @@ def test_a_prompt_without_valid_outputs_has_an_entry_that_says_so(tmp_path):
     assert [row["method"] for row in summary_of(tmp_path)["prompts"]] == ["none", "none"]
 
 
-def test_an_interrupted_run_says_that_it_starts_anew(tmp_path, monkeypatch, capsys):
-    calls = []
+def interrupted_at(monkeypatch, name, number):
+    """Let the ``number``-th call of a function of the task, from 1, be interrupted; returns the calls."""
+    calls, right = [], getattr(task, name)
 
-    def interrupted(*arguments, right=exact):
+    def interrupted(*arguments):
         calls.append(arguments)
-        if len(calls) == 2:
+        if len(calls) == number:
             raise KeyboardInterrupt
         return right(*arguments)
 
-    monkeypatch.setattr("spec_lab.tasks.constraint_distance.task.exact", interrupted)
-    code, _ = run(tmp_path)
-    assert code == 130
-    assert "nothing is kept of the 1 of 2 prompts that were measured." in capsys.readouterr().err
-    assert not (tmp_path / "summary.json").exists()
+    monkeypatch.setattr(task, name, interrupted)
+    return calls
+
+
+@pytest.mark.parametrize(("name", "most"), [("exact", 4096), ("estimate", 2)])
+def test_a_resumed_run_keeps_the_prompts_that_were_finished(tmp_path, monkeypatch, capsys, name, most):
+    options = dict(samples=20, attempts=2000)
+    calls = interrupted_at(monkeypatch, name, 2)
+    code, _ = run(tmp_path / "here", toy_lab(max_prefixes=most), **options)
+    assert code == 130 and not (tmp_path / "here" / "summary.json").exists()
+    told = capsys.readouterr().err
+    assert "the distances of 1 of 2 prompts are in" in told and "to resume" in told
+    assert run(tmp_path / "here", toy_lab(max_prefixes=most), **options)[0] == 0
+    assert len(calls) == 3  # the second prompt only
+    assert run(tmp_path / "whole", toy_lab(max_prefixes=most), **options)[0] == 0
+    assert summary_of(tmp_path / "here")["prompts"] == summary_of(tmp_path / "whole")["prompts"]
+    assert run(tmp_path / "here", toy_lab(max_prefixes=most), **options)[0] == 0
+    assert len(calls) == 5  # of a finished run nothing is measured again
+
+
+def test_values_that_json_lacks_survive_a_resume(tmp_path):
+    """Masked outputs that do not end make KL(local || global) infinite; nothing valid makes all estimates NaN."""
+    one = toy_lab([(5, 2), (6, 7, 8, 9, 2)])
+    nothing = toy_lab([(5, 6, 7, 8, 9, 2)])
+    assert run(tmp_path / "inf", one)[0] == run(tmp_path / "inf", one)[0] == 0
+    assert all(row["kl_local"] is None for row in summary_of(tmp_path / "inf")["prompts"])
+    kept = [one["kl_local"] for one in tables.entries(tables.parts(tmp_path / "inf")).values()]
+    assert kept == [np.inf, np.inf]
+    options = dict(method="sampled", samples=2, attempts=4)
+    assert run(tmp_path / "nan", nothing, **options)[0] == run(tmp_path / "nan", nothing, **options)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("entry", "what"),
+    [
+        ("{", "Expecting"),
+        ("[" * 100_000, "recursion"),
+        ('{"prompt": "p0", "method": "other"}', "method must be one of exact, none, sampled"),
+        ('{"prompt": "p0", "method": "none"}', "error is missing"),
+    ],
+)
+def test_a_damaged_entry_is_refused_with_its_prompt(tmp_path, entry, what):
     assert run(tmp_path)[0] == 0
-    assert len(summary_of(tmp_path)["prompts"]) == 2
+    file = tmp_path / "distances.parquet"
+    frame = pd.read_parquet(file)
+    frame["entry"] = entry
+    frame.to_parquet(file)
+    with pytest.raises(ValueError, match=f"distances of prompt 0 are not readable .*{what}"):
+        run(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from spec_lab.analysis.metrics.intervals import (
     cluster_variance,
     quantiles,
     ratio,
-    resampled,
+    resampled_sums,
 )
 from spec_lab.engine.request import BROKEN
 
@@ -161,10 +161,10 @@ def depth_bands(steps: pd.DataFrame, level: float = 0.95, resamples: int = 999) 
 
     if groups < 2 or not len(each):
         return dict.fromkeys(("survival", "conditional"), np.full((2, len(each)), np.nan))
-    draws = resampled(groups, resamples)
-    hits = draws @ per_group(accepted[:, None] >= each)
-    misses = draws @ per_group((accepted[:, None] == each - 1) & rejected[:, None])
-    total = draws @ np.bincount(group, minlength=groups)[:, None]
+    hit = per_group(accepted[:, None] >= each)
+    missed = per_group((accepted[:, None] == each - 1) & rejected[:, None])
+    sums = np.hstack([hit, missed, np.bincount(group, minlength=groups)[:, None]])
+    hits, misses, total = np.split(resampled_sums(sums, resamples), [len(each), 2 * len(each)], axis=1)
     rates = np.divide(hits, hits + misses, out=np.full(hits.shape, np.nan), where=hits + misses > 0)
     return {"survival": quantiles(hits / total, level), "conditional": quantiles(rates, level)}
 

@@ -7,12 +7,15 @@ interval is the percentile one; with few clusters it is too narrow (with eight i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
+
+MOST_DRAWS = 2**22
+"""Draws of a bootstrap that are computed at once, of at most 32 bytes each: the resamples of many units are chunked."""
 
 
 class Interval(NamedTuple):
@@ -78,7 +81,7 @@ def bootstrap(
     mean = float(statistic(sums.sum(0, keepdims=True))[0])
     if len(sums) < 2:
         return Interval(mean, float("nan"), float("nan"))
-    low, high = quantiles(statistic(resampled(len(sums), resamples) @ sums)[:, None], level)[:, 0]
+    low, high = quantiles(statistic(resampled_sums(sums, resamples))[:, None], level)[:, 0]
     return Interval(mean, float(low), float(high))
 
 
@@ -95,11 +98,26 @@ def cluster_variance(top: ArrayLike, bottom: ArrayLike, clusters: ArrayLike) -> 
     return float(count / (count - 1) * np.square(residuals).sum() / total**2)
 
 
-def resampled(count: int, resamples: int) -> np.ndarray:  # [resamples, count]
-    """Return how often each resample draws each of ``count`` units, with replacement: the same for every call."""
-    draws = np.random.default_rng(0).integers(0, count, (resamples, count), dtype=np.int32)  # five times as fast
-    draws += count * np.arange(resamples, dtype=np.int32)[:, None]
-    return np.bincount(draws.ravel(), minlength=count * resamples).reshape(resamples, count).astype(np.float64)
+def resampled_sums(sums: np.ndarray, resamples: int) -> np.ndarray:  # [N, K] -> [resamples, K]
+    """Return the totals of each resample, which draws N of the N units with replacement: the same for every call.
+
+    At most ``MOST_DRAWS`` draws, or those of one resample, are computed at once.
+
+    Args:
+        sums: what each unit adds.
+        resamples: number of them.
+    """
+    return np.concatenate([weights @ sums for weights in _weights(len(sums), resamples)])
+
+
+def _weights(count: int, resamples: int) -> Iterator[np.ndarray]:  # [some, count]
+    """Yield how often each resample draws each of ``count`` units, some resamples at a time."""
+    rng, most = np.random.default_rng(0), max(MOST_DRAWS // max(count, 1), 1)
+    for start in range(0, resamples, most):
+        some = min(most, resamples - start)
+        draws = rng.integers(0, count, (some, count), dtype=np.int32)  # five times as fast as int64
+        draws += count * np.arange(some, dtype=np.int32)[:, None]
+        yield np.bincount(draws.ravel(), minlength=count * some).reshape(some, count).astype(np.float64)
 
 
 def quantiles(draws: np.ndarray, level: float) -> np.ndarray:  # [R, K] -> [2, K]

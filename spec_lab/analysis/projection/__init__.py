@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -14,7 +15,8 @@ from spec_lab.analysis.projection.acceptance import Acceptance, RecordedDesign, 
 from spec_lab.analysis.projection.deployments import deployments_of, measured_deployment
 from spec_lab.analysis.projection.project import Deployment, Prefill, break_even, project, speedup
 from spec_lab.analysis.projection.show import notes, show
-from spec_lab.core.files import own_folder, write_text
+from spec_lab.core.files import Unreadable, expect, own_folder, read_json, write_json, write_text
+from spec_lab.core.options import brief
 
 __all__ = [
     "Acceptance",
@@ -33,6 +35,8 @@ __all__ = [
     "write",
 ]
 
+FORMATS = ("png", "svg")
+
 
 def draw(cells: pd.DataFrame) -> dict[str, Figure]:
     """Return the figures: the fastest design by device and batch, and a heat map of each design with several lengths.
@@ -48,14 +52,53 @@ def draw(cells: pd.DataFrame) -> dict[str, Figure]:
     return {name: figure for name, figure in made.items() if figure is not None}
 
 
+INDEX = "projection.json"
+"""Lists the files of a folder that a projection has written."""
+
+OWN = re.compile(r"(projection|break_even)\.csv|(best|speedup_[\w.@-]+)\.(png|svg)")
+"""Names of files that are written; nothing else in a folder is ever removed, whatever its index lists."""
+
+
 def write(cells: pd.DataFrame, even: pd.DataFrame, folder: Path) -> list[Path]:
     """Write ``projection.csv``, ``break_even.csv`` and the figures (PNG, SVG) into a folder; returns the files.
 
+    Files that an earlier projection wrote there, as ``projection.json`` lists them, are removed unless replaced. Each
+    file is replaced atomically, and the list names every file that is there, also when writing is interrupted.
+
     Raises:
+        ValueError: ``projection.json`` is not such a list.
         OSError: it cannot be written.
     """
     own_folder(folder)
-    files = [folder / "projection.csv", folder / "break_even.csv"]
-    for file, frame in zip(files, (cells, even), strict=True):
-        write_text(file, frame.to_csv(index=False, float_format="%.6g"))
-    return files + save(draw(cells), folder, ("png", "svg"))
+    tables = {"projection.csv": cells, "break_even.csv": even}
+    figures = draw(cells)
+    names = [*tables, *(f"{name}.{form}" for name in figures for form in FORMATS)]
+    earlier = _written(folder)
+    write_json(folder / INDEX, {"files": list(dict.fromkeys([*names, *earlier]))})
+    for name, frame in tables.items():
+        write_text(folder / name, frame.to_csv(index=False, float_format="%.6g"))
+    save(figures, folder, FORMATS)
+    for name in earlier:
+        if name not in names:
+            (folder / name).unlink(missing_ok=True)
+    write_json(folder / INDEX, {"files": names})
+    return [folder / name for name in names]
+
+
+def _written(folder: Path) -> list[str]:
+    """Return the names of the files that an earlier projection has written into a folder.
+
+    Raises:
+        Unreadable: the list has other contents.
+    """
+    there = read_json(folder / INDEX)
+    if there is None:
+        return []
+    try:
+        expect(there, {"files": [str]}, "")
+        if wrong := [name for name in there["files"] if not OWN.fullmatch(name)]:
+            raise ValueError(f"no projection writes {brief(wrong[0])}")
+    except ValueError as error:
+        why = f"is no list of a projection's files ({error}); choose another --out"
+        raise Unreadable(f"{folder / INDEX} {why}") from error
+    return list(there["files"])

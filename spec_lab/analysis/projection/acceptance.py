@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from spec_lab.analysis import metrics
-from spec_lab.analysis.metrics.intervals import resampled
+from spec_lab.analysis.metrics.intervals import resampled_sums
 from spec_lab.analysis.names import names_in_manifest
 from spec_lab.core.files import read_json
 from spec_lab.propose import trees
@@ -67,12 +67,11 @@ class RecordedDesign:
         there are no resamples.
         """
         count = len(self.steps)
-        weights = np.ones((1, count))
-        if count > 1:
-            weights = np.vstack([weights, resampled(count, resamples)])
-        steps = weights @ self.steps
-        drafted, nodes, accepted = (weights @ one / steps[:, None] for one in (self.drafted, self.nodes, self.accepted))
-        return Acceptance(drafted, nodes, accepted)
+        sums = np.hstack([self.drafted, self.nodes, self.accepted, self.steps[:, None]])
+        totals = sums.sum(0, keepdims=True)
+        if count > 1 and resamples:
+            totals = np.vstack([totals, resampled_sums(sums, resamples)])
+        return Acceptance(*np.split(totals[:, :-1] / totals[:, -1:], 3, axis=1))
 
 
 @dataclass(frozen=True)

@@ -146,8 +146,8 @@ class Sampler:
 
     def __post_init__(self) -> None:
         length = min(self.request.max_new_tokens, self.target.context - len(self.request.tokens))
-        self.scores = Scores(self.target, self.applied.constraint, self.request)
         self.futures = ExpectedFutures(self.request.stop, length)
+        self.scores = Scores(self.target, self.applied.constraint, self.request, self.futures.may_follow)
 
     def local(self, count: int) -> list[tuple[Text, bool]]:
         """Return ``count`` outputs of the masked distribution, and whether each is valid."""
@@ -158,7 +158,14 @@ class Sampler:
         return found
 
     def given_valid(self, count: int, most: int) -> list[Text]:
-        """Return up to ``count`` outputs of p(x | valid), from at most ``most`` attempts."""
+        """Return up to ``count`` outputs of p(x | valid), from at most ``most`` attempts.
+
+        With the sampler "rejection" the first n accepted outputs are n independent samples of p(x | valid), for any n
+        that is fixed beforehand: each attempt is accepted with a probability, and then has a distribution, that do not
+        depend on earlier outputs but through the acceptance probability. How many attempts n outputs need does depend
+        on them, through what was learned. So the outputs of a fixed number of attempts, of which fewer than ``count``
+        were accepted, are not independent of their number, and their mean can be biased.
+        """
         found: list[Text] = []
         while len(found) < count and self.attempts < most:
             some = min(self.batch_size, most - self.attempts)
@@ -185,9 +192,9 @@ class Sampler:
 
     def _learn(self, output: Text, valid: bool) -> None:
         for end in range(len(output) + 1):
-            if (row := self.scores.rows.get(output[:end])) is None:  # from here on it is not allowed, or it has ended
+            if (row := self.scores.seen.get(output[:end])) is None:  # from here on it is not allowed, or it has ended
                 break
-            self.futures.learn(output[:end], row.tokens, np.exp(row.log_p))
+            self.futures.learn(output[:end], row.rest, {token: float(np.exp(one)) for token, one in row.p.items()})
         if valid:
             self.futures.add(output, float(np.exp(self.scores.log_probabilities(output)[0])))
 
@@ -212,6 +219,7 @@ def estimate(sampler: Sampler, samples: int, most: int) -> dict[str, Any]:
         "local_samples": len(local),
         "global_samples": len(given),
         "attempts": sampler.attempts,
+        "stopped_by_attempts": len(given) < samples,
         "local_invalid": float(np.mean(log_w == -np.inf)),
         "z_lower": sampler.futures.lower,
         "z_upper": sampler.futures.upper,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from spec_lab.constrain.potential import NO_TOKENS, Text
-from spec_lab.constrain.protocol import Constraint, ConstraintError, ConstraintState, tokens_of
+from spec_lab.constrain.protocol import Constraint, ConstraintError, ConstraintState, allows, tokens_of
 from spec_lab.engine.request import Request
-from spec_lab.engine.text_logits import text_logits
+from spec_lab.engine.text_logits import ROWS, text_logits
 from spec_lab.models.target import Target
+
+MOST_LOGITS = 2**23
+"""Logits that are in memory at once, in float64: 64 MiB. With large vocabularies a forward has fewer texts."""
 
 
 class Row(NamedTuple):
@@ -30,71 +34,140 @@ class Row(NamedTuple):
 
 def rows_after(target: Target, request: Request, texts: Sequence[Text], allowed: Sequence[np.ndarray]) -> list[Row]:
     """Return the row after each text, given the tokens ``[n]`` that the constraint allows after it."""
-    found: list[Row | None] = [None] * len(texts)
-    for some in text_logits(target, request, texts):
+    found = dict(_rows(target, request, texts, lambda number: allowed[number]))
+    return [found[number] for number in range(len(texts))]
+
+
+def _rows(
+    target: Target, request: Request, texts: Sequence[Text], allowed: Callable[[int], np.ndarray]
+) -> Iterator[tuple[int, Row]]:
+    """Yield the number of each text and the row after it.
+
+    Args:
+        target, request, texts: as of ``rows_after``.
+        allowed: returns the tokens ``[n]`` that the constraint allows after the text with this number.
+    """
+    for some in text_logits(target, request, texts, max(min(ROWS, MOST_LOGITS // target.vocabulary), 1)):
+        numbers = some.numbers.tolist()
+        tokens = [allowed(number) for number in numbers]
         mask = np.zeros(some.logits.shape, dtype=bool)
-        for row, number in enumerate(some.numbers.tolist()):
-            mask[row, allowed[number]] = True
+        for row, own in enumerate(tokens):
+            mask[row, own] = True
         with np.errstate(divide="ignore"):
             p, local = some.log_probabilities(), some.log_probabilities(mask)
-        for row, number in enumerate(some.numbers.tolist()):
-            found[number] = Row(allowed[number], p[row, allowed[number]], local[row, allowed[number]])
-    return [one for one in found if one is not None]
+        for row, (number, own) in enumerate(zip(numbers, tokens, strict=True)):
+            yield number, Row(own, p[row, own], local[row, own])
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is kept of the row after a text.
+
+    Args:
+        rest: the probability, without the constraint, of the other allowed tokens that may follow.
+        p: without the constraint, the log probability of each allowed token that followed the text in an output.
+        local: the same when everything else is masked.
+    """
+
+    rest: float
+    p: Mapping[int, float]
+    local: Mapping[int, float]
 
 
 class Scores:
-    """The rows of one request after all texts that were asked about.
+    """The probabilities along outputs of one request.
+
+    Of each text only the tokens that followed it are kept, so that memory grows with the outputs, not with the
+    vocabulary. Where another token follows a text later, its row is computed again.
 
     Args:
         target: computes them.
         constraint: allows tokens.
         request: its prompt and sampling.
+        may_follow: returns which of the allowed tokens ``[n]`` may follow a text (``ExpectedFutures.may_follow``).
     """
 
-    def __init__(self, target: Target, constraint: Constraint, request: Request) -> None:
-        self.target, self.constraint, self.request = target, constraint, request
-        self.rows: dict[Text, Row] = {}
-        self._allowed: dict[Text, np.ndarray] = {}
+    def __init__(
+        self,
+        target: Target,
+        constraint: Constraint,
+        request: Request,
+        may_follow: Callable[[Text, np.ndarray], np.ndarray],
+    ) -> None:
+        self.target, self.constraint, self.request, self.may_follow = target, constraint, request, may_follow
+        self.seen: dict[Text, Seen] = {}
 
     def add(self, outputs: Collection[Text]) -> dict[Text, bool]:
-        """Compute the rows along outputs, and return which outputs are valid."""
-        valid = {output: self._walk(output) for output in dict.fromkeys(outputs)}
-        new = [text for text in self._allowed if text not in self.rows]
-        rows = rows_after(self.target, self.request, new, [self._allowed[text] for text in new])
-        self.rows |= dict(zip(new, rows, strict=True))
+        """Compute the probabilities along outputs, and return which outputs are valid."""
+        new: dict[Text, _New] = {}
+        valid = {output: self._walk(output, new) for output in dict.fromkeys(outputs)}
+        texts = list(new)
+
+        def allowed(number: int) -> np.ndarray:
+            own = new[texts[number]]
+            return NO_TOKENS if own.dead else tokens_of(own.mask, self.constraint.vocabulary)
+
+        for number, row in _rows(self.target, self.request, texts, allowed):
+            text = texts[number]
+            followed = sorted({*new[text].tokens, *(self.seen[text].p if text in self.seen else ())})
+            place = np.searchsorted(row.tokens, followed)
+            others = self.may_follow(text, row.tokens)
+            others[place] = False
+            p, local = (dict(zip(followed, one[place].tolist(), strict=True)) for one in (row.log_p, row.log_local))
+            self.seen[text] = Seen(float(np.exp(row.log_p[others]).sum()), p, local)
         return valid
 
     def log_probabilities(self, output: Text) -> tuple[float, float]:
         """Return log p and log p_local of a valid output."""
-        totals = [0.0, 0.0]
-        for place, token in enumerate(output):
-            row = self.rows[output[:place]]
-            at = int(np.searchsorted(row.tokens, token))
-            totals = [totals[0] + float(row.log_p[at]), totals[1] + float(row.log_local[at])]
-        return totals[0], totals[1]
+        rows = [(self.seen[output[:place]], token) for place, token in enumerate(output)]
+        return sum(row.p[token] for row, token in rows), sum(row.local[token] for row, token in rows)
 
-    def _walk(self, output: Text) -> bool:
-        """Note what is allowed along an output, and return whether it is valid."""
+    def _walk(self, output: Text, new: dict[Text, _New]) -> bool:
+        """Note in ``new`` what must be computed along an output, and return whether it is valid."""
         state = self.constraint.start(self.request)
         for place, token in enumerate(output):
-            if token not in self._after(output[:place], state):
-                return False
+            text = output[:place]
+            if text not in self.seen or token not in self.seen[text].p:
+                if text not in new:
+                    new[text] = _masked(state)
+                if not new[text].allows(token):
+                    return False
+                new[text].tokens.add(token)
             if token in self.request.stop:
                 return True
             try:
                 state.advance(token)
             except ConstraintError:  # a dead end
-                self._allowed[output[: place + 1]] = NO_TOKENS
+                new.setdefault(output[: place + 1], _New(dead=True))
                 return False
-        if len(output) < self.request.max_new_tokens:
-            self._after(output, state)  # perhaps a dead end
+        if len(output) < self.request.max_new_tokens and output not in self.seen and output not in new:
+            new[output] = _masked(state)  # perhaps a dead end
         return False
 
-    def _after(self, text: Text, state: ConstraintState) -> np.ndarray:
-        """The tokens that are allowed after a text, none at a dead end."""
-        if text not in self._allowed:
-            try:
-                self._allowed[text] = tokens_of(state.mask(), self.constraint.vocabulary)
-            except ConstraintError:
-                self._allowed[text] = NO_TOKENS
-        return self._allowed[text]
+
+@dataclass
+class _New:
+    """A text whose row must be computed.
+
+    Args:
+        mask: ``[W]`` of the tokens that are allowed after it; None allows all.
+        dead: whether none is.
+        tokens: those that followed it in outputs.
+    """
+
+    mask: np.ndarray | None = None
+    dead: bool = False
+    tokens: set[int] = field(default_factory=set)
+
+    def allows(self, token: int) -> bool:
+        """Whether a token is allowed after it."""
+        return not self.dead and (self.mask is None or allows(self.mask, token))
+
+
+def _masked(state: ConstraintState) -> _New:
+    """A text at whose end the constraint has this state."""
+    try:
+        mask = state.mask()
+    except ConstraintError:
+        return _New(dead=True)
+    return _New(None if mask is None else mask.copy())

@@ -18,7 +18,8 @@ from spec_lab.core.files import own_folder, replacing
 
 GUARANTEES = {
     "exact": "every valid output enumerated; exact up to the rounding of the target's probabilities",
-    "rejection": "global outputs are independent exact samples; distances are estimates with 95 % bootstrap intervals",
+    "rejection": "global outputs are independent exact samples, unless task.attempts ended the sampling (then their "
+    "number depends on them, and estimates can be biased); distances are estimates with 95 % bootstrap intervals",
     "expected_futures": "global outputs are exact only in the limit of many samples; distances are approximations",
 }
 """What is exact and what is not, by method or sampler."""
@@ -51,6 +52,11 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
         "within max_new_tokens; TV: total variation; KL: KL(global || local) in nats.",
         highlight=False,
     )
+    if cut := [row["prompt"] for row in summary["prompts"] if row.get("stopped_by_attempts")]:
+        console.print(
+            f"task.attempts ended the sampling of {', '.join(cut)} before there were task.samples global outputs.",
+            highlight=False, markup=False,
+        )  # fmt: skip
     for used in dict.fromkeys(row.get("sampler", row["method"]) for row in summary["prompts"]):
         if used in GUARANTEES:
             console.print(f"{used}: {GUARANTEES[used]}.", highlight=False)

@@ -14,7 +14,7 @@ from spec_lab.constrain.protocol import ConstraintError
 from spec_lab.core.options import one_of, whole
 from spec_lab.engine.global_constraint import Conditional
 from spec_lab.engine.request import Request
-from spec_lab.tasks.constraint_distance import show
+from spec_lab.tasks.constraint_distance import show, tables
 from spec_lab.tasks.constraint_distance.distance import Sampler, estimate, exact
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
@@ -34,6 +34,8 @@ def measure(
     attempts: int = 2000,
 ) -> int:
     """Measure, for every prompt, the distance between the masked distribution and that of valid outputs.
+
+    Each prompt's result is written when it is finished; the same command with the same directory resumes a stopped run.
 
     Args:
         lab: the parts; its constraint applies to the target. Its proposer and verifier decode the samples.
@@ -61,14 +63,18 @@ def measure(
     lab.check_one_turn("task=constraint_distance")
     _check(lab)
     requests = lab.requests(settings)
-    rows: list[dict[str, Any]] = []
+    written = tables.parts(settings.output_dir)
 
     def work(_: Mapping[str, Any]) -> Done:
-        for request in tqdm(requests, desc=settings.name, unit="prompt", disable=None):
-            rows.append(
-                {"prompt": request.name, **_distance(lab, settings, request, method, sampler, samples, attempts)}
-            )
-            lab.tracker.group(request.id, _tracked(rows[-1]))
+        found = tables.entries(written)
+        todo = [one for one in requests if one.id not in found]
+        for request in tqdm(todo, desc=settings.name, unit="prompt", disable=None):
+            entry = {"prompt": request.name, **_distance(lab, settings, request, method, sampler, samples, attempts)}
+            written.write(f"{request.id:06d}", {"distances": tables.row(request.id, entry)})
+            found[request.id] = entry
+            lab.tracker.group(request.id, _tracked(entry))
+        written.gather()
+        rows = [found[one.id] for one in requests]
         summary = {
             "experiment": settings.name,
             "target": lab.target.name,
@@ -85,10 +91,11 @@ def measure(
         )
 
     def left() -> tuple[int, str]:
-        return len(rows), f"nothing is kept of the {len(rows)} of {len(requests)} prompts that were measured"
+        done = len(tables.entries(written))
+        return done, f"the distances of {done} of {len(requests)} prompts are in {settings.output_dir}"
 
-    task = Task(lab, settings, config, ["constraint_distance"], work, left, leaves="Summary, manifest and figure")
-    return task.run(console)
+    leaves = "Rows, summary, manifest and figure"
+    return Task(lab, settings, config, ["constraint_distance"], work, left, written, leaves=leaves).run(console)
 
 
 def _check(lab: Lab) -> None:

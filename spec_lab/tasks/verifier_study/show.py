@@ -15,6 +15,7 @@ from rich.table import Table
 
 from spec_lab.analysis.figures import COLOURS, GREY, STYLE
 from spec_lab.analysis.names import arm_names, renamed
+from spec_lab.analysis.show import bounds_notes
 from spec_lab.core.files import own_folder, replacing
 from spec_lab.tasks.verifier_study.pooled import OUTCOME
 
@@ -34,7 +35,8 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
         console.print(_accepted(name, one))
     if proposers:
         console.print(_time(proposers))
-    console.print(_notes(summary), highlight=False)
+    for line in (_notes(summary), *bounds_notes(renamed(summary.get("bounds", {}), _shown_names(summary)))):
+        console.print(line, highlight=False)
 
 
 def _by_shown_name(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -1,6 +1,7 @@
 """Bootstrap intervals."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_lab.analysis import metrics
+from spec_lab.analysis.metrics import intervals
 
 
 def test_the_interval_of_many_values_is_nearly_the_normal_one_and_always_the_same():
@@ -109,3 +111,24 @@ def test_the_linearised_variance_is_that_of_the_draws():
 def test_the_linearised_variance_by_hand():
     """Ratio 6 / 10: off it by 1 - 0.6 * 4 = -1.4 and 5 - 0.6 * 6 = 1.4; 2 / (2 - 1) * (1.96 + 1.96) / 10^2."""
     assert metrics.cluster_variance([1, 0, 2, 3], [1, 3, 3, 3], [0, 0, 1, 1]) == pytest.approx(0.0784)
+
+
+@pytest.mark.parametrize("most", [1, 500, 1234, 10**9])
+def test_a_bootstrap_in_chunks_draws_the_same(monkeypatch, most):
+    sums = np.random.default_rng(2).normal(size=(123, 3))
+    draws = np.random.default_rng(0).integers(0, 123, (50, 123), dtype=np.int32)
+    expected = sums[draws].sum(1)
+    monkeypatch.setattr(intervals, "MOST_DRAWS", most)
+    assert intervals.resampled_sums(sums, 50) == pytest.approx(expected)
+
+
+def test_the_memory_of_a_bootstrap_does_not_grow_with_its_units():
+    sums = np.ones((200_000, 1))
+    tracemalloc.start()
+    try:
+        found = intervals.resampled_sums(sums, 100)  # in one piece: 20 million draws, 400 MB
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (found == 200_000).all()
+    assert peak < 32 * intervals.MOST_DRAWS + 16 * len(sums)

@@ -3,14 +3,24 @@
 import json
 import re
 import shutil
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from spec_lab.analysis import metrics
+from spec_lab.analysis import metrics, projection
 from spec_lab.analysis.metrics import cluster_interval
-from spec_lab.analysis.projection import Deployment, draw, measured_deployment, notes, project, recorded
+from spec_lab.analysis.projection import (
+    Deployment,
+    break_even,
+    draw,
+    measured_deployment,
+    notes,
+    project,
+    recorded,
+    write,
+)
 from spec_lab.analysis.projection.acceptance import of_steps
 from spec_lab.analysis.projection.costs import FreeForward
 from spec_lab.analysis.projection.drafting import Drafting
@@ -120,6 +130,48 @@ def test_the_command_prints_and_writes_a_projection(folder, tmp_path, capsys):
     assert len(even) == 2 * (2 + 4 + 3)
     names = {"best", "speedup_ngram", "speedup_longer", "speedup_model"}
     assert {file.name for file in (tmp_path / "out").glob("*.png")} == {f"{name}.png" for name in names}
+
+
+def small_projection(name):
+    """(cells, break-even) of one design at two lengths."""
+    design = of_steps(chains((0, 2, 2), (1, 2, 0)), name, "ngram", "token")
+    at = [Deployment("device", Rising(), {name: Drafting(FreeForward())})]
+    return project([design], at, [1, 2], 64), break_even([design], at, 2, 64)
+
+
+class Rising:
+    """A forward whose seconds rise with its rows."""
+
+    def seconds(self, rows, batch, context):
+        return np.broadcast_to(1.0 + 0.01 * np.asarray(rows) * batch, np.broadcast(rows, batch, context).shape)
+
+
+def test_files_of_an_earlier_projection_are_removed_and_foreign_ones_stay(tmp_path):
+    (tmp_path / "speedup_mine.png").write_bytes(b"not of a projection")
+    first, second = (write(*small_projection(name), tmp_path) for name in ("one", "two"))
+    assert {file.name for file in first} - {file.name for file in second} == {"speedup_one.png", "speedup_one.svg"}
+    there = {file.name for file in tmp_path.iterdir()}
+    assert there == {file.name for file in second} | {"speedup_mine.png", "projection.json"}
+    assert json.loads((tmp_path / "projection.json").read_text())["files"] == [file.name for file in second]
+
+
+def test_files_of_an_interrupted_projection_are_removed_by_the_next(tmp_path, monkeypatch):
+    write(*small_projection("one"), tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(projection, "save", Mock(side_effect=OSError("disk")))
+        with pytest.raises(OSError, match="disk"):
+            write(*small_projection("two"), tmp_path)
+    assert (tmp_path / "speedup_one.png").exists(), "nothing is removed before the new files are there"
+    last = write(*small_projection("three"), tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {file.name for file in last} | {"projection.json"}
+
+
+@pytest.mark.parametrize("listed", ["../other.png", "/tmp/best.png", "notes.csv", "speedup_a/b.png", "best.png\n"])
+def test_a_list_with_other_files_is_refused_and_nothing_is_removed(tmp_path, listed):
+    (tmp_path / "projection.json").write_text(json.dumps({"files": [listed]}))
+    with pytest.raises(ValueError, match="projection.json is no list of a projection's files .* --out"):
+        write(*small_projection("one"), tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["projection.json"]
 
 
 def test_a_design_without_its_draft_model_is_left_out_and_said(folder, tmp_path, capsys):
