@@ -6,12 +6,13 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files, InclusionLevel
-from mkdocs.structure.pages import Page
+if TYPE_CHECKING:  # the tests of links need no mkdocs
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "experiments/README.md", "experiments/*/README.md")
@@ -20,7 +21,9 @@ SHOWN = {".json": "json", ".py": "python", ".sh": "bash", ".toml": "toml", ".yam
 """Files that a page shows, by the language that they are highlighted as."""
 MOST = 200_000
 """Maximum size in bytes of a file that a page shows; larger ones are copied."""
-LINK = re.compile(r"(?P<before>\]\(|\b(?:src|href)=\"|^\[[^\]]+\]:\s+)(?P<target>[^\s)\"#]+)", re.MULTILINE)
+LINK = re.compile(
+    r"(?:\]\(|\b(?:src|href)=\"|^\[[^\]]+\]:[ \t]+)(?P<target>[^\s)\"#]*)(?:#(?P<anchor>[^\s)\"]*))?", re.MULTILINE
+)
 CODE = re.compile(r"^(?P<fence>```+|~~~+).*?^(?P=fence)\s*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
 
@@ -78,11 +81,13 @@ def page_of(path: str) -> str:
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
     """Add the files outside docs/ that pages link to."""
+    from mkdocs.structure.files import File, InclusionLevel
+
     added = [str(one.relative_to(ROOT)) for pattern in PAGES for one in sorted(ROOT.glob(pattern))]
     pages = [place(one.src_uri) for one in files.documentation_pages()] + added
     for page in pages:
         text = (ROOT / page).read_text(encoding="utf-8")
-        for path in dict.fromkeys(linked(page, found["target"]) for found in links(text)):
+        for path in dict.fromkeys(linked(page, found["target"]) for found in links(text) if found["target"]):
             if path and not path.startswith("docs/") and path != "README.md" and path not in added:
                 added.append(path)
                 if path.endswith(".md"):
@@ -121,7 +126,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     source = place(page.file.src_uri)
     start, parts = 0, []
     for found in links(markdown):
-        path = linked(source, found["target"])
+        path = linked(source, found["target"]) if found["target"] else None
         if path is not None:
             target = os.path.relpath(site_file(path), PurePosixPath(page.file.src_uri).parent)
             parts += [markdown[start : found.start("target")], target]
