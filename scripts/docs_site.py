@@ -75,7 +75,7 @@ def page_of(path: str) -> str:
         names = sorted(one.name + "/" * one.is_dir() for one in file.iterdir() if one.name[0] not in "._")
         return f"# {path}\n\n" + "\n".join(f"- `{name}`" for name in names) + "\n"
     text = file.read_text(encoding="utf-8")
-    fence = "`" * (3 + max((len(run) for run in re.findall("`+", text)), default=0))
+    fence = "`" * max(3, *(1 + len(run) for run in re.findall("`+", text)), 0)
     return f"# {path}\n\n{fence}{SHOWN[file.suffix]}\n{text.rstrip()}\n{fence}\n"
 
 

@@ -3,6 +3,7 @@
 import re
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -189,3 +190,40 @@ def test_options_in_the_text_exist():
             ):
                 wrong.append(f"{file.relative_to(ROOT)}: `{word}`: {why}")
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "on_the_site"),
+    [
+        ("replay.md", "bounds.md", "bounds.md"), ("replay.md", "../README.md", "index.md"),
+        ("replay.md", "../experiments/replay", "experiments/replay/README.md"),
+        ("reference/commands.md", "../../spec_lab/verify/token.py#L3", "../spec_lab/verify/token.py.md#L3"),
+        ("replay.md", "../conf/verifier", "conf/verifier/index.md"),
+        ("replay.md", "../notebooks/first_steps.ipynb", "notebooks/first_steps.ipynb"),
+        ("experiments/replay/README.md", "../../docs/replay.md#reading", "../../replay.md#reading"),
+        ("experiments/projection/README.md", "published.png", "published.png"),
+        ("replay.md", "https://arxiv.org/abs/2402.05109", "https://arxiv.org/abs/2402.05109"),
+        ("replay.md", "#reading", "#reading"), ("replay.md", "absent.md", "absent.md"),
+    ],
+)  # fmt: skip
+def test_links_that_leave_the_documents_lead_to_pages_of_the_site(page, link, on_the_site):
+    made = SimpleNamespace(file=SimpleNamespace(src_uri=page))
+    text = "[a `code`]({0}), `[b]({1})`\n\n```\n[c]({1})\n```\n"
+    assert docs_site.on_page_markdown(text.format(link, link), made) == text.format(on_the_site, link)
+
+
+def test_source_files_and_folders_are_shown_as_pages():
+    shown = docs_site.page_of("spec_lab/verify/token.py")
+    assert shown.startswith("# spec_lab/verify/token.py\n\n```python\n") and "class Token:" in shown
+    assert "- `token.yaml`\n" in docs_site.page_of("conf/verifier")
+
+
+def test_a_repeated_heading_and_code_in_a_heading_have_the_anchors_of_a_forge():
+    text = "# A `b.c` & d\n## Two\n```sh\n# no heading\n```\n## Two\n### [Link](x.md), 3.1\n"
+    assert documents.anchors(text) == {"a-bc--d", "two", "two-1", "link-31"}
+
+
+def test_commands_are_split_as_a_shell_does():
+    text = "```sh\nA=1 python -m spec_lab 'a=\"x;y\"' \\\n  b=2 && spec-lab state DIR  # c; d\ncat x | python3 -\n```\n"
+    found = [one.words for one in documents.commands(ROOT / "README.md", text)]
+    assert found == [("python", "-m", "spec_lab", 'a="x;y"', "b=2"), ("spec-lab", "state", "DIR"), ("python3", "-")]
