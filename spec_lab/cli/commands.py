@@ -1,5 +1,5 @@
 """Commands: ``spec-lab state``, ``collect``, ``compare``, ``report``, ``replay``, ``bounds``, ``project``, ``samples``,
-``track`` read runs; ``convert`` weights; ``index`` text.
+``track`` read runs; ``convert`` weights; ``index`` text; ``explain`` explains options.
 
 ``spec-lab train NAME`` is short for an experiment (``experiment``).
 """
@@ -20,6 +20,7 @@ from rich.table import Table
 
 from spec_lab.analysis.text import COLUMNS, WIDE
 from spec_lab.cli.build import conf
+from spec_lab.cli.explain import terminal as explain
 from spec_lab.core.files import replacing, write_text
 from spec_lab.core.terminal import visible
 from spec_lab.results import sweep
@@ -36,7 +37,7 @@ def command(arguments: Sequence[str], console: Console | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    given = _parser()[0].parse_args(arguments)
+    given = parser()[0].parse_args(arguments)
     try:
         return COMMANDS[given.command](given, console)
     except (OSError, ValueError, sweep.Locked) as error:
@@ -61,8 +62,10 @@ def complete(line: str) -> tuple[list[str], bool]:
     if first not in COMMANDS:
         return [], True
     if others[-1].startswith("-"):
-        known = re.findall(r"--[\w-]+", _parser()[1][first].format_usage())
+        known = re.findall(r"--[\w-]+", parser()[1][first].format_usage())
         return [name for name in known if name.startswith(others[-1])], False
+    if first == "explain":
+        return explain.complete(others[-1]), False
     folder, _, begins = others[-1].rpartition("/")
     above = f"{folder}/" if folder or others[-1].startswith("/") else ""
     found = sorted(one.name for one in Path(above or ".").glob("*/") if one.name.startswith(begins))
@@ -83,7 +86,7 @@ def experiment(arguments: Sequence[str]) -> list[str]:
     Raises:
         SystemExit: ``--help`` is printed; there is no name.
     """
-    given = _parser()[1][TRAIN].parse_args(arguments[1:])
+    given = parser()[1][TRAIN].parse_args(arguments[1:])
     return [f"+experiment={PREFIX}{given.name}", *given.overrides]
 
 
@@ -125,10 +128,10 @@ def _unreadable(folder: Path) -> int:
     return max((_refuse(f"unreadable: {one}") for one in broken), default=0)
 
 
-def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """Return the parser, and the parsers of the sub-commands by name."""
-    parser = argparse.ArgumentParser(prog="spec-lab", description=__doc__)
-    which = parser.add_subparsers(dest="command", required=True)
+    top = argparse.ArgumentParser(prog="spec-lab", description=__doc__)
+    which = top.add_subparsers(dest="command", required=True)
 
     def add(name: str) -> argparse.ArgumentParser:
         what = (COMMANDS[name].__doc__ or "").strip()
@@ -189,6 +192,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     index.add_argument("corpus", metavar="CORPUS", help='a JSONL file with lines {"text": "..."}')
     index.add_argument("out", type=Path, metavar="OUT", help="the folder of the store, for proposer.store=OUT")
     index.add_argument("--tokenizer", required=True, metavar="TARGET", help="the target's folder or hub name")
+    explain.add_arguments(add("explain"))
     train = which.add_parser(
         TRAIN,
         usage=f"spec-lab {TRAIN} NAME [OVERRIDE ...]",
@@ -198,7 +202,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     train.add_argument("name", type=_training, metavar="NAME", help=f"one of {names}; NAME --help prints its options")
     more = "options, such as target.path=DIR output_dir=DIR"
     train.add_argument("overrides", nargs=argparse.REMAINDER, metavar="OVERRIDE", help=more)
-    return parser, which.choices
+    return top, which.choices
 
 
 def _add_project(project: argparse.ArgumentParser) -> None:
@@ -457,6 +461,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
     "dashboard": _dashboard,
     "convert": _convert,
     "index": _index,
+    "explain": explain.run,
 }
 
 

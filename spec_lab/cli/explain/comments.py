@@ -1,0 +1,148 @@
+"""Config files with their comments, which YAML parsers drop."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+
+class Setting(NamedTuple):
+    """A key of a config file.
+
+    Args:
+        name: dotted, as far as mappings nest.
+        value: as the file writes it, on one line.
+        comment: behind it, and on the lines below that hold only a comment.
+    """
+
+    name: str
+    value: str
+    comment: str
+
+
+class Chosen(NamedTuple):
+    """An entry of a defaults list.
+
+    Args:
+        option: such as "proposer", "proposer@arms.chain", "hydra/sweeper"; empty of a file of the same group.
+        value: the name of a file.
+        comment: as in ``Setting``.
+    """
+
+    option: str
+    value: str
+    comment: str
+
+
+class ConfigFile(NamedTuple):
+    """A config file.
+
+    Args:
+        path: of the file.
+        head: the comment above its first key, without @package.
+        defaults: its defaults list, without _self_.
+        settings: its keys; of a mapping in block style the keys within.
+        target: what ``_target_`` names; empty without.
+    """
+
+    path: Path
+    head: str
+    defaults: tuple[Chosen, ...]
+    settings: tuple[Setting, ...]
+    target: str
+
+
+PRIVATE = ("_target_", "_convert_", "_recursive_")
+
+
+def read(path: Path, flat: bool = False) -> ConfigFile:
+    """Read a config file.
+
+    Args:
+        path: of the file.
+        flat: whether mappings in flow style, ``{a: 1}``, are taken apart too.
+
+    Raises:
+        ValueError: it is no YAML mapping.
+        OSError: it cannot be read.
+    """
+    text = path.read_text(encoding="utf-8")
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{path} is not readable YAML: {' '.join(str(error).split())[:200]}") from error
+    if root is not None and not isinstance(root, MappingNode):
+        raise ValueError(f"{path} must hold a mapping of options to values")
+    comments = _Comments(text)
+    settings = list(_settings(root, comments, flat)) if root else []
+    return ConfigFile(
+        path,
+        comments.head(),
+        tuple(_defaults(root, comments)) if root else (),
+        tuple(one for one in settings if one.name.rpartition(".")[2] not in PRIVATE or (flat and "." in one.name)),
+        next((one.value for one in settings if one.name == "_target_"), ""),
+    )
+
+
+class _Comments:
+    """The comments of a file, by the places that its nodes end at."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.lines = text.splitlines()
+
+    def head(self) -> str:
+        """Return the comment above the first key."""
+        found = []
+        for line in self.lines:
+            if not line.startswith("#"):
+                break
+            found.append(line.lstrip("#").strip())
+        return " ".join(one for one in found if not one.startswith("@package"))
+
+    def behind(self, node: Node, colon: bool = False) -> str:
+        """Return the comment behind a node; with ``colon`` that of a key whose value is on the lines below."""
+        line, column = node.end_mark.line, node.end_mark.column
+        if line >= len(self.lines):
+            return ""
+        own = re.fullmatch(r"[\s,}\]:]*#\s*(.*)" if colon else r"[\s,}\]]*#\s*(.*)", self.lines[line][column:])
+        found = [own[1]] if own else []
+        for below in self.lines[line + 1 :] if own else ():
+            more = re.fullmatch(r"\s+#\s*(.*)", below)
+            if not more:
+                break
+            found.append(more[1])
+        return " ".join(one.strip() for one in found)
+
+    def value(self, node: Node) -> str:
+        """Return a node as it is written, on one line."""
+        return " ".join(self.text[node.start_mark.index : node.end_mark.index].split())
+
+
+def _settings(node: MappingNode, comments: _Comments, flat: bool, above: str = "") -> Iterator[Setting]:
+    for key, value in node.value:
+        name = f"{above}{key.value}"
+        if not above and key.value == "defaults":
+            continue
+        if isinstance(value, MappingNode) and value.value and (flat or not value.flow_style):
+            yield from _settings(value, comments, flat, f"{name}.")
+        else:
+            empty = value.start_mark.index == value.end_mark.index
+            yield Setting(name, comments.value(value), comments.behind(key if empty else value, empty))
+
+
+def _defaults(node: MappingNode, comments: _Comments) -> Iterator[Chosen]:
+    for key, value in node.value:
+        if key.value != "defaults" or not isinstance(value, SequenceNode):
+            continue
+        for one in value.value:
+            if isinstance(one, ScalarNode) and one.value != "_self_":
+                yield Chosen("", one.value, comments.behind(one))
+            for option, chosen in one.value if isinstance(one, MappingNode) else ():
+                named = option.value.removeprefix("override ").strip().lstrip("/")
+                yield Chosen(named, chosen.value, comments.behind(chosen))

@@ -1,0 +1,268 @@
+"""The reference of all options: every key of the configs, its type, its default and what it means.
+
+A meaning is the comment behind the key; without one, that of the file which the config is based on; without one, what
+the docstring of the part that the config names says of the argument. Types are those of the part's signature.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from spec_lab.cli.explain import comments
+from spec_lab.cli.explain.comments import ConfigFile
+from spec_lab.cli.explain.sources import Argument, Description, Sources
+
+SETTINGS = "spec_lab.tasks.settings.Settings"
+APPLIED = "spec_lab.constrain.applied.AppliedConstraint"
+"""Of every constraint, the options that say how it applies are this class's."""
+
+EXPERIMENT = "experiment"
+HYDRA_GROUPS = {
+    EXPERIMENT: ("", "values for other options, under one name: +experiment=NAME"),
+    "hydra/launcher": ("basic", "where the runs of a sweep are executed; basic: one by one; joblib: in parallel"),
+    "hydra/sweeper": ("basic", "which runs a sweep has; basic: every combination of the values given"),
+}
+"""Groups that the defaults of conf/config.yaml do not list: their default, which is Hydra's, and what they choose."""
+
+ALIASES = {"arms": "proposer", "verifiers": "verifier", "parts": "proposer", "inner": "proposer"}
+"""Where parts of another group stand: ``arms.NAME.depth`` is the ``proposer.depth`` of the arm."""
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """A key of an option; of an experiment, a value that it sets.
+
+    Args:
+        name: dotted, within the option; of an experiment, as on the command line.
+        default: as the config writes it; ``???`` if it must be given.
+        type: such as "int or null", or "sweep" of a value that an experiment sweeps over; empty if it is not stated.
+        meaning: what it does; empty if nothing states it.
+    """
+
+    name: str
+    default: str
+    type: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class ConfigOption:
+    """A file of a config group: what ``GROUP=NAME`` chooses.
+
+    Args:
+        group: such as "proposer" or "hydra/launcher"; empty of conf/config.yaml.
+        name: of the file, without .yaml.
+        summary: what it is.
+        target: dotted name of what it builds; may be empty.
+        file: where it stands, from the folder above its conf/.
+        keys: in the order of the file, those of the file that it is based on first.
+    """
+
+    group: str
+    name: str
+    summary: str
+    target: str
+    file: str
+    keys: tuple[ConfigKey, ...]
+
+    def path(self, key: ConfigKey) -> str:
+        """Return the name that ``key`` has on the command line."""
+        above = self.group.replace("/", ".")
+        return key.name if above in ("", EXPERIMENT) else f"{above}.{key.name}"
+
+
+@dataclass(frozen=True)
+class ConfigGroup:
+    """A config group.
+
+    Args:
+        name: such as "proposer".
+        default: the option that is chosen without another; empty for none.
+        summary: what it chooses.
+        options: by name.
+    """
+
+    name: str
+    default: str
+    summary: str
+    options: tuple[ConfigOption, ...]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """All options.
+
+    Args:
+        top: those of conf/config.yaml that belong to no group.
+        groups: in the order of conf/config.yaml, then experiments and Hydra's.
+    """
+
+    top: ConfigOption
+    groups: tuple[ConfigGroup, ...]
+
+    def group(self, name: str) -> ConfigGroup | None:
+        """Return the group of this name."""
+        return next((one for one in self.groups if one.name == name), None)
+
+    def option(self, group: str, name: str) -> ConfigOption | None:
+        """Return an option of a group."""
+        found = self.group(group)
+        return next((one for one in found.options if one.name == name), None) if found else None
+
+    def each_key(self) -> Iterator[tuple[str, ConfigOption, ConfigKey]]:
+        """Yield every key but those of experiments: its name on the command line, its option, and the key."""
+        for option in (self.top, *(one for group in self.groups if group.name != EXPERIMENT for one in group.options)):
+            for key in option.keys:
+                yield option.path(key), option, key
+
+    def meaning(self, path: str, option: str = "") -> str:
+        """Return what the key with a name on the command line means, of ``option`` if it has the key; else empty."""
+        path, found = canonical(path), ""
+        for name, owner, key in self.each_key():
+            if name == path and (not found or owner.name == option):
+                found = key.meaning
+        return found
+
+
+def canonical(path: str) -> str:
+    """Return the name of a key in its group: ``proposer.depth`` for ``arms.NAME.depth``, ``proposer.inner.depth``."""
+    parts = path.split(".")
+    while True:
+        named = next((n for n, one in enumerate(parts[:2]) if one in ALIASES), None)
+        skipped = 1 if named is not None and parts[named] == "inner" else 2
+        if named is None or len(parts) <= named + skipped or (parts[named] in ("parts", "inner")) != (named == 1):
+            return ".".join(parts)
+        parts = [ALIASES[parts[named]], *parts[named + skipped :]]
+
+
+def read(folders: Sequence[Path], sources: Sources) -> Reference:
+    """Read config folders.
+
+    Args:
+        folders: the first holds config.yaml; files of later ones are added, and replace those of the same name.
+        sources: of what the configs name.
+
+    Raises:
+        ValueError: a file is not readable.
+        OSError: a folder or file is missing.
+    """
+    main = comments.read(folders[0] / "config.yaml")
+    files: dict[str, dict[str, ConfigFile]] = {one.option: {} for one in main.defaults if " " not in one.option}
+    for folder in folders:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is not a folder of configs")
+        for file in sorted(folder.rglob("*.yaml")):
+            group = file.parent.relative_to(folder).as_posix()
+            if group != ".":
+                files.setdefault(group, {})[file.stem] = comments.read(file, flat=group == EXPERIMENT)
+    chosen = {one.option: (one.value, one.comment) for one in main.defaults} | HYDRA_GROUPS
+    described = sources.describe(SETTINGS) or Description("", {})
+    keys = tuple(_documented(one, described.arguments) for one in _keys(main, described.arguments))
+    own = ConfigOption("", "config", main.head, "", _shown(main.path, 2), keys)
+    groups = []
+    for group, named in files.items():
+        if named and group != EXPERIMENT and not group.startswith("hydra/job"):
+            options = tuple(_option(group, name, named, sources) for name in sorted(named))
+            groups.append(ConfigGroup(group, *chosen.get(group, ("", "")), options))
+    reference = Reference(own, tuple(groups))
+    given = files.get(EXPERIMENT, {})
+    made = tuple(_experiment(name, given, reference, sources) for name in sorted(given))
+    place = len([one for one in groups if not one.name.startswith("hydra/")])
+    groups.insert(place, ConfigGroup(EXPERIMENT, *HYDRA_GROUPS[EXPERIMENT], made))
+    return Reference(own, tuple(groups))
+
+
+def _shown(path: Path, parts: int) -> str:
+    return Path(*path.parts[-parts:]).as_posix()
+
+
+def _keys(file: ConfigFile, arguments: Mapping[str, Argument]) -> Iterator[ConfigKey]:
+    """Yield the keys of a file, without Hydra's own in config.yaml."""
+    for chosen in file.defaults:
+        part, at, place = chosen.option.partition("@")
+        if at:
+            yield ConfigKey(place, chosen.value, f"an option of {part}", chosen.comment)
+    for one in file.settings:
+        if one.name.partition(".")[0] != "hydra":
+            known = arguments.get(one.name, Argument())
+            yield ConfigKey(one.name, one.value, known.type or _type(one.value), one.comment)
+
+
+def _documented(key: ConfigKey, arguments: Mapping[str, Argument]) -> ConfigKey:
+    """Return the key with the meaning that a docstring states, if it has none of its own."""
+    return key if key.meaning else replace(key, meaning=_plain(arguments.get(key.name, Argument()).meaning))
+
+
+def _plain(text: str) -> str:
+    """Return the text of a docstring as the comment of a config."""
+    return re.sub(r"\bNone\b", "null", text.replace("``", "")).rstrip(".")
+
+
+def _type(value: str) -> str:
+    """Return the type of a value as it is written; empty if it does not tell."""
+    kinds = {bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "mapping"}
+    return "" if value.startswith(("${", "???")) else kinds.get(type(yaml.safe_load(value or "null")), "")
+
+
+def _option(group: str, name: str, files: Mapping[str, ConfigFile], sources: Sources) -> ConfigOption:
+    """Return an option with the keys that it has from the files that it is based on."""
+    file, target = files[name], ""
+    keys: dict[str, ConfigKey] = {}
+    for one in file.defaults:
+        if not one.option and one.value in files and one.value != name:
+            based = _option(group, one.value, files, sources)
+            keys |= {key.name: key for key in based.keys}
+            target = based.target
+    target = file.target or target
+    described = sources.describe(target) if target else None
+    arguments = dict(described.arguments) if described else {}
+    if group == "constraint":
+        applied = sources.describe(APPLIED)
+        arguments = {**(applied.arguments if applied else {}), **arguments}
+    for key in _keys(file, arguments):
+        before = keys.get(key.name)
+        keys[key.name] = replace(key, meaning=key.meaning or (before.meaning if before else ""))
+    keys = {key: _documented(one, arguments) for key, one in keys.items()}
+    summary = file.head or (_plain(described.summary) if described else "")
+    shown = _shown(file.path, 2 + len(group.split("/")))
+    return ConfigOption(group, name, summary, target, shown, tuple(keys.values()))
+
+
+def _experiment(name: str, files: Mapping[str, ConfigFile], reference: Reference, sources: Sources) -> ConfigOption:
+    """Return an experiment with what it sets, each with its meaning."""
+    file, keys, chosen = files[name], [], {}
+    for part in file.defaults:
+        group, at, place = part.option.partition("@")
+        chosen[place or group] = part.value
+        option = reference.option(group, part.value)
+        summary = option.summary if option else "" if group else files[part.value].head
+        keys.append(ConfigKey("+" * bool(at or not group) + (part.option or EXPERIMENT), part.value, "", summary))
+    targets = {one.name.removesuffix("._target_"): one.value for one in file.settings if one.name.endswith("._target_")}
+    for one in file.settings:
+        above, _, own = one.name.rpartition(".")
+        described = sources.describe(targets[above]) if above in targets else None
+        if own == "_target_":
+            keys.append(
+                ConfigKey(one.name, one.value, "", one.comment or _plain(described.summary if described else ""))
+            )
+        elif described:
+            known = described.arguments.get(own, Argument())
+            keys.append(ConfigKey(one.name, one.value, known.type, one.comment or _plain(known.meaning)))
+        elif one.name.startswith(SWEPT):
+            swept = one.name.removeprefix(SWEPT)
+            values = reference.group(swept)
+            meaning = one.comment or (values.summary if values else reference.meaning(swept))
+            keys.append(ConfigKey(swept, one.value.strip("'\""), "sweep", meaning))
+        elif one.name not in ("hydra.mode", "name"):
+            meaning = one.comment or reference.meaning(one.name, chosen.get(above, ""))
+            keys.append(ConfigKey(one.name, one.value, "", meaning))
+    return ConfigOption(EXPERIMENT, name, file.head, "", _shown(file.path, 3), tuple(keys))
+
+
+SWEPT = "hydra.sweeper.params."
+"""Above the names of options that an experiment sweeps over."""

@@ -1,0 +1,78 @@
+"""Config files are read with their comments."""
+
+import pytest
+
+from spec_lab.cli.explain.comments import Chosen, Setting, read
+
+TEXT = """\
+# @package _global_
+# What it is,
+# in two lines.
+defaults:
+  - base                   # same group
+  - override /proposer: none
+  - /verifier@verifiers.one: token   # a further one
+  - _self_
+
+_target_: package.Class.load
+plain: 1                   # a number
+quoted: "# no comment"     # a text
+empty: ""                  # nothing
+null_one:                  # without a value
+uncommented: 2
+long: abc                  # the first line
+                           # and the second
+nested:                    # not shown
+  deep: {a: [1, 2], b: x}  # a mapping
+  none: {}
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "one.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+def test_comments_belong_to_the_keys_before_them(file):
+    found = read(file)
+    assert found.head == "What it is, in two lines."
+    assert found.target == "package.Class.load"
+    assert found.settings == (
+        Setting("plain", "1", "a number"),
+        Setting("quoted", '"# no comment"', "a text"),
+        Setting("empty", '""', "nothing"),
+        Setting("null_one", "", "without a value"),
+        Setting("uncommented", "2", ""),
+        Setting("long", "abc", "the first line and the second"),
+        Setting("nested.deep", "{a: [1, 2], b: x}", "a mapping"),
+        Setting("nested.none", "{}", ""),
+    )
+
+
+def test_defaults_are_read_with_their_comments(file):
+    assert read(file).defaults == (
+        Chosen("", "base", "same group"),
+        Chosen("proposer", "none", ""),
+        Chosen("verifier@verifiers.one", "token", "a further one"),
+    )
+
+
+def test_mappings_in_flow_style_are_taken_apart_on_request(file):
+    flat = {one.name: (one.value, one.comment) for one in read(file, flat=True).settings}
+    assert flat["nested.deep.a"] == ("[1, 2]", "") and flat["nested.deep.b"] == ("x", "a mapping")
+
+
+@pytest.mark.parametrize(("text", "message"), [("- a\n- b\n", "must hold a mapping"), ("a: [\n", "not readable YAML")])
+def test_other_files_are_refused_by_name(tmp_path, text, message):
+    path = tmp_path / "two.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        read(path)
+    assert str(path) in str(error.value)
+
+
+def test_an_empty_file_has_no_keys(tmp_path):
+    (tmp_path / "none.yaml").write_text("# nothing\n")
+    assert read(tmp_path / "none.yaml").settings == ()

@@ -1,0 +1,122 @@
+"""Signatures and docstrings are read from source files as Python would import them."""
+
+import sys
+
+import pytest
+
+from spec_lab.cli.explain.sources import Argument, Sources
+
+FILES = {
+    "parts/__init__.py": "from parts.deep import Made as Renamed\n",
+    "parts/kinds.py": "from typing import Literal\n\nKind = Literal['a', 'b']\n",
+    "parts/deep.py": '''
+from __future__ import annotations
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+if TYPE_CHECKING:
+    from parts.kinds import Kind
+
+raise RuntimeError("imported")
+
+
+class Options(TypedDict):
+    """Options.
+
+    Args:
+        width: of trees.
+    """
+
+    width: int | None
+
+
+class Base:
+    """The base."""
+
+    @staticmethod
+    def load(size: int, *, kind: Kind | None = None, **options: Unpack[Options]) -> Base:
+        """Load it.
+
+        Args:
+            size: how large, over
+                two lines.
+            kind, width: which one.
+
+        Raises:
+            ValueError: never.
+        """
+
+
+class Made(Base):
+    """The made one,
+    in two lines.
+
+    More.
+    """
+
+
+class Fields(Made):
+    """Fields.
+
+    Args:
+        rate: per second.
+    """
+
+    rate: float
+    names: list[str] = ()
+    table: "Mapping[str, int] | None" = None
+    live: Base | None = None
+
+
+def function(one: Literal["x", 2], path: Path, more: Any = None) -> None:
+    """A function."""
+''',
+}
+
+
+@pytest.fixture
+def sources(tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return Sources([tmp_path])
+
+
+def test_a_method_is_described_through_imports_bases_and_typed_dicts(sources):
+    found = sources.describe("parts.Renamed.load")
+    assert found.summary == "The made one, in two lines."
+    assert found.arguments == {
+        "size": Argument("int", "how large, over two lines."),
+        "kind": Argument("a or b or null", "which one."),
+        "width": Argument("int or null", "which one."),
+    }
+    assert "parts" not in sys.modules
+
+
+def test_a_class_has_the_fields_of_a_dataclass(sources):
+    assert sources.describe("parts.deep.Fields").arguments == {
+        "rate": Argument("float", "per second."),
+        "names": Argument("list of str"),
+        "table": Argument("mapping or null"),
+        "live": Argument("null"),
+    }
+
+
+def test_a_function_has_its_own_summary_and_the_values_of_a_literal(sources):
+    found = sources.describe("parts.deep.function")
+    assert found.summary == "A function."
+    assert found.arguments == {"one": Argument("x or 2"), "path": Argument("str"), "more": Argument()}
+
+
+@pytest.mark.parametrize("path", ["parts.deep.Absent", "absent.module.load", "parts.kinds.Kind", "parts", ""])
+def test_what_is_not_found_has_no_description(sources, path):
+    assert sources.describe(path) is None
+
+
+def test_a_file_that_python_cannot_read_has_no_description(sources, tmp_path):
+    (tmp_path / "parts" / "broken.py").write_text("def load(:\n")
+    assert sources.describe("parts.broken.load") is None
+
+
+def test_the_folder_of_a_package_is_found_and_a_missing_one_refused(sources, tmp_path):
+    assert sources.package("parts") == tmp_path / "parts"
+    with pytest.raises(FileNotFoundError, match="no package parts.none"):
+        sources.package("parts.none")
