@@ -102,6 +102,16 @@ def test_record_drafts_adds_the_drafted_tokens_of_every_arm_and_changes_nothing_
     pd.testing.assert_frame_equal(recorded.steps[[*plain.steps.columns]], plain.steps)
 
 
+def test_a_run_is_not_resumed_with_another_record_option(tmp_path):
+    own = settings(tmp_path / "out", record="drafts")
+    assert run(lab(TEXTS[:2]), own, CONFIG | {"record": "drafts"}, quiet()) == 0
+    before = (tmp_path / "out" / "steps.parquet").read_bytes()
+    with pytest.raises(ValueError, match="record: 'drafts' there, 'none' here"):
+        run(lab(TEXTS[:2]), settings(tmp_path / "out", record="none"), CONFIG | {"record": "none"}, quiet())
+    assert run(lab(TEXTS[:2]), own, CONFIG | {"record": "drafts"}, quiet()) == 0
+    assert (tmp_path / "out" / "steps.parquet").read_bytes() == before and load_token_texts(tmp_path / "out")
+
+
 @pytest.mark.parametrize(("change", "drafts"), [({}, True), ({"max_new_tokens": 2**15 // 10 + 1}, False)])
 def test_a_small_run_records_its_drafts_by_itself(tmp_path, change, drafts):
     """Five prompts and two arms: at most 3276 new tokens each."""

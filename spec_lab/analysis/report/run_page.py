@@ -13,8 +13,7 @@ from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.metrics.frames import Ranks
 from spec_lab.analysis.names import names_in_manifest, renamed, with_names
 from spec_lab.analysis.report.page import Cell, DataTable, Page, figure_cell, render, short_path
-from spec_lab.analysis.report.step_tree import Verification
-from spec_lab.analysis.report.token_view import token_view
+from spec_lab.analysis.report.token_view import token_view, verifications
 from spec_lab.analysis.roofline_text import limits_in_words, roofline_notes
 from spec_lab.analysis.text import COLUMNS, accuracy_notes, losslessness, margin_notes, number
 from spec_lab.core.files import Unreadable, expect, read_json
@@ -105,7 +104,7 @@ def page(folder: Path) -> str:
         bounds=_bounds(bounds),
         no_bounds=[(arm, one["needs"]) for arm, one in bounds.items() if one.get("needs")],
         names=arms,
-        view=token_view(folder, tables, arms, _verifications(manifest, summary, states)),
+        view=token_view(folder, tables, arms, verifications(manifest, states, _temperature(manifest, summary))),
         scripts=("page.js", "tokens.js"),
         styles=("page.css", "tokens.css"),
         constrained=summary.get("constraint", "none") != "none",
@@ -152,20 +151,6 @@ def _temperature(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> flo
     """Return the temperature of the requests; 0 where it is not recorded."""
     sampling = manifest.get("sampling") or manifest["config"].get("sampling") or {}
     return float(summary.get("temperature", sampling.get("temperature", 0.0)) or 0.0)
-
-
-def _verifications(
-    manifest: Mapping[str, Any], summary: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Verification]:
-    """Return how each arm verifies: from ``summary.json``, of a run that has not ended from the manifest."""
-    parts, temperature = manifest.get("parts") or {}, _temperature(manifest, summary)
-    found = {}
-    for arm, state in states.items():
-        known = state if state.get("verifier") else {} if arm == "baseline" else parts
-        verifier, lossless = known.get("verifier"), known.get("lossless")
-        lossless = True if arm == "baseline" else lossless if isinstance(lossless, bool) else None
-        found[arm] = Verification(str(verifier or ""), lossless, temperature)
-    return found
 
 
 def _tree(text: Any) -> tuple[Ranks, ...]:

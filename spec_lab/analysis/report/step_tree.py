@@ -188,7 +188,7 @@ def _rejection(
     drafted = "" if q is None else f", draft q {_shown(q)}"
     if q is not None and p[0] < q and abs(accept[0] - p[0] / q) <= SAME:
         drafted = f" < draft q {_shown(q)}"
-    return f"{start}: target p {_shown(p[0])}{drafted}, accepted with probability {chance}."
+    return f"{start}: target p {_shown(p[0])}{drafted}, so its acceptance probability was {chance}."
 
 
 def _emission(
@@ -242,6 +242,8 @@ def _names(names: Sequence[str]) -> str:
 def _shown(probability: float) -> str:
     """A probability as text: never 0 or 1 by rounding."""
     if 0 < probability < 0.001:
-        return f"{probability:.0e}"
+        return f"{probability:.1e}".replace("e-0", "e-")
     text = f"{probability:.2f}" if probability >= 0.1 else f"{probability:.2g}"
-    return f"{probability:.4f}" if text == "1.00" and probability < 1 else text
+    if text == "1.00" and probability < 1:
+        return f"{probability:.4f}" if probability < 0.99995 else ">0.9999"
+    return text

@@ -15,6 +15,7 @@
     passed: ["–", "not taken"], below: ["–", "not reached"], bonus: ["◆", "bonus"], recovered: ["◆", "recovered"],
     forced: ["◆", "forced"], emitted: ["◆", "sampled"], root: ["", ""],
   };
+  const LEGEND = "✓ accepted, ✗ rejected, – not taken or not reached, ⊘ not allowed, ◆ emitted after the accepted path";
   const block = document.getElementById("steps");
   const view = document.getElementById("prompts");
   const arms = document.getElementById("arm");
@@ -86,8 +87,8 @@
   function number(value) {
     if (value === null || value === undefined) return "";
     if (value === 0 || value === 1) return String(value);
-    const text = value < 0.001 ? value.toExponential(0) : value < 0.1 ? value.toPrecision(2) : value.toFixed(2);
-    return text === "1.00" ? value.toFixed(4) : text;
+    const text = value < 0.001 ? value.toExponential(1) : value < 0.1 ? value.toPrecision(2) : value.toFixed(2);
+    return text !== "1.00" ? text : value < 0.99995 ? value.toFixed(4) : ">0.9999";
   }
 
   function mark(kind, x, y) {
@@ -181,7 +182,8 @@
         button("▶", "Next step", place === steps.length - 1, go(place + 1)),
         link, button("✕", "Close", false, () => { close(); history.replaceState(null, "", "#prompts"); })),
       make("p", { class: "why", "aria-live": "polite" }, step.why || "The draft tree of this step was not recorded."),
-      make("p", { class: "how" }, step.facts), ...phasesOf(step.ms), ...(step.tree ? [treeOf(step.tree)] : []));
+      make("p", { class: "how" }, step.facts), ...phasesOf(step.ms),
+      ...(step.tree ? [treeOf(step.tree), make("p", { class: "legend how", "aria-hidden": "true" }, LEGEND)] : []));
     output.classList.add("open");
     output.append(pane);
     const own = `${key.slice(key.lastIndexOf("/") + 1)}/${step.round}`;
