@@ -30,7 +30,7 @@ class TokenTexts:
         """Return the texts of a target's tokens."""
         try:
             return TokenTexts(target.tokenizer, text_bytes(target))
-        except ValueError:  # no fast tokenizer, or one whose tokens have no bytes of their own
+        except Exception:  # tokens without bytes of their own, or an unknown kind: no run may fail for its report
             return TokenTexts(target.tokenizer, None)
 
     def text(self, token: int) -> str:
