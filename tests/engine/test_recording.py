@@ -175,7 +175,14 @@ def test_nodes_outside_the_constraint_are_marked_and_have_no_probability():
 
 @pytest.mark.parametrize(
     ("name", "temperature"),
-    [("null", 0.0), ("null", 0.8), ("medusa", 0.0), ("medusa", 0.8), ("draft_without", 0.8), ("draft_chain", 0.8)],
+    [
+        ("null", 0.0),
+        ("null", 0.8),
+        ("medusa", 0.0),
+        ("draft_points", 0.8),
+        ("draft_without", 0.8),
+        ("draft_chain", 0.8),
+    ],
 )
 def test_recording_costs_no_further_copy(monkeypatch, name, temperature):
     """On the ``meta`` device everything that reads a tensor raises, except the counted copies."""

@@ -56,11 +56,14 @@ def step_data(
         return token_text(texts.get(token, f"token {token}"))
 
     for key, row, forward in _steps_in_order(tables, requests, arms):
+        if left or count == MAX_STEPS:
+            left += 1
+            continue
         tree = read_tree(row)
         one = _step(row, forward, tree, lambda token: f"“{text(token)}”", how.get(row["arm"], Verification()))
         fresh = set() if tree is None else {*tree.tokens, *tree.emitted} - used
-        size = len(json.dumps(one, separators=(",", ":"))) + sum(len(json.dumps(text(token))) + 10 for token in fresh)
-        if left or letters + size > MAX_DATA or count == MAX_STEPS:
+        size = len(embedded(one)) + len(embedded({str(token): text(token) for token in fresh}))
+        if letters + size > MAX_DATA:
             left += 1
             continue
         letters, count, trees, used = letters + size, count + 1, trees + (tree is not None), used | fresh

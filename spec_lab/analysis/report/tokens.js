@@ -10,6 +10,7 @@
 {
   const SVG = "http://www.w3.org/2000/svg";
   const ROW = 28, MARK = 13; // px: a row of the tree, the x of the root's mark
+  const MOST_ROWS = 1000;
   const OUTCOMES = {
     accepted: ["✓", "accepted"], cut: ["✓", "accepted, cut"], rejected: ["✗", "rejected"], illegal: ["⊘", "not allowed"],
     passed: ["–", "not taken"], below: ["–", "not reached"], bonus: ["◆", "bonus"], recovered: ["◆", "recovered"],
@@ -108,7 +109,7 @@
   }
 
   function treeOf(tree) {
-    const rows = rowsOf(tree), deepest = Math.max(...rows.map((row) => row.depth), 1);
+    const every = rowsOf(tree), rows = every.slice(0, MOST_ROWS), deepest = Math.max(...rows.map((row) => row.depth), 1);
     const indent = Math.min(18, Math.max(3, 170 / deepest));
     const x = (row) => MARK + row.depth * indent, y = (place) => (place + 1.5) * ROW;
     const svg = drawn("svg", { width: MARK + deepest * indent + 12, height: (rows.length + 1) * ROW, "aria-hidden": "true" });
@@ -140,7 +141,8 @@
     ];
     const head = make("tr", {}, ...titles.map(([name, title]) => make("th", { scope: "col", title }, name)));
     return make("div", { class: "tree", tabindex: "0", role: "group", "aria-label": "Draft tree" },
-      make("div", {}, svg, make("table", {}, make("thead", {}, head), body)));
+      make("div", {}, svg, make("table", {}, make("thead", {}, head), body)),
+      ...(every.length > rows.length ? [`and ${every.length - rows.length} more rows`] : []));
   }
 
   function phasesOf(ms) {
@@ -166,6 +168,7 @@
 
   function show(output, key, place, scroll) {
     const steps = data.outputs[key], step = steps[place];
+    const within = pane.contains(document.activeElement), focused = document.activeElement.getAttribute("aria-label");
     close();
     open = { output, key, place };
     if (arms && arms.value !== output.dataset.arm) {
@@ -193,6 +196,10 @@
     if (spans.length) { // within the text alone: the page stays where it is
       const inside = spans[0].offsetTop - text.offsetTop;
       if (inside < text.scrollTop || inside > text.scrollTop + text.clientHeight - 40) text.scrollTop = inside - 60;
+    }
+    if (within) { // the control that had the focus is a new one
+      const same = focused && pane.querySelector(`[aria-label="${CSS.escape(focused)}"]:not(:disabled)`);
+      (same || text).focus({ preventScroll: true });
     }
     if (scroll) output.closest("article").scrollIntoView();
     history.replaceState(null, "", hash);
@@ -232,11 +239,9 @@
       show(output, output.dataset.output, 0);
       event.preventDefault();
     } else if (here && way) {
-      const place = open.place + way, focused = document.activeElement;
+      const place = open.place + way;
       event.preventDefault();
-      if (place < 0 || place >= data.outputs[open.key].length) return;
-      show(output, open.key, place);
-      if (!output.contains(focused) || !focused.isConnected) output.querySelector("pre").focus({ preventScroll: true });
+      if (place >= 0 && place < data.outputs[open.key].length) show(output, open.key, place);
     }
   });
   for (const output of outputs.values()) {
