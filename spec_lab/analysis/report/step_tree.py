@@ -228,7 +228,7 @@ def _afterwards(row: Mapping[str, Any], tree: StepTree) -> list[str]:
         why = f", because of {FINISHES[row['finish']]}" if row["finish"] in FINISHES else ""
         found.append(f"Of {row['emitted']} emitted tokens {row['emitted_kept']} were kept{why}.")
     if row["forks"]:
-        found.append(f"The constraint forked {row['forks']} sequences off.")
+        found.append(f"Sequences that the constraint forked off: {row['forks']}.")
     return found
 
 

@@ -12,7 +12,7 @@
   const ROW = 28, MARK = 13; // px: a row of the tree, the x of the root's mark
   const MOST_ROWS = 1000;
   const OUTCOMES = {
-    accepted: ["✓", "accepted"], cut: ["✓", "accepted, cut"], rejected: ["✗", "rejected"], illegal: ["⊘", "not allowed"],
+    accepted: ["✓", "accepted"], cut: ["✓", "accepted"], rejected: ["✗", "rejected"], illegal: ["⊘", "not allowed"],
     passed: ["–", "not taken"], below: ["–", "not reached"], bonus: ["◆", "bonus"], recovered: ["◆", "recovered"],
     forced: ["◆", "forced"], emitted: ["◆", "sampled"], root: ["", ""],
   };
@@ -75,7 +75,7 @@
       if (node >= 0) {
         rows.push({
           depth, parent: row, text: data.texts[tree.tokens[node]], kind: outcome(node), p: tree.p[node], q: tree.q[node],
-          accept: tree.accept[node], single: forced.has(node),
+          accept: tree.accept[node], single: forced.has(node), cut: tree.path.indexOf(node) >= tree.kept,
         });
         own = rows.length - 1;
       }
@@ -130,8 +130,8 @@
         const share = Math.round(100 * Math.min(1, Math.max(0, row[name] ?? 0)));
         return make("td", { class: `share ${name}`, style: `--share: ${share}%` }, number(row[name]));
       });
-      const more = (row.single ? ", forced" : "") + (row.cut ? ", cut" : "");
-      const said = make("td", { class: "outcome" }, `${sign} `, make("span", {}, word + more));
+      const more = [...(row.single ? ["forced"] : []), ...(row.cut ? ["cut"] : [])];
+      const said = make("td", { class: "outcome" }, `${sign} `, make("span", {}, word + (more.length ? ", " : "")), more.join(", "));
       body.append(make("tr", { class: row.kind }, token, ...cells, said));
     });
     const titles = [

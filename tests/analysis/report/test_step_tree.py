@@ -129,7 +129,7 @@ def test_a_constraint_is_named():
     acts = row([-1], [1], [0], [1], ["accepted"], taken_back=2, forks=1)
     assert why(acts, TOKEN) == (
         "The drafted token was accepted, down to a leaf. No token follows: the constraint acts here. "
-        "The constraint then removed 2 of the text's tokens. The constraint forked 1 sequences off."
+        "The constraint then removed 2 of the text's tokens. Sequences that the constraint forked off: 1."
     )
 
 
