@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, upload
+from spec_lab.core.draft import Draft, Shape, upload
 from spec_lab.core.randomness import Draws, Key, Purpose
+from spec_lab.engine.commit import Committed
 
 ID_BYTES = 3
 """Bytes of a token's number: vocabularies are smaller than 2**24."""
@@ -31,7 +33,7 @@ class Recording:
     """What the steps of a run record.
 
     Args:
-        drafts: whether every drafted token is kept with its target and draft probability.
+        drafts: whether every drafted token is kept with its probabilities, and every emitted one (``Recorded``).
         top: tokens recorded of each row's distributions; all if the vocabulary is no larger. 0: no distributions.
         share: the share of steps whose distributions are recorded. Which ones is a counter-based choice, so that a
             resumed run records the same.
@@ -73,6 +75,87 @@ class Distributions:
     expanded: np.ndarray
     roots: list[int]
     features: list[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """What was drafted, how likely it was, and what a step emitted. Arrays are the host's.
+
+    Args:
+        token: ``[M]`` the drafted tokens.
+        p: ``[M]`` target probability of each node's token below its parent; None where the target's arg max settles it.
+        q: ``[M]`` its draft probability, NaN where it was not sampled; None if none was.
+        stop: ``[R]`` the verdict's; None where the target's arg max settles it.
+        argmax: ``[R]`` the target's arg max of each row, where it settles p and stop.
+        last: ``[B]`` the token emitted after each accepted path; -1 for none.
+        last_p: ``[B]`` its target probability; None where the target's arg max settles it.
+        legal: ``[R]`` whether the constraint allows each row; None without one.
+        forced: ``[R]`` whether one token only is allowed after each row; None without a constraint on the target.
+    """
+
+    token: list[int]
+    p: np.ndarray | None
+    q: np.ndarray | None
+    stop: np.ndarray | None
+    argmax: np.ndarray | None
+    last: np.ndarray
+    last_p: np.ndarray | None
+    legal: np.ndarray | None
+    forced: np.ndarray | None
+
+    def columns(self, shape: Shape, committed: Sequence[Committed]) -> list[dict[str, Any]]:
+        """Return ``schema.DRAFT_COLUMNS`` of each tree."""
+        parent, nodes = shape.parent, np.arange(shape.roots, shape.rows)
+        stop, p = self.stop, self.p
+        if self.argmax is not None:
+            p = (self.argmax[parent] == self.token).astype(np.float64)
+            stop = np.zeros(shape.rows)
+            stop[[got.path[-1] if got.path else tree for tree, got in enumerate(committed)]] = 1.0
+        accept = conditional_acceptance(shape, np.zeros(shape.rows) if stop is None else stop)
+        forced = None if self.forced is None or self.legal is None else self.forced[parent] & self.legal[nodes]
+        found = []
+        for tree, got in enumerate(committed):
+            own = shape.trees[tree][1:] - shape.roots
+            emits = bool(got.tokens) and self.last[tree] >= 0
+            found.append(
+                {
+                    "draft_tokens": [self.token[node] for node in own.tolist()],
+                    "draft_parents": shape.places[parent[own]].tolist(),
+                    "draft_p": _listed(p, own),
+                    "draft_q": _listed(self.q, own),
+                    "draft_accept": _listed(accept, own),
+                    "draft_legal": None if self.legal is None else self.legal[own + shape.roots].tolist(),
+                    "draft_forced": None if forced is None else forced[own].tolist(),
+                    "emitted_tokens": [one.token for one in got.tokens],
+                    "emitted_origins": [one.origin for one in got.tokens],
+                    "emitted_p": None if not emits else 1.0 if self.last_p is None else float(self.last_p[tree]),
+                }
+            )
+        return found
+
+
+def conditional_acceptance(shape: Shape, stop: np.ndarray) -> np.ndarray:  # [M]
+    """Return the probability that each node is accepted given that its parent is; NaN where that cannot happen.
+
+    A node is accepted where the path ends at it or below it. So the product along a path is the probability that the
+    path is accepted, and what the children of its end leave of 1 is the share of it that stops there.
+
+    Args:
+        shape: of the forest.
+        stop: ``[R]`` the probability that the accepted path ends at each row.
+    """
+    reach, parents = stop.tolist(), shape.parent.tolist()
+    for node in range(shape.nodes - 1, -1, -1):  # parents come before their children
+        reach[parents[node]] += reach[shape.roots + node]
+    below = zip(parents, reach[shape.roots :], strict=True)
+    return np.array([min(1.0, own / reach[above]) if reach[above] else np.nan for above, own in below])
+
+
+def _listed(values: np.ndarray | None, nodes: np.ndarray) -> list[float | None]:
+    """The numbers of some nodes, None for NaN."""
+    if values is None:
+        return [None] * len(nodes)
+    return [None if np.isnan(one) else one for one in values[nodes].tolist()]
 
 
 def recorded_numbers(rows: np.ndarray, draft: Draft, p: Tensor, top: int) -> Mapping[str, Tensor]:

@@ -126,15 +126,33 @@ def logprobs_of(
     return own[parent, draft.token], own[end, last.clamp_min(0)]
 
 
-def drafted_probabilities(draft: Draft, p: Tensor) -> tuple[Tensor, Tensor]:  # [M], [M]
-    """Target and draft probability of every node's token below its parent; q is NaN where the node was not sampled."""
-    parent = torch.from_numpy(draft.shape.parent).to(p.device)
-    target = p[parent, draft.token]
+def target_probabilities(draft: Draft, p: Tensor) -> Array:  # [M]
+    """Target probability of every node's token below its parent."""
+    arrays = Arrays.like(p)
+    return arrays.read(p)[arrays.shape(draft.shape).parent, _tokens(draft, arrays)]
+
+
+def draft_probabilities(draft: Draft) -> Array | None:  # [M]
+    """Draft probability of every node's token below its parent, NaN where it was not sampled; None if none was."""
     if draft.q is None or draft.q_row is None:
-        return target, torch.full_like(target, torch.nan)
+        return None
+    arrays = Arrays.like(draft.q)
     place = draft.q_row[draft.shape.parent]
-    sampled, place = upload(p.device, (place >= 0) & (draft.codes != POINT), np.maximum(place, 0))
-    return target, torch.where(sampled > 0, draft.q[place, draft.token].to(target.dtype), torch.nan)
+    sampled, place = (place >= 0) & (draft.codes != POINT), np.maximum(place, 0)
+    if arrays.device is not None:
+        sampled, place = upload(arrays.device, sampled, place)
+        sampled = sampled > 0
+    return arrays.where(sampled, arrays.read(draft.q)[place, _tokens(draft, arrays)], np.nan)
+
+
+def probability_of(p: Tensor, row: Array, token: Array) -> Array:  # [B]
+    """Target probability of the token emitted at each row; anything where there is none (-1)."""
+    arrays = Arrays.like(p)
+    return arrays.read(p)[arrays.index(row), arrays.at_least(arrays.index(token), 0)]
+
+
+def _tokens(draft: Draft, arrays: Arrays) -> Array:  # [M]
+    return draft.token if draft.array is None else arrays.index(draft.array[: draft.shape.nodes])
 
 
 def at_temperature_1(

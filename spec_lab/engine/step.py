@@ -28,19 +28,21 @@ from spec_lab.core.randomness import Draws
 from spec_lab.core.readback import Readback
 from spec_lab.engine.commit import Commit, Committed, Decision, act, commit
 from spec_lab.engine.proposer import Observation, Proposer, most_cells, most_rows, release
-from spec_lab.engine.recording import Distributions, Recording, expanded, feature_hash, recorded_numbers
+from spec_lab.engine.recording import Distributions, Recorded, Recording, expanded, feature_hash, recorded_numbers
 from spec_lab.engine.rows import (
     at_temperature_1,
     constrained_probs,
-    drafted_probabilities,
+    draft_probabilities,
     expected_counts,
     history,
     logprobs_of,
+    probability_of,
+    target_probabilities,
     without_token_,
 )
 from spec_lab.engine.runner import Output
 from spec_lab.engine.sequence import Batch, SequenceState, by_row
-from spec_lab.engine.step_info import Chunk, Recorded, StepInfo
+from spec_lab.engine.step_info import Chunk, StepInfo
 from spec_lab.models.target import Target
 from spec_lab.verify import Choice, Verdict, Verifier, chains_only, check_draft, choose, follows_argmax, greedy_path
 from spec_lab.verify.arrays import Array
@@ -139,9 +141,6 @@ class Parts:
         return self._follows_argmax and (draft.one_hot or draft.ways == {"point"})
 
 
-NOTHING = np.empty(0)
-
-
 @inference
 def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chunk] = ()) -> StepInfo:
     """One forward of the target: draft below every sequence, verify, and commit what was chosen.
@@ -208,9 +207,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         allowed = open_mask(masks, raw.shape[-1], raw.device) if masks is not None and on_target else None
         logprobs = any(one.request.logprobs for one in sequences)
         without_p = allowed is None and seen is None and parts.choose is choose
-        without_p = without_p and (
-            not shape.nodes or (parts.follows_argmax(draft) and not logprobs and not parts.record.drafts)
-        )
+        without_p = without_p and (not shape.nodes or (parts.follows_argmax(draft) and not logprobs))
         greedy = without_p and all(one.temperature == 0 for one in samplings)
         no_token = None
         if greedy:  # p is one-hot: the arg max of each row suffices
@@ -228,7 +225,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
 
     # 5. Verify: the distribution of where the accepted paths end; sample it. Then the one copy to the host.
     with clock.phase("verify"):
-        given = "draft"
+        given, forced = "draft", None
         if greedy and not shape.nodes:
             to_read |= parts.memory.certain(shape.roots)
         elif not greedy:
@@ -244,8 +241,12 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
             to_read["logprobs"], to_read["last_logprob"] = logprobs_of(
                 raw, allowed, draft, to_read["row"], to_read["token"]
             )
-        if parts.record.drafts and shape.nodes:
-            to_read["p"], to_read["q"] = drafted_probabilities(draft, p)
+        if parts.record.drafts:
+            if shape.nodes and (q := draft_probabilities(draft)) is not None:
+                to_read["q"] = q
+            if not greedy:
+                to_read["p"], to_read["stop"] = target_probabilities(draft, p), verdict.stop
+                to_read["last_p"] = probability_of(p, to_read["row"], to_read["token"])
         rows = np.flatnonzero(parts.record.chosen(parts.draws, [one.key for one in sequences])[shape.root])
         if parts.record.top and len(rows):
             plain = at_temperature_1(raw, rows, by_row(samplings, shape.root), seen, allowed)
@@ -257,6 +258,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         if requires.top_k or requires.logits:
             to_read["computed"] = forest.token
         host = dict(zip(to_read, read(*to_read.values()), strict=True))
+        best = host["token"] if greedy else None  # of every row
         if greedy and shape.nodes:
             host |= parts.memory.certain(shape.roots) | _followed(shape, host)
         if parts.choose is choose and not greedy:
@@ -305,7 +307,10 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
             failed |= got.errors
     recorded = None
     if parts.record.drafts:
-        recorded = Recorded(drafted, host.get("p", NOTHING), host.get("q", NOTHING))
+        recorded = Recorded(
+            drafted, host.get("p"), host.get("q"), host.get("stop"), best, token, host.get("last_p"),
+            None if masks is None else masks.legal, forced,
+        )  # fmt: skip
     distributions = None
     if "recorded_p" in host:
         ids, top_p, top_q, rest = (host[f"recorded_{name}"] for name in ("ids", "p", "q", "rest"))

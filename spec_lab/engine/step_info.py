@@ -10,7 +10,7 @@ import numpy as np
 from spec_lab.core.clock import Clock, Mark, Span
 from spec_lab.core.draft import WAYS, Draft
 from spec_lab.engine.commit import Committed
-from spec_lab.engine.recording import Distributions, pack_ids
+from spec_lab.engine.recording import Distributions, Recorded, pack_ids
 from spec_lab.engine.sequence import SequenceState
 
 PHASES = ("propose", "mask", "target", "wait", "probabilities", "verify", "commit")
@@ -19,21 +19,6 @@ PHASES = ("propose", "mask", "target", "wait", "probabilities", "verify", "commi
 
 Chunk = tuple[SequenceState, int]
 """A sequence whose prompt is computed in parts, and how many of its pending tokens this step computes."""
-
-
-@dataclass(frozen=True, eq=False)
-class Recorded:
-    """What was drafted and how likely it was.
-
-    Args:
-        token: ``[M]``.
-        p: ``[M]`` target probability of each node's token below its parent.
-        q: ``[M]`` its draft probability; NaN where it was not sampled.
-    """
-
-    token: list[int]
-    p: np.ndarray
-    q: np.ndarray
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,7 +44,7 @@ class StepInfo:
         spans: the phases, and the module calls of target and proposer.
         mask_busy: seconds spent on masks, wherever they ran; ``draft_masks``: of them, seconds inside propose.
         copies_before, copies_after: copies from the device to the host, before and after the target's forward.
-        recorded: the drafted tokens with p and q, where ``Parts.record`` asks for them.
+        recorded: drafted and emitted tokens with their probabilities, where ``Parts.record`` asks for them.
         distributions: of the trees that ``Parts.record`` chooses; None of none.
     """
 
@@ -167,12 +152,9 @@ class StepInfo:
             )
             if self.draft.limits:
                 rows[-1] |= {"policy": self.draft.limits[tree].as_json()}
-            if self.recorded is not None:
-                nodes = own[1:] - shape.roots
-                q = [None if np.isnan(one) else one for one in self.recorded.q[nodes].tolist()]
-                rows[-1] |= {"draft_tokens": [self.recorded.token[node] for node in nodes]}
-                rows[-1] |= {"draft_p": self.recorded.p[nodes].tolist(), "draft_q": q}
-        return rows
+        if self.recorded is None:
+            return rows
+        return [one | more for one, more in zip(rows, self.recorded.columns(shape, self.committed), strict=True)]
 
     def replay_rows(self) -> list[list[dict[str, Any]]]:
         """Columns of ``replay``, for each sequence: a list per row of its tree; empty where nothing is recorded."""

@@ -112,11 +112,36 @@ OPTIONAL = {
     },
     "steps": {
         "draft_tokens": (pa.list_(pa.int32()), "the drafted tokens, in the order of the tree's nodes"),
+        "draft_parents": (
+            pa.list_(pa.int32()),
+            "for each drafted token the place of its parent among them; -1 below the root. Siblings stand in the order "
+            "drawn",
+        ),
         "draft_p": (pa.list_(pa.float32()), "target probability of each drafted token, given the path above it"),
         "draft_q": (
             pa.list_(pa.float32()),
             "draft probability of each drafted token before any sibling was drawn; null where it was not sampled",
         ),
+        "draft_accept": (
+            pa.list_(pa.float32()),
+            "probability that each drafted token is accepted given that its parent is, from the verifier's exact "
+            "distribution (expected_kind says whether given the noise too); null where the parent cannot be accepted",
+        ),
+        "draft_legal": (
+            pa.list_(pa.bool_()),
+            "whether the constraint allows each drafted token and those above it; null without a constraint",
+        ),
+        "draft_forced": (
+            pa.list_(pa.bool_()),
+            "whether each drafted token was the only allowed one; null without a constraint on the target",
+        ),
+        "emitted_tokens": (pa.list_(pa.int32()), "the emitted tokens, before truncation; emitted says how many"),
+        "emitted_origins": (
+            pa.list_(_TEXT),
+            "where each comes from: accepted; bonus, after a path that was accepted to its leaf; recovered, after a "
+            "rejection; forced: the only token that the constraint allowed",
+        ),
+        "emitted_p": (_REAL, "target probability of the token emitted after the accepted path; null if there is none"),
         "policy": (_TEXT, "what a policy decided for this step, as JSON"),
     },
     "requests": {
@@ -135,8 +160,16 @@ TURN_COLUMNS = ("conversation", "turn")
 CHECK_COLUMNS = ("checker", "correct")
 """The optional columns of ``requests`` of runs whose prompts have a checker."""
 
-DRAFT_COLUMNS = ("draft_tokens", "draft_p", "draft_q")
+DRAFT_COLUMNS = tuple(name for name in OPTIONAL["steps"] if name.startswith(("draft_", "emitted_")))
 """The optional columns of ``steps`` that the run option ``record=drafts`` adds."""
+
+TOKENS = {
+    "id": (_TEXT, "group/token"),
+    "group": (_WHOLE, "as in rounds"),
+    "token": (_WHOLE, "the token's id"),
+    "text": (_TEXT, "its text, cut to 64 characters: bytes that are no UTF-8 as \\x.., special tokens by their names"),
+}
+"""The text of every token that the group's steps drafted or emitted. The run option ``record=drafts`` writes it."""
 
 SCHEMAS = {"rounds": ROUNDS, "steps": STEPS, "requests": REQUESTS}
 

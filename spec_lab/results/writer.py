@@ -23,7 +23,7 @@ from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import StepInfo
 from spec_lab.results import parts
 from spec_lab.results.parts import Rows, TableParts
-from spec_lab.results.schema import OPTIONAL, REPLAY, SCHEMAS
+from spec_lab.results.schema import OPTIONAL, REPLAY, SCHEMAS, TOKENS
 from spec_lab.text.checkers import check
 from spec_lab.text.prompts import Prompt
 
@@ -290,26 +290,38 @@ def _correct(prompt: Prompt, shown: str) -> bool | None:
     return check(prompt.checker, shown, prompt.answer, prompt.text, completes=prompt.template is None)
 
 
+RECORDED = {"replay": {"replay": REPLAY}, "drafts": {"tokens": TOKENS}}
+"""The further table that a run writes, by its option ``record``."""
+
+
 class Recorder:
     """Writes a run's rows, group by group.
 
     Args:
         out: the run's directory.
         optional: names of the optional columns (``schema.OPTIONAL``) that the rows of this run have.
-        replay: whether the run records distributions (``schema.REPLAY``).
+        record: the run option: "replay" adds the table of distributions, "drafts" that of the tokens' texts.
     """
 
-    def __init__(self, out: Path, optional: Collection[str] = (), replay: bool = False) -> None:
-        tables = {"replay": REPLAY, **SCHEMAS} if replay else SCHEMAS
+    def __init__(self, out: Path, optional: Collection[str] = (), record: str = "") -> None:
+        tables = {**RECORDED.get(record, {}), **SCHEMAS}
         self.parts = TableParts(out, tables, unit="group", optional=OPTIONAL, written=optional)
 
     def finished(self) -> set[int]:
         """Return the groups whose rows are on disk."""
         return set(load(self.parts.out).requests["group"])
 
-    def write(self, group: int, rounds: Rows, steps: Rows, requests: Rows, replay: Rows | None = None) -> None:
+    def write(
+        self,
+        group: int,
+        rounds: Rows,
+        steps: Rows,
+        requests: Rows,
+        replay: Rows | None = None,
+        tokens: Rows | None = None,
+    ) -> None:
         """Write the rows of a finished group."""
-        rows = {"replay": replay or [], "rounds": rounds, "steps": steps, "requests": requests}
+        rows = {"replay": replay or [], "tokens": tokens or [], "rounds": rounds, "steps": steps, "requests": requests}
         self.parts.write(f"{group:06d}", rows)
 
     def gather(self) -> Tables:
@@ -333,7 +345,17 @@ def load_replay(out: str | Path) -> pd.DataFrame:
     Raises:
         Unreadable: see ``TableParts.load``.
     """
-    return Recorder(Path(out), replay=True).parts.load()["replay"]
+    return Recorder(Path(out), record="replay").parts.load()["replay"]
+
+
+def load_token_texts(out: str | Path) -> dict[int, str]:
+    """Return the text of every token that the run recorded; empty without the table ``tokens``.
+
+    Raises:
+        Unreadable: see ``TableParts.load``.
+    """
+    tokens = TableParts(Path(out), {"tokens": TOKENS}).load()["tokens"]
+    return dict(zip(tokens["token"].tolist(), tokens["text"].tolist(), strict=True))
 
 
 def schema(name: str) -> pa.Schema:

@@ -36,6 +36,7 @@ from spec_lab.tasks.groups import BASELINE, decode_group
 from spec_lab.tasks.lab import Arm, Lab, Loop, Settings
 from spec_lab.tasks.memory import check_memory
 from spec_lab.tasks.shell import Done, Task
+from spec_lab.tasks.token_texts import TokenTexts, token_rows
 from spec_lab.verify import Match
 
 LOG = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ def run(
     many = settings.overrides is not None
     console = console or Console(quiet=many, markup=False)
     one_of("task.history", history, ("own", BASELINE))
+    settings = settings.with_record(lab.most_tokens(settings))
     arms, turns = lab.arms(settings), lab.first_turns(settings)
     if history == BASELINE and BASELINE not in arms:
         raise ValueError("task.history=baseline requires the baseline's answers: set baseline=true")
@@ -82,7 +84,7 @@ def run(
     optional = [*DRAFT_COLUMNS * (settings.record == "drafts"), *["policy"] * policies]
     optional += [*TURN_COLUMNS * (chat is not None), *CHECK_COLUMNS * checks]
     optional += ["cached_tokens"] * (settings.prefix_cache is not None)
-    recorder, size = Recorder(settings.output_dir, optional, settings.record == "replay"), settings.batch_size
+    recorder, size = Recorder(settings.output_dir, optional, settings.record or ""), settings.batch_size
     groups = {start // size: turns[start : start + size] for start in range(0, len(turns), size)}
 
     def work(facts: Mapping[str, Any]) -> Done:
@@ -90,6 +92,7 @@ def run(
             console.print(line, soft_wrap=True, highlight=False)
         finished, names = recorder.finished(), names_in_manifest(facts)
         todo = {number: group for number, group in groups.items() if number not in finished}
+        texts = TokenTexts.of(lab.target) if settings.record == "drafts" else None
         peak = Peak.start(lab.target.lm.device)
         total = sum(lab.prompts[one.conversation].turns for group in todo.values() for one in group) * len(arms)
         with tqdm(total=total, desc=settings.name, unit="prompt", disable=one_of_several()) as bar:
@@ -99,7 +102,8 @@ def run(
                 bar.set_postfix_str("")
             for number, group in todo.items():
                 rows = decode_group(lab, settings, arms, names, number, group, bar, history)
-                recorder.write(number, rows.rounds, rows.steps, rows.requests, rows.replay)
+                tokens = token_rows(number, rows.steps, texts) if texts is not None else []
+                recorder.write(number, rows.rounds, rows.steps, rows.requests, rows.replay, tokens)
                 seen = tracking.group_figures(pd.DataFrame(rows.requests))
                 lab.tracker.group(number, seen)
                 speeds = {series.rpartition("/")[0]: f"{speed:.3g} tokens/s" for series, speed in seen.items()}

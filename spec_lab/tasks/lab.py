@@ -191,6 +191,11 @@ class Lab:
             arms["baseline"] = baseline
         return arms
 
+    def most_tokens(self, settings: Settings) -> int:
+        """Most tokens that the arms of this project's loop emit in a benchmark: answers times arms times the limit."""
+        arms = (not isinstance(self.proposer, Null)) + len(self.more_proposers) + settings.baseline
+        return sum(one.turns for one in self.prompts) * max(1, arms) * settings.max_new_tokens
+
     def requests(self, settings: Settings) -> list[Request]:
         """The prompts as requests, of conversations the first. Errors as in ``first_turns``."""
         return [one.request for one in self.first_turns(settings)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,9 @@ from spec_lab.core.options import brief, file_name, one_of, share, strings, whol
 from spec_lab.engine.prefix_cache import PrefixCache
 from spec_lab.engine.recording import Recording
 from spec_lab.text.strings import check_strings
+
+SMALL_RUN = 2**15
+"""Most tokens, answers times arms times ``max_new_tokens``, of a benchmark that records drafts by itself."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,10 @@ class Settings:
         max_prompt_tokens: of longer prompts the middle is left out; None leaves nothing out. At most 2**31 - 1.
         prefix_cache: most tokens of finished requests whose KV cache each arm keeps, for later ones that begin with the
             same tokens; at least 256, at most 2**31 - 1. None keeps none.
-        record: "drafts": the table ``steps`` keeps every drafted token with its target and draft probability; "replay":
-            the table ``replay`` keeps the distributions of every row of the draft trees, for ``spec-lab replay``; None:
-            neither.
+        record: "drafts": the table ``steps`` keeps every drafted token with its probabilities (``DRAFT_COLUMNS``), for
+            the report's token view; "replay": the table ``replay`` keeps the distributions of every row of the draft
+            trees, for ``spec-lab replay``; "auto": "drafts" in a benchmark of at most ``SMALL_RUN`` tokens, else
+            nothing; "none" or None: nothing.
         record_top: tokens that ``replay`` keeps of each row, the likeliest; all of a vocabulary that is no larger.
         record_share: the share of steps that ``replay`` keeps.
         verbose: whether tables in the terminal have all their columns.
@@ -89,10 +93,10 @@ class Settings:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if self.record is not None:
-            one_of("record", self.record, ("drafts", "replay"))
+            one_of("record", self.record, ("auto", "drafts", "replay", "none"))
         whole("record_top", self.record_top, most=2**24)
         if share("record_share", self.record_share) == 0:
-            raise ValueError("record_share must be above 0: record=null records nothing")
+            raise ValueError("record_share must be above 0: record=none records nothing")
         check_strings("stop_strings", strings("stop_strings", self.stop_strings))
         check_strings("banned_strings", strings("banned_strings", self.banned_strings))
         if whole("min_new_tokens", self.min_new_tokens, 0) > self.max_new_tokens:
@@ -106,6 +110,16 @@ class Settings:
         """What each step records."""
         top = self.record_top if self.record == "replay" else 0
         return Recording(self.record == "drafts", top, float(self.record_share))
+
+    def with_record(self, most_tokens: int) -> Settings:
+        """Return the settings with ``record="auto"`` decided by what is known before the run.
+
+        Args:
+            most_tokens: most tokens that all arms of the run emit.
+        """
+        if self.record != "auto":
+            return self
+        return replace(self, record="drafts" if most_tokens <= SMALL_RUN else "none")
 
     def use_threads(self) -> None:
         """Set torch's threads, unless ``threads`` is None. Call it before the parts are built: some measure the machine

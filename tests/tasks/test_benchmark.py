@@ -19,10 +19,11 @@ from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.propose import Null
 from spec_lab.results.manifest import begun_trees
 from spec_lab.results.schema import DRAFT_COLUMNS
+from spec_lab.results.writer import load_token_texts
 from spec_lab.tasks.benchmark import margins, run
 from spec_lab.tasks.lab import Decoded, Loop
 from spec_lab.verify import Gumbel, Lenient, Match, Token
-from tests.labs import TEXTS, Repeat, lab, settings
+from tests.labs import TEXTS, Letters, Repeat, lab, settings
 from tests.propose.lab import draft_model
 from tests.tasks.certify.parts import Claims
 
@@ -90,10 +91,34 @@ def test_record_drafts_adds_the_drafted_tokens_of_every_arm_and_changes_nothing_
     assert run(lab(), settings(tmp_path / "out", warmup=4, record="drafts"), CONFIG, quiet()) == 0
     plain, recorded = metrics.load(done[0]), metrics.load(tmp_path / "out")
     assert [*recorded.steps.columns] == [*plain.steps.columns, *DRAFT_COLUMNS]
-    for name in DRAFT_COLUMNS:
+    for name in ("draft_tokens", "draft_parents", "draft_p", "draft_q", "draft_accept"):
         assert (recorded.steps[name].map(len) == recorded.steps["nodes"]).all()
+    for name in ("emitted_tokens", "emitted_origins"):
+        assert (recorded.steps[name].map(len) == recorded.steps["emitted"]).all()
+    texts = load_token_texts(tmp_path / "out")
+    occurring = {*recorded.steps["draft_tokens"].explode().dropna(), *recorded.steps["emitted_tokens"].explode()}
+    assert texts == {token: Letters().decode([token]) for token in occurring} and load_token_texts(done[0]) == {}
     assert recorded.steps["nodes"].sum() > 0
     pd.testing.assert_frame_equal(recorded.steps[[*plain.steps.columns]], plain.steps)
+
+
+def test_a_run_is_not_resumed_with_another_record_option(tmp_path):
+    own = settings(tmp_path / "out", record="drafts")
+    assert run(lab(TEXTS[:2]), own, CONFIG | {"record": "drafts"}, quiet()) == 0
+    before = (tmp_path / "out" / "steps.parquet").read_bytes()
+    with pytest.raises(ValueError, match="record: 'drafts' there, 'none' here"):
+        run(lab(TEXTS[:2]), settings(tmp_path / "out", record="none"), CONFIG | {"record": "none"}, quiet())
+    assert run(lab(TEXTS[:2]), own, CONFIG | {"record": "drafts"}, quiet()) == 0
+    assert (tmp_path / "out" / "steps.parquet").read_bytes() == before and load_token_texts(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("change", "drafts"), [({}, True), ({"max_new_tokens": 2**15 // 10 + 1}, False)])
+def test_a_small_run_records_its_drafts_by_itself(tmp_path, change, drafts):
+    """Five prompts and two arms: at most 3276 new tokens each."""
+    own = settings(tmp_path, record="auto", **change)
+    assert lab().most_tokens(own) == 10 * own.max_new_tokens
+    assert own.with_record(lab().most_tokens(own)).recording.drafts == drafts
+    assert not own.recording.drafts and settings(tmp_path, record="none").with_record(0).record == "none"
 
 
 def test_greedy_arms_agree(done):

@@ -81,13 +81,21 @@ def figure_cell(name: str, value: Mapping[str, float] | float | None) -> Cell:
     return Cell(COLUMNS[name].text(value), float("nan") if number is None else number)
 
 
-def render(template: str, page: Page, folder: Path, **facts: Any) -> str:
+def render(
+    template: str,
+    page: Page,
+    folder: Path,
+    scripts: Sequence[str] = ("page.js",),
+    styles: Sequence[str] = ("page.css",),
+    **facts: Any,
+) -> str:
     """Return the page's text, and write its figures to ``figures/``.
 
     Args:
         template: its name, without ending.
         page: what every page has.
         folder: where the page will be.
+        scripts: files of this package, in order; ``styles``: likewise.
         facts: what else the template requires.
     """
     figures.save(page.drawn, folder / "figures")
@@ -95,11 +103,12 @@ def render(template: str, page: Page, folder: Path, **facts: Any) -> str:
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["visible"] = visible
-    script, style = ((HERE / name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
+    code, looks = ([(HERE / name).read_text(encoding="utf-8") for name in names] for names in (scripts, styles))
     shown = {name: Markup(figures.svg(figure, name)) for name, figure in page.drawn.items()}
     return environment.get_template(f"{template}.html.j2").render(
-        page=page, svg=shown, script=Markup(script), policy=_policy(script), style=Markup(style), **facts
-    )
+        page=page, svg=shown, scripts=[Markup(one) for one in code], policy=_policy(code), style=Markup("".join(looks)),
+        **facts,
+    )  # fmt: skip
 
 
 def short_path(path: object) -> str:
@@ -114,11 +123,9 @@ def short_path(path: object) -> str:
     return f"zoo/{inside}" if package else "/".join([part for part in text.split("/") if part][-2:])
 
 
-def _policy(script: str) -> str:
-    """Return a content security policy: this script runs and no other, and nothing is fetched."""
+def _policy(scripts: Sequence[str]) -> str:
+    """Return a content security policy: these scripts run and no other, and nothing is fetched."""
     # A browser hashes what it has parsed: with "\n" for every kind of line end.
-    digest = b64encode(sha256(re.sub("\r\n?", "\n", script).encode()).digest()).decode()
-    return (
-        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'; "
-        "form-action 'none'"
-    )
+    hashes = (sha256(re.sub("\r\n?", "\n", one).encode()).digest() for one in scripts)
+    allowed = " ".join(f"'sha256-{b64encode(one).decode()}'" for one in hashes)
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"

@@ -9,24 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from spec_lab.analysis import figures, metrics
-from spec_lab.analysis.metrics import Tables, frames
+from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.metrics.frames import Ranks
 from spec_lab.analysis.names import names_in_manifest, renamed, with_names
 from spec_lab.analysis.report.page import Cell, DataTable, Page, figure_cell, render, short_path
+from spec_lab.analysis.report.token_view import token_view, verifications
 from spec_lab.analysis.roofline_text import limits_in_words, roofline_notes
 from spec_lab.analysis.text import COLUMNS, accuracy_notes, losslessness, margin_notes, number
 from spec_lab.core.files import Unreadable, expect, read_json
 from spec_lab.core.roofline import Roofline
-from spec_lab.engine.request import FINISHES
 from spec_lab.propose import trees
 from spec_lab.results import sweep
 from spec_lab.results.manifest import begun
-
-MAX_PROMPTS = 50
-MAX_LETTERS = 600_000
-"""Most letters of all outputs shown; browsers open larger pages slowly."""
-MAX_PROMPT_LETTERS = 600
-MAX_PROMPT_LINES = 12
 
 PARTS = {
     "?proposer": (str, None),
@@ -51,9 +45,6 @@ BOUNDS = {
 """What is read of an arm's ``bounds``."""
 
 MARGIN = {"median": float, "largest": float}
-
-MARKS = {"accepted": "a", "forced": "f"}
-"""The CSS class of each kind of span that is shaded."""
 
 BADGES = {"lossless": "good", "lossy": "warn", "NOT lossless": "bad", "not certified": "plain"}
 FIGURES = (
@@ -86,7 +77,6 @@ def page(folder: Path) -> str:
     figures_of = {arm: metrics.summarise(tables, arm, roofline=roofline) for arm in arms}
     drafted = {arm: tree for arm, facts in manifest["proposers"].items() if (tree := _tree(facts.get("tree")))}
     bounds = renamed(summary.get("bounds", {}), names)
-    prompts, prompts_shown = _prompts(tables, arms)
     content = Page(
         title=f"{manifest['config'].get('name', 'run')}: {folder.resolve().name}",
         lead=_lead(manifest, summary, tables),
@@ -114,8 +104,9 @@ def page(folder: Path) -> str:
         bounds=_bounds(bounds),
         no_bounds=[(arm, one["needs"]) for arm, one in bounds.items() if one.get("needs")],
         names=arms,
-        prompts=prompts,
-        prompts_shown=prompts_shown,
+        view=token_view(folder, tables, arms, verifications(manifest, states, _temperature(manifest, summary))),
+        scripts=("page.js", "tokens.js"),
+        styles=("page.css", "tokens.css"),
         constrained=summary.get("constraint", "none") != "none",
     )
 
@@ -127,7 +118,7 @@ def _refuse_other_task(folder: Path) -> None:
         ValueError: another task wrote it, or it ended without rows; names the files there.
     """
     every = [file for place in (".", "parts", "figures") for file in (folder / place).glob("*.*") if file.is_file()]
-    expected = re.compile(r"\.|(manifest|ended)\.json$|report\.html$|(rounds|steps|requests)[-.]")
+    expected = re.compile(r"\.|(manifest|ended)\.json$|report\.html$|(rounds|steps|requests|tokens)[-.]")
     others = sorted(str(file.relative_to(folder)) for file in every if not expected.match(file.name))
     ended = sweep.ended(folder)
     if others or (ended and ended["state"] == "done"):
@@ -310,73 +301,3 @@ def device_text(target: Mapping[str, Any], ranks: int) -> str | None:
     if target.get("tensor_parallel"):
         return f"{ranks} ranks"
     return target["device"] or "cpu" if "device" in target else None
-
-
-def _prompts(tables: Tables, arms: list[str]) -> tuple[list[dict[str, Any]], str]:
-    """Return the first prompts with every arm's output in spans, and a note on how many are shown."""
-    every = list(dict.fromkeys(tables.requests["request"]))
-    shown: list[dict[str, Any]] = []
-    letters = 0
-    for request in every[:MAX_PROMPTS]:
-        of_request = (one[one["request"] == request] for one in (tables.steps, tables.requests))
-        rows = Tables(tables.rounds, *of_request)
-        letters += int(rows.requests["text"].str.len().sum())
-        if shown and letters > MAX_LETTERS:
-            break
-        shown.append(_prompt(rows, arms))
-    if len(shown) == len(every):
-        return shown, f"All {len(every)} prompts."
-    return shown, f"The first {len(shown)} of {len(every)} prompts; the others are in requests.parquet."
-
-
-def _prompt(tables: Tables, arms: list[str]) -> dict[str, Any]:
-    """Return one prompt with its outputs; ``tables`` holds the rows of its request."""
-    first = tables.requests.iloc[0]
-    outputs = []
-    for number_of_arm, arm in enumerate(arms):
-        rows = tables.requests[tables.requests["arm"] == arm].sort_values("sequence")
-        steps = metrics.decode_steps(tables.steps, arm)
-        for row in rows.to_dict("records"):
-            spans = frames.spans(tables, row["request"], arm, row["sequence"])
-            outputs.append({"arm": number_of_arm, "about": _about(row, steps, len(rows)), "spans": _marked(spans)})
-    about = ", ".join(str(first[name]) for name in ("workload", "source") if first[name])
-    prompt = str(first["prompt"])
-    end = "\n".join(prompt.split("\n")[-MAX_PROMPT_LINES:])[-MAX_PROMPT_LETTERS:]
-    return {
-        "name": first["name"],
-        "about": about,
-        "end": prompt if len(end) == len(prompt) else f"…\n{end}",
-        "outputs": outputs,
-    }
-
-
-def _about(row: Mapping[str, Any], steps: Any, sequences: int) -> str:
-    """Return the facts of one output."""
-    steps = steps[steps["sequence"] == row["sequence"]]
-    fork = f"Sequence {row['sequence']}{'' if row['kept'] else ', not kept'}: " if sequences > 1 else ""
-    parts = [
-        f"{fork}{len(row['tokens'])} tokens",
-        f"{len(steps)} steps after the prefill, tau {metrics.tau_pooled(steps):.2f}" if len(steps) else "",
-        f"finished: {FINISHES.get(row['finish'], row['finish'])}" if row["finish"] else "",
-        f"violates its constraint after {row['violated']} tokens" if row["violated"] >= 0 else "",
-        _checked(row),
-        row["error"],
-    ]
-    return ", ".join(part for part in parts if part)
-
-
-def _checked(row: Mapping[str, Any]) -> str:
-    """Return what the checker found; empty for an answer that is not checked."""
-    if not row.get("checker") or row.get("correct") not in (True, False):
-        return ""
-    return f"{'correct' if row['correct'] else 'not correct'} (checker {row['checker']})"
-
-
-def _marked(spans: list[frames.TextSpan]) -> list[tuple[str, str]]:
-    """Return CSS class and text of each span; one that begins a step and is not shaded is marked 's'."""
-    marked, last = [], -1
-    for span in spans:
-        begins = span.round != last and span.round > 0
-        marked.append((MARKS.get(span.kind, "s" if begins else ""), span.text))
-        last = span.round
-    return marked

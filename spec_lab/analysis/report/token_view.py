@@ -1,0 +1,179 @@
+"""The token view of a run's page: outputs as text, whose tokens lead to the steps that emitted them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from spec_lab.analysis import metrics
+from spec_lab.analysis.metrics import Tables, frames
+from spec_lab.analysis.report.step_data import embedded, output_key, step_data
+from spec_lab.analysis.report.step_tree import Verification
+from spec_lab.engine.request import FINISHES
+from spec_lab.results.writer import load_token_texts
+
+MAX_PROMPTS = 50
+MAX_LETTERS = 600_000
+"""Most letters of all outputs shown; browsers open larger pages slowly."""
+MAX_PROMPT_LETTERS = 600
+MAX_PROMPT_LINES = 12
+
+MARKS = {"accepted": "a", "forced": "f"}
+"""The CSS class of each kind of span that is shaded."""
+
+
+@dataclass(frozen=True)
+class TokenView:
+    """What ``tokens.html.j2`` shows.
+
+    Args:
+        prompts: with the outputs of every arm.
+        shown: a note on how many prompts are shown.
+        steps: a note on which steps can be opened, and how trees are recorded.
+        data: the JSON block of the steps, safe inside a script element.
+    """
+
+    prompts: list[dict[str, Any]]
+    shown: str
+    steps: str
+    data: Markup
+
+
+def token_view(folder: Path, tables: Tables, arms: list[str], how: Mapping[str, Verification]) -> TokenView:
+    """Return the token view of a run.
+
+    Args:
+        folder: the run's directory; the texts of tokens are read from it.
+        tables: its rows, arms by the names under which they are shown.
+        arms: these names, in order.
+        how: how each arm verifies.
+
+    Raises:
+        Unreadable: the table of tokens is not readable.
+    """
+    prompts, shown = _prompts(tables, arms)
+    texts = load_token_texts(folder) if "draft_tokens" in tables.steps else {}
+    data, note = step_data(tables, [one["request"] for one in prompts], arms, how, texts)
+    return TokenView(prompts, shown, note, embedded(data))
+
+
+def verifications(
+    manifest: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], temperature: float
+) -> dict[str, Verification]:
+    """Return how each arm verifies.
+
+    Args:
+        manifest: the run's; it names the verifier of a run that has not ended.
+        states: the facts of each arm in ``summary.json``; empty of a run that has not ended.
+        temperature: of the requests.
+    """
+    found, baseline = {}, "baseline"
+    for arm, state in states.items():
+        parts = {} if arm == baseline else manifest.get("parts") or {}
+        known = state if state.get("verifier") else parts
+        lossless = known.get("lossless")
+        lossless = True if arm == baseline else lossless if isinstance(lossless, bool) else None
+        found[arm] = Verification(str(known.get("verifier") or ""), lossless, temperature)
+    return found
+
+
+def _prompts(tables: Tables, arms: list[str]) -> tuple[list[dict[str, Any]], str]:
+    """Return the first prompts with every arm's output in spans, and a note on how many are shown."""
+    every = list(dict.fromkeys(tables.requests["request"]))
+    shown: list[dict[str, Any]] = []
+    letters = 0
+    for request in every[:MAX_PROMPTS]:
+        of_request = (one[one["request"] == request] for one in (tables.steps, tables.requests))
+        rows = Tables(tables.rounds, *of_request)
+        letters += int(rows.requests["text"].str.len().sum())
+        if shown and letters > MAX_LETTERS:
+            break
+        shown.append(_prompt(rows, arms))
+    if len(shown) == len(every):
+        return shown, f"All {len(every)} prompts."
+    return shown, f"The first {len(shown)} of {len(every)} prompts; the others are in requests.parquet."
+
+
+def _prompt(tables: Tables, arms: list[str]) -> dict[str, Any]:
+    """Return one prompt with its outputs; ``tables`` holds the rows of its request."""
+    first = tables.requests.iloc[0]
+    outputs = []
+    for number_of_arm, arm in enumerate(arms):
+        rows = tables.requests[tables.requests["arm"] == arm].sort_values("sequence")
+        steps = metrics.decode_steps(tables.steps, arm)
+        own = tables.steps[tables.steps["arm"] == arm]
+        has = set(zip(own["sequence"], own["round"], strict=True))
+        parents = dict(zip(rows["sequence"], rows["parent_sequence"], strict=True))
+        for row in rows.to_dict("records"):
+            spans = frames.spans(tables, row["request"], arm, row["sequence"])
+            outputs.append(
+                {
+                    "arm": number_of_arm,
+                    "key": output_key(row["request"], arm, row["sequence"]),
+                    "about": _about(row, steps, len(rows)),
+                    "spans": _marked(spans, partial(_owner, row["sequence"], parents, has)),
+                }
+            )
+    about = ", ".join(str(first[name]) for name in ("workload", "source") if first[name])
+    prompt = str(first["prompt"])
+    end = "\n".join(prompt.split("\n")[-MAX_PROMPT_LINES:])[-MAX_PROMPT_LETTERS:]
+    return {
+        "request": int(first["request"]),
+        "name": first["name"],
+        "about": about,
+        "end": prompt if len(end) == len(prompt) else f"…\n{end}",
+        "outputs": outputs,
+    }
+
+
+def _owner(sequence: int, parents: Mapping[int, int], has: set[tuple[int, int]], number: int) -> int | None:
+    """Return which sequence took a step of an output: itself, or the one it was forked from; None for neither."""
+    for _ in range(len(parents)):
+        if (sequence, number) in has:
+            return sequence
+        sequence = parents.get(sequence, -1)
+    return None
+
+
+def _marked(
+    spans: list[frames.TextSpan], owner: Callable[[int], int | None]
+) -> list[tuple[str, str, tuple[int, int] | None]]:
+    """Return CSS class, text and step (sequence and round) of each span, None without a step; the class of one that
+    begins a step and is not shaded is 's'.
+    """
+    marked: list[tuple[str, str, tuple[int, int] | None]] = []
+    last = -1
+    for span in spans:
+        begins = span.round != last and span.round > 0
+        sequence = owner(span.round)
+        step = None if sequence is None else (sequence, span.round)
+        marked.append((MARKS.get(span.kind, "s" if begins else ""), span.text, step))
+        last = span.round
+    return marked
+
+
+def _about(row: Mapping[str, Any], steps: Any, sequences: int) -> str:
+    """Return the facts of one output."""
+    steps = steps[steps["sequence"] == row["sequence"]]
+    fork = f"Sequence {row['sequence']}{'' if row['kept'] else ', not kept'}: " if sequences > 1 else ""
+    parts = [
+        f"{fork}{len(row['tokens'])} tokens",
+        f"{len(steps)} steps after the prefill, tau {metrics.tau_pooled(steps):.2f}" if len(steps) else "",
+        f"finished: {FINISHES.get(row['finish'], row['finish'])}" if row["finish"] else "",
+        f"violates its constraint after {row['violated']} tokens" if row["violated"] >= 0 else "",
+        _checked(row),
+        row["error"],
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _checked(row: Mapping[str, Any]) -> str:
+    """Return what the checker found; empty for an answer that is not checked."""
+    if not row.get("checker") or row.get("correct") not in (True, False):
+        return ""
+    return f"{'correct' if row['correct'] else 'not correct'} (checker {row['checker']})"

@@ -1,0 +1,224 @@
+"""The token view: every step of every output can be opened, whatever the texts, with and without recorded trees."""
+
+import json
+import re
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+
+from spec_lab.analysis import metrics, report
+from spec_lab.analysis.report import step_data as steps_of
+from spec_lab.analysis.report.step_data import embedded, output_key, step_data, token_text
+from spec_lab.analysis.report.step_tree import Verification
+from spec_lab.constrain import AppliedConstraint
+from spec_lab.propose import Null
+from spec_lab.results.writer import load_token_texts
+from spec_lab.tasks.benchmark import run
+from spec_lab.text.chat_template import ChatTemplate
+from spec_lab.text.prompts import Prompt
+from spec_lab.verify import Match
+from tests.analysis.report.test_report import HOSTILE, Parsed, browse, needs_browser
+from tests.engine.test_copies import EvenTokens
+from tests.labs import Repeat, lab, settings
+from tests.propose.lab import draft_model
+from tests.tasks.test_serve import Forking
+from tests.tiny import VOCABULARY
+
+HOW = {"speculative": Verification("token", True, 1.0), "baseline": Verification("match", True, 1.0)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_figures():
+    """Figures and certificates take longer than everything else here, and have tests of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spec_lab.tasks.benchmark._draw", lambda *_: [])
+        patch.setattr("spec_lab.tasks.benchmark.in_short", lambda *_: {"certified": None})
+        patch.setattr("tests.labs.CERTIFICATES", {})
+        yield
+
+
+def forking() -> AppliedConstraint:
+    from spec_lab.constrain.control import ControllerConstraint
+
+    return AppliedConstraint(ControllerConstraint(lambda request: Forking(False), VOCABULARY))
+
+
+def conversations():
+    chat = Prompt("a", "the cat sat", "toy", later=("on the mat",), template=ChatTemplate())
+    return replace(lab(temperature=1.0, proposer=Repeat(3)), prompts=[chat, Prompt("b", "z z", "toy")])
+
+
+RUNS = {
+    "greedy": lambda: lab(),
+    "sampled": lambda: lab(temperature=1.0, proposer=draft_model("2x2", "without")),
+    "constrained": lambda: lab(
+        temperature=1.0, proposer=draft_model("2x1", "without"), applied=AppliedConstraint(EvenTokens())
+    ),
+    "forks": lambda: lab(temperature=1.0, proposer=Null(), verifier=Match(), applied=forking()),
+    "turns": conversations,
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A function that decodes a run of ``RUNS`` once, and returns its directory."""
+    done = {}
+
+    def get(name):
+        if name not in done:
+            done[name] = tmp_path_factory.mktemp("view") / name
+            assert run(RUNS[name](), settings(done[name], record="drafts"), {}) == 0
+        return done[name]
+
+    return get
+
+
+def data_of(folder):
+    """What the script reads, of all requests of a run, and the note."""
+    tables = metrics.load(folder)
+    requests = list(dict.fromkeys(tables.requests["request"].tolist()))
+    return tables, *step_data(tables, requests, metrics.arms(tables), HOW, load_token_texts(folder))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_step_has_its_accepted_tokens_and_its_texts(name, runs):
+    tables, data, note = data_of(runs(name))
+    found = {f"{key}/{step['round']}": step for key, steps in data["outputs"].items() for step in steps}
+    assert len(found) == len(tables.steps) and "record=drafts" not in note
+    for row in tables.steps.to_dict("records"):
+        step = found[f"{output_key(row['request'], row['arm'], row['sequence'])}/{row['round']}"]
+        tree = step["tree"]
+        assert [tree["tokens"][node] for node in tree["path"]] == tree["emitted"][: row["accepted"]]
+        ranks, above = [], -1
+        for node in tree["path"]:
+            ranks.append([n for n, parent in enumerate(tree["parents"]) if parent == above].index(node))
+            above = node
+        assert ranks == list(row["path"]) and tree["kept"] == row["emitted_kept"]
+        assert len(tree["emitted"]) == row["emitted"] and len(tree["tokens"]) == row["nodes"]
+        assert len(tree["illegal"]) == row["nodes"] - row["legal"] and len(tree["forced"]) == row["forced"]
+        assert {str(token) for token in [*tree["tokens"], *tree["emitted"]]} <= data["texts"].keys()
+        forward = tables.rounds[(tables.rounds["arm"] == row["arm"]) & (tables.rounds["round"] == row["round"])]
+        whole = forward[forward["group"] == row["group"]]["whole"].item()
+        assert sum(step["ms"]) == pytest.approx(1e3 * whole, rel=0.05, abs=0.05)
+        assert step["why"]
+    assert json.loads(str(embedded(data))) == data
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_shaded_token_leads_to_its_step(name, runs):
+    page = report.write(runs(name))
+    steps = metrics.load(runs(name)).steps
+    raw = page.read_text(encoding="utf-8")
+    own = {f"{row['request']}/{row['sequence']}/{row['round']}" for row in steps.to_dict("records")}
+    keys = {f"{row['request']}/{row['arm']}/{row['sequence']}" for row in steps.to_dict("records")}
+    shown = set()
+    for output in raw.split('<div class="output"')[1:]:
+        request, _, sequence = re.search(r'data-output="([^"]*)"', output)[1].split("/")
+        links = re.findall(r'data-step="(\d+)/(\d+)"', output)
+        assert links
+        for of, number in links:
+            assert f"{request}/{of}/{number}" in own
+            shown.add((int(of) != int(sequence), f"{request}/{of}/{number}"))
+    assert any(parent for parent, _ in shown) == (name == "forks")  # a fork's first tokens are its parent's
+    assert len(keys) == raw.count('<div class="output"')
+    data = json.loads(re.search(r'id="steps">(.*?)</script>', raw)[1])
+    assert len(data["outputs"]) == len(keys)
+
+
+def test_a_run_without_recorded_drafts_says_how_to_record_them(runs, tmp_path):
+    out = tmp_path / "plain"
+    assert run(lab(), settings(out), {}) == 0
+    tables, data, note = data_of(out)
+    steps = [step for one in data["outputs"].values() for step in one]
+    assert len(steps) == len(tables.steps) and not any("tree" in step for step in steps)
+    assert "record=drafts" in note and all(step["ms"] for step in steps)
+    assert "record=drafts" in Parsed(report.write(out)).text
+
+
+def test_rows_without_the_newer_columns_have_a_page(runs, tmp_path):
+    """Of runs that recorded tokens, p and q only."""
+    tables = metrics.load(runs("greedy"))
+    old = tables.steps.drop(columns=[one for one in tables.steps if one.startswith("emitted_") and "kept" not in one])
+    _, note = step_data(replace(tables, steps=old), [0], metrics.arms(tables), HOW, {})
+    assert "record=drafts" in note
+
+
+def test_the_block_is_bounded_and_says_what_is_left_out(runs, monkeypatch):
+    _, whole, _ = data_of(runs("sampled"))
+    size = len(str(embedded(whole)))
+    monkeypatch.setattr(steps_of, "MAX_DATA", size // 2)
+    _, half, note = data_of(runs("sampled"))
+    kept, every = (sum(map(len, one["outputs"].values())) for one in (half, whole))
+    assert 0 < kept < every and len(str(embedded(half))) <= size // 2 + 1000
+    assert f"{every - kept} later steps" in note
+    monkeypatch.setattr(steps_of, "MAX_STEPS", 2)
+    assert sum(map(len, data_of(runs("sampled"))[1]["outputs"].values())) == 2
+
+
+def test_every_character_of_a_token_can_be_seen():
+    assert token_text(" a\n\t") == "␣a↵⇥" and token_text("") == "(no text)"
+    assert token_text("\u202e\x00\u2028") == "<U+202E>␀<U+2028>"
+    assert len(token_text("x" * 1000)) == 64
+    assert output_key(3, "a/b c'", 1) == "3/a%2Fb%20c%27/1"
+
+
+@pytest.fixture(scope="module")
+def hostile(runs, tmp_path_factory):
+    """A page whose tokens are hostile texts, and the address of one of its steps."""
+    from shutil import copytree
+
+    out = tmp_path_factory.mktemp("hostile") / "run"
+    copytree(runs("sampled"), out)
+    tokens = pd.read_parquet(out / "tokens.parquet")
+    tokens["text"] = HOSTILE
+    tokens.to_parquet(out / "tokens.parquet")
+    page = report.write(out)
+    steps = metrics.load(out).steps
+    row = steps[(steps["arm"] == "speculative") & (steps["accepted"] == 1) & steps["stop_had_children"]].iloc[0]
+    return page, row
+
+
+def test_hostile_token_texts_stay_texts(hostile):
+    raw = hostile[0].read_text(encoding="utf-8")
+    block = re.search(r'<script type="application/json" id="steps">(.*?)</script>', raw, re.DOTALL)[1]
+    data = json.loads(block)
+    assert all(text.startswith("</script><script>document.title=") for text in data["texts"].values())
+    assert "<" not in block and "&" not in block and not re.search("[\x00\u2028\u202e]", raw)
+    assert not any("\u202e" in text for text in data["texts"].values())
+    assert [tag for tag, _ in Parsed(hostile[0]).tags].count("script") == 3
+
+
+@needs_browser
+def test_a_browser_opens_the_step_that_the_address_names(hostile, tmp_path):
+    page, row = hostile
+    key = output_key(row["request"], "draft_model", row["sequence"])
+
+    class At:
+        def as_uri(self):
+            return f"{page.as_uri()}#step={key}/{row['round']}"
+
+    dom, output = browse(At(), tmp_path, "--dump-dom")
+    assert output == [] and "<title>owned" not in dom
+    pane = re.search(r'<div class="step".*', dom, re.DOTALL)[0].partition("</table>")[0]
+    assert pane.count("<tr") == 1 + 1 + row["nodes"] + row["emitted"] - row["accepted"]  # heading, root, nodes, emitted
+    assert len(re.findall(r'<tr class="accepted">', pane)) == row["accepted_kept"]
+    assert re.findall(r'<tr class="(recovered|bonus)">', pane) == ["recovered"]
+    assert "document.title='owned'" in pane and "<U+202E>" not in dom.partition("<pre")[0]
+    assert pane.count('class="edge') == 1 + row["nodes"] + row["emitted"] - row["accepted"]
+    assert re.search(r'<i class="[^"]*on"', dom)
+
+
+@needs_browser
+@pytest.mark.nightly
+def test_a_browser_shows_a_step_without_its_tree(tmp_path):
+    out = tmp_path / "plain"
+    assert run(lab(), settings(out), {}) == 0
+    page = report.write(out)
+
+    class At:
+        def as_uri(self):
+            return f"{page.as_uri()}#step=0/repeat/0/1"
+
+    dom, output = browse(At(), tmp_path, "--dump-dom")
+    assert output == [] and "was not recorded" in dom and '<div class="tree"' not in dom and 'class="phases"' in dom
