@@ -59,7 +59,6 @@ chains = ["1", "1x1", "1x1x1", "1x1x1x1"]
 trees = ["2", "2x2", "3x2x1"]
 found = replay(Path("texts"), verifiers=["token", "kseq"], shapes=[*chains, *trees], drawn=["iid"])
 known = found[(found["needs"] == "") & (found["method"] == "along")]
-assert set(known["shape"]) == {*chains, *trees}
 known[["verifier", "shape", "tau", "low", "high"]].round(2)
 
 # %% [markdown]
@@ -79,8 +78,6 @@ from spec_lab.analysis.metrics.intervals import cluster_interval
 steps = metrics.decode_steps(metrics.load(Path("measured")).steps, "speculative")
 measured = cluster_interval(steps["emitted_kept"], np.ones(len(steps)), steps["request"])
 [predicted] = known[(known["verifier"] == "token") & (known["shape"] == "1x1x1")].to_dict("records")
-half = np.hypot((predicted["high"] - predicted["low"]) / 2, (measured.high - measured.low) / 2)
-assert abs(predicted["tau"] - measured.mean) < 2 * half
 print(f"predicted {predicted['tau']:.2f} [{predicted['low']:.2f}, {predicted['high']:.2f}]")
 print(f"measured  {measured.mean:.2f} [{measured.low:.2f}, {measured.high:.2f}]")
 
@@ -127,10 +124,6 @@ for arm, own in of_run.items():
             shares[(arm, one.name)] = {"tau": one.tau.mean, "of the optimum": one.share.mean} | {
                 f"lost: {part}": value.mean for part, value in one.lost.items()
             }
-    first = own.verifiers[0]
-    lost = sum(value.mean for value in first.lost.values())
-    assert abs(first.tau.mean + lost - own.depth - 1) < 1e-9
-
 pd.DataFrame(shares).T.round(2)
 
 # %% [markdown]
@@ -145,7 +138,6 @@ pd.DataFrame(shares).T.round(2)
 
 # %%
 cells = pd.read_csv("run/projection/projection.csv")
-assert ((cells["speedup_low"] <= cells["speedup"]) & (cells["speedup"] <= cells["speedup_high"])).all()
 
 figure, axes = plt.subplots(figsize=(6, 2.8))
 for design, own in cells.groupby("design"):

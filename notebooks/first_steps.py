@@ -56,12 +56,9 @@ from spec_lab.analysis.names import names_in_manifest, with_names
 
 print(*sorted(str(file) for file in Path("first").rglob("*") if file.is_file()), sep="\n")
 recorded = metrics.load("first")
-assert metrics.arms(recorded) == ["speculative", "baseline"]
 tables = with_names(recorded, names_in_manifest(json.loads(Path("first/manifest.json").read_text())))
-assert metrics.arms(tables) == ["medusa", "baseline"]
 display(tables.requests[["request", "arm", "prompt_tokens", "decode_tokens", "decode_seconds", "finish"]].head(4))
 display(tables.steps[["request", "arm", "round", "nodes", "path", "accepted", "emitted", "expected_accepted"]].head(4))
-assert len(tables.requests) == 2 * 8  # both arms decoded every prompt
 
 # %% [markdown]
 # ## Was it faster?
@@ -81,10 +78,8 @@ from spec_lab.analysis import figures
 # %matplotlib inline
 plt.rcParams.update(figures.STYLE)
 
-ratios = metrics.walltime_speedup_paired(tables.requests, "medusa")
 speedup = metrics.speedup(tables.requests, "medusa")
 print(f"speed-up (ratio of sums) {speedup.mean:.2f}, 95 % interval {speedup.low:.2f} to {speedup.high:.2f}")
-assert len(ratios) == 8 and speedup.low <= speedup.mean <= speedup.high
 figures.throughput(tables)
 
 # %% [markdown]
@@ -98,7 +93,6 @@ figures.throughput(tables)
 steps = metrics.decode_steps(tables.steps, "medusa")
 survival = metrics.survival(steps)
 print("survival", survival.round(2), " untruncated tau", round(metrics.tau_pooled_raw(steps), 2))
-assert abs(1 + survival.sum() - metrics.tau_pooled_raw(steps)) < 1e-9  # accepted tokens, counted by depth
 figures.acceptance(tables)
 
 # %% [markdown]
@@ -113,7 +107,6 @@ difference = steps["accepted"] - steps["expected_accepted"]
 error = difference.std() / len(difference) ** 0.5
 print(f"untruncated tau {metrics.tau_pooled_raw(steps):.3f}, expected tau {metrics.expected_tau(steps):.3f}")
 print(f"accepted - expected, per step: {difference.mean():.3f}, standard error {error:.3f}")
-assert abs(difference.mean()) < 5 * error
 
 figure, axes = plt.subplots(figsize=(6, 2.8))
 number = np.arange(1, len(difference) + 1)
@@ -138,8 +131,6 @@ spans = frames.spans(tables, request=1, arm="medusa")
 own = tables.requests.query("request == 1 and arm == 'medusa'").iloc[0]
 green = "\x1b[32m{}\x1b[0m".format
 print(own["prompt"][-60:] + "".join(green(one.text) if one.kind == "accepted" else one.text for one in spans))
-assert "".join(one.text for one in spans) == own["text"]
-assert {"accepted", "bonus"} <= {one.kind for one in spans}
 
 # %% [markdown]
 # ## In Python, as a stream
@@ -150,17 +141,12 @@ assert {"accepted", "bonus"} <= {one.kind for one in spans}
 # %%
 import spec_lab
 from spec_lab.propose.ngram import Ngram
-from spec_lab.text.detokenizer import Finish
 
 prompt = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def"
 print(prompt, end="")
-origins = set()
 for update in spec_lab.generate(prompt, proposer=Ngram(depth=4, max_ngram=3, min_ngram=1), max_new_tokens=40):
     for share in update.shares:
         print(green(share.text) if share.origin == "accepted" else share.text, end="")
-        origins.add(share.origin)
-assert isinstance(update.event, Finish)
-assert {"accepted"} < origins <= {"accepted", "recovered", "bonus"}
 
 # %% [markdown]
 # ## Next

@@ -55,8 +55,6 @@ def drafted(token: int) -> Draft:
 verdict = Token()(drafted(0), p)
 print("stop    ", verdict.stop.round(4))
 print("residual", verdict.residual(np.array([0]))[0].numpy().round(4), "after a rejection: max(p - q, 0)")
-assert np.allclose(verdict.stop, [2 / 3, 1 / 3])  # accepted with min(1, p/q) = 0.2 / 0.6
-assert np.allclose(verdict.residual(np.array([0]))[0], [0, 0.2, 0.2])  # not normalised
 
 # %% [markdown]
 # ## The distribution of the output
@@ -83,8 +81,6 @@ def first_token(verifier) -> np.ndarray:
 print("target ", p[0].numpy())
 print("token  ", first_token(Token()).round(4))
 print("control", first_token(Control()).round(4))
-assert np.abs(first_token(Token()) - p[0].numpy()).max() < 1e-15
-assert np.abs(first_token(Control()) - p[0].numpy()).max() > 0.05
 
 # %% [markdown]
 # ## Enumeration
@@ -117,9 +113,6 @@ rows = [
     | {"outcomes": sum(finding.outcomes for finding in proof.findings), "TV": f"{proof.worst.tv:.2g}"}
     for drawn, one, proof in proofs
 ]
-for _, one, proof in proofs:
-    exact = proof.worst.tv < 1e-12 and proof.failure is None
-    assert exact == (one.lossless and not isinstance(one, Control))
 pd.DataFrame(rows)
 
 # %% [markdown]
@@ -129,7 +122,6 @@ pd.DataFrame(rows)
 # %%
 control = proofs[-1][-1]
 print(f"{control.failure.instance}: {control.failure.wrong}")
-assert control.failure.wrong.startswith("after [")
 
 # %% [markdown]
 # ## By samples
@@ -163,9 +155,6 @@ distances = {
     name: relative_distance(*one) for name, one in (("token", lossless), ("lenient", lossy), ("control", broken))
 }
 print("multiples of the noise floor:", {name: round(one, 2) for name, one in distances.items()})
-assert distances["token"] < 1.3
-assert distances["control"] > 2
-assert distances["lenient"] > 2
 figure = convergence([("token", True, lossless), ("lenient", False, lossy)], broken)
 figure.set_size_inches(7, 3.4)
 display(figure)
@@ -187,9 +176,6 @@ import json
 certificate = json.loads(Path("certified/certificate.json").read_text())
 (pair,) = certificate["pairs"]
 print(pair["certified"], pair["exact"]["worst_tv"], [check["name"] for check in pair["sampled"]])
-assert certificate["certified"] is True
-assert pair["certified"] == "exact"
-assert certificate["control"]["p_value"] < certificate["alpha"]  # the control was found
 
 # %% [markdown]
 # `certified/figures/convergence.png` is the figure above. The exit code is 1 where a verifier that declares itself

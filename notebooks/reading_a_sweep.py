@@ -66,12 +66,6 @@ killed = sweep.runs(folder)
 # %% language="bash"
 # python -m spec_lab state depths
 
-# %%
-states = [run.state for run in killed]
-assert process.returncode == -9
-assert states[0] == "done" and states[-1] == "pending" and "running" not in states
-assert sum(run.groups for run in killed) >= 10  # eight of the first run, and some of the second
-
 # %% [markdown]
 # The same command resumes the sweep: runs that are done are skipped, an interrupted run continues after its last
 # finished group.
@@ -79,11 +73,6 @@ assert sum(run.groups for run in killed) >= 10  # eight of the first run, and so
 # %% language="bash"
 # python -m spec_lab --multirun proposer=draft_chain proposer.depth=1,5 sampling=greedy,temperature_1 \
 #     proposer.confidence=0 prompts=json prompts.limit=8 max_new_tokens=16 warmup=8 threads=1 output_dir=depths 2>&1
-
-# %%
-runs = sweep.runs(folder)
-assert [(run.state, run.groups) for run in runs] == [("done", 8)] * 4
-assert runs[0] == killed[0]  # not done again
 
 # %% [markdown]
 # ## One table
@@ -99,8 +88,6 @@ table = sweeps.named(sweep.collect(folder))
 columns = ["arm", "proposer.depth", "sampling", "tau_pooled", "expected_tau", "nodes_per_step"]
 chains = table[table["arm"] == "draft_chain"]
 print(f"{len(table)} rows, {len(table.columns)} columns")
-assert len(chains) == 4
-assert (chains["speedup_low"] <= chains["speedup_high"]).all()
 chains[[*columns, "speedup", "speedup_low", "speedup_high"]].round(2)
 
 # %% [markdown]
@@ -121,7 +108,6 @@ figure, panels = plt.subplots(1, 2, figsize=(7, 2.8))
 for axes, what, name in zip(panels, ("tau_pooled", "speedup"), ("tau, tokens per step", figures.SPEEDUP), strict=True):
     for place, (sampling, own) in enumerate(chains.groupby("sampling")):
         value, low, high = own[what], own[f"{what}_low"], own[f"{what}_high"]
-        assert ((low <= value) & (value <= high)).all()
         x = own["proposer.depth"] + 0.1 * place  # else the bars would hide each other
         axes.errorbar(x, value, (value - low, high - value), fmt="o-", capsize=3, label=sampling)
     axes.set(xlabel="proposer.depth, tokens", ylabel=name, xticks=[1, 5], ylim=(0, None))
@@ -141,7 +127,6 @@ figure, panels = plt.subplots(1, 2, figsize=(7, 2.6), sharey=True)
 for axes, (sampling, run) in zip(panels, deepest.items(), strict=True):
     steps = metrics.decode_steps(metrics.load(folder / run).steps, "speculative")
     share = steps["accepted"].value_counts(normalize=True).sort_index()
-    assert abs(metrics.survival(steps).sum() - (share.index * share).sum()) < 1e-9  # the same mean
     axes.bar(share.index, share, color=figures.colours(["draft_chain"])["draft_chain"])
     axes.set(xlabel="tokens accepted in a step", title=f"draft_chain, {sampling}", xticks=range(6))
 panels[0].set_ylabel("share of steps")
@@ -165,11 +150,6 @@ compare.show(comparison, Console(width=100, force_jupyter=False))
 
 # %%
 found = compare.as_frame(comparison).set_index("figure")
-assert found.loc["nodes_per_step", "verdict"] == "significant"  # five tokens drafted, not one
-assert found.loc["tau_pooled", "paired"]  # by prompts
-significant = found[found["verdict"] == "significant"]
-nothing = significant["relative"].astype(float)  # no change: the factor 1, or the difference 0
-assert ((significant["simultaneous_low"] > nothing) | (significant["simultaneous_high"] < nothing)).all()
 found[["reference_value", "other_value", "change", "simultaneous_low", "simultaneous_high", "verdict"]].round(2)
 
 # %% [markdown]

@@ -1,7 +1,8 @@
 """Execute notebooks, and write each as .ipynb with its outputs into the folder of its source.
 
 ``python scripts/render_notebooks.py`` renders every notebooks/*.py; ``python scripts/render_notebooks.py FILE ...``
-renders the given ones. A notebook runs in a temporary directory, which is removed afterwards.
+renders the given ones. A notebook runs in a temporary directory, which is removed afterwards. What must hold after its
+last cell is in tests/notebooks/NAME.py: it runs in the same kernel, and nothing is written if it fails.
 """
 
 import argparse
@@ -15,19 +16,27 @@ from tempfile import TemporaryDirectory
 import jupytext
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 300  # time limit of a cell
+SECONDS = 900  # time limit of a cell
+CHECKS = ROOT / "tests" / "notebooks"
 
 
-def render(source: Path) -> NotebookNode:
+def render(source: Path, checks: str = "") -> NotebookNode:
     """Return the notebook of a py:percent file, executed with this interpreter and checkout.
 
+    Args:
+        source: the file.
+        checks: code that runs after the last cell and is not shown.
+
     Raises:
-        nbclient.exceptions.CellExecutionError: a cell fails.
+        nbclient.exceptions.CellExecutionError: a cell or a check fails.
         ValueError: a cell writes to stderr, or an output names a path of this machine.
     """
     notebook = jupytext.read(source)
+    if checks:
+        notebook.cells.append(new_code_cell(checks))
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number}"  # instead of a random one, which would change with every rendering
     with TemporaryDirectory(prefix="notebook-") as temporary:
@@ -45,6 +54,8 @@ def render(source: Path) -> NotebookNode:
             resources={"metadata": {"path": temporary}},
         )
         client.execute(env=environment)
+    if checks:
+        del notebook.cells[-1]
     if said := [output.text for output in outputs(notebook) if output.get("name") == "stderr"]:
         raise ValueError(f"{source} writes to stderr: {said[0]}")
     rename(notebook, temporary)
@@ -88,8 +99,8 @@ def main(arguments: list[str] | None = None) -> None:
         if source.suffix != ".py" or not source.is_file():
             parser.error(f"{source} is not a py:percent file: name a file such as notebooks/NAME.py")
     for source in given.sources or sorted((ROOT / "notebooks").glob("*.py")):
-        pair = source.with_suffix(".ipynb")
-        jupytext.write(render(source), pair)
+        pair, checks = source.with_suffix(".ipynb"), CHECKS / source.name
+        jupytext.write(render(source, checks.read_text() if checks.is_file() else ""), pair)
         print(f"{pair}: {pair.stat().st_size / 1000:.0f} kB")
 
 

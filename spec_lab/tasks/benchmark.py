@@ -21,7 +21,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from spec_lab.analysis import metrics, show, tracking
-from spec_lab.analysis.names import names_in_manifest, renamed, with_names
+from spec_lab.analysis.names import MAIN, names_in_manifest, renamed, with_names
 from spec_lab.core.memory import Peak
 from spec_lab.core.options import one_of
 from spec_lab.core.roofline import Roofline
@@ -106,7 +106,7 @@ def run(
                 recorder.write(number, rows.rounds, rows.steps, rows.requests, rows.replay, tokens)
                 seen = tracking.group_figures(pd.DataFrame(rows.requests))
                 lab.tracker.group(number, seen)
-                speeds = {series.rpartition("/")[0]: f"{speed:.3g} tokens/s" for series, speed in seen.items()}
+                speeds = {series.rpartition("/")[0] or MAIN: f"{speed:.3g} tokens/s" for series, speed in seen.items()}
                 bar.set_postfix(renamed(speeds, names))
         used: dict[str, Any] = {"memory": {**(facts.get("memory") or {}), **peak.facts(bool(todo))}}
         tables = recorder.gather()

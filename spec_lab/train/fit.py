@@ -86,6 +86,7 @@ def fit(
     facts: dict[str, Any],
     stop_after: int | None = None,
     tick: Callable[[int, int], None] = lambda done, total: None,
+    wrote: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> None:
     """Train, or resume from the checkpoint in ``out``.
 
@@ -98,6 +99,7 @@ def fit(
         facts: other settings that change the result; a checkpoint with others is refused.
         stop_after: step at which to stop early, as after a kill; None for the last one.
         tick: called with the steps done and those in all.
+        wrote: called with each new line of the learning curve.
 
     Raises:
         ValueError: no texts; fewer in a file than a step needs; the checkpoint belongs to another training; the loss
@@ -142,6 +144,7 @@ def fit(
             lines.append(_line(step + 1, (step + 1) * plan.rows, seconds, means))
             write_text(curve, "".join(json.dumps(one) + "\n" for one in lines))
             log.info("step %d of %d: %s", step + 1, len(order), lines[-1])
+            wrote(lines[-1])
             recent.clear()
         if time.monotonic() - saved > plan.save_seconds:
             _save(trainer, checkpoint, known)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,8 @@ def train(
         ):
             trainer = Trainer(begun.module, plan.plan, threads, torch.float32)
             own = out / "training", plan, settings_of(recipe, lab.target, begun)
-            fit(trainer, begun.objective, paths, *own, tick=lambda done, total: _at(bar, done, total))
+            tick = partial(_at, bar)
+            fit(trainer, begun.objective, paths, *own, tick=tick, wrote=lab.tracker.training)
         begun.module.eval()
         source = {"target_sha256": lab.target.sha256, "seed": str(settings.seed), "method": recipe.name}
         sha256 = recipe.write(begun.module, lab.target, out / "drafter", source)

@@ -97,9 +97,10 @@ def test_a_stopped_training_resumes_to_the_same_weights_and_curve(paths, tmp_pat
 
 
 def test_the_curve_states_means_since_its_last_line_and_the_estimated_length(paths, tmp_path):
-    own = trainer()
-    fit(own, Objective(own.model), paths, tmp_path / "out", PLAN, {})
+    own, written = trainer(), []
+    fit(own, Objective(own.model), paths, tmp_path / "out", PLAN, {}, wrote=written.append)
     lines = [json.loads(line) for line in (tmp_path / "out" / "learning.jsonl").read_text().splitlines()]
+    assert written == lines
     assert [line["step"] for line in lines] == [3, 6, 9, 12] and [line["texts"] for line in lines] == [12, 24, 36, 48]
     assert lines[0]["accepted"] == [0.5, 0.5] and lines[0]["agreed"] == [0.25, 0.5]
     assert lines[0]["length_at_1"] == 0.75 and lines[0]["length_greedy"] == 0.375

@@ -1,8 +1,9 @@
 """Weights & Biases: show the rows of a run, while it runs or from its files later.
 
-``series`` selects what the rows show there, ``client`` logs it, ``tracker`` is the protocol that a run calls,
-``replay`` is ``spec-lab track``, ``dashboard`` defines the workspace. The files in the run's directory remain
-authoritative; wandb is used in this package only, and imported when it is first needed.
+``facts`` selects what describes a run there (config, tags, group), ``headline`` names its figures, ``series`` its
+points, ``tables`` its tables; ``client`` logs them, ``tracker`` is the protocol that a run calls, ``replay`` is
+``spec-lab track``, ``dashboard`` defines the workspace. The files in the run's directory remain authoritative; wandb is
+used in this package only, and imported when it is first needed.
 """
 
 from spec_lab.analysis.tracking.replay import track, track_all

@@ -14,15 +14,30 @@ from spec_lab.analysis.tracking import client, series
 ARMS = (MAIN, "baseline")
 """Keys of the arms shown unless others are named."""
 
-AXES = {"group": "group of prompts", "step": "step", "round": "step of the batch"}
-"""Labels of the axes (``series.SERIES``)."""
+AXES = {
+    series.GROUP: "group of prompts",
+    series.STEP: "decode step",
+    series.BATCH_STEP: "step of the batch",
+    series.TRAIN_STEP: "training step",
+}
+"""Labels of the axes."""
 
-PICTURES = ("acceptance", "throughput", "phases")
-"""The figures that a run draws."""
+FIGURES = ("acceptance", "throughput", "phases")
+"""Figures of a run that are shown beside the series of their section."""
+
+WIDE = ("Outputs", "Report")
+"""Sections whose panels are as wide as the page."""
+
+COLUMNS = (
+    "config:proposer.name", "config:verifier.name", "config:sampling.temperature", "summary:speedup",
+    "summary:speedup/low", "summary:speedup/high", "summary:tokens_per_second", "summary:tau",
+    "summary:acceptance_rate", "summary:ttft", "summary:tpot",
+)  # fmt: skip
+"""Pinned columns of the runs table."""
 
 
 def dashboard(project: str, entity: str, arms: Sequence[str] = ARMS) -> Any:
-    """Return the definition: sections for speed, acceptance, time and texts; runs grouped by ``series.group``.
+    """Return the definition: sections in the order of a run's report; runs grouped by ``facts.group``.
 
     Args:
         project: the project whose runs it shows.
@@ -41,60 +56,98 @@ def dashboard(project: str, entity: str, arms: Sequence[str] = ARMS) -> Any:
     except ImportError as error:
         raise OSError("the dashboard requires an extra: pip install 'spec-lab[dashboard]'") from error
 
-    def line(title: str, axis: str, *names: str, of: Sequence[str] = arms, **options: Any) -> Any:
+    def line(title: str, axis: str, *figures: str, of: Sequence[str] = arms, **options: Any) -> Any:
         known = series.keys(list(of))
-        shown = [f"{arm}/{name}" for arm in of for name in names if f"{arm}/{name}" in known]
+        named = [series.name(arm, one) for arm in of for one in figures]
+        shown = [one for one in named if one in known]
         return panels.LinePlot(title=title, x=axis, y=shown, title_x=AXES[axis], **options)
 
-    def bar(title: str, *names: str) -> Any:
-        return panels.BarPlot(title=title, metrics=[panels.SummaryMetric(name) for name in names])
+    def training(title: str, *figures: str) -> Any:
+        axis = series.TRAIN_STEP
+        return panels.LinePlot(title=title, x=axis, y=[f"train/{one}" for one in figures], title_x=AXES[axis])
 
-    def pictures(*names: str) -> Any:
-        return panels.MediaBrowser(title="figures", media_keys=[f"figures/{name}" for name in names])
+    def bar(title: str, *figures: str) -> Any:
+        return panels.BarPlot(title=title, metrics=[panels.SummaryMetric(one) for one in figures])
+
+    def media(title: str, *keys: str) -> Any:
+        return panels.MediaBrowser(title=title, media_keys=list(keys))
 
     def table(name: str) -> Any:
         return panels.WeavePanelSummaryTable(table_name=f"tables/{name}")
 
-    acceptance, throughput, phases = PICTURES
+    acceptance, throughput, phases = (media("figures", f"figures/{one}") for one in FIGURES)
     sections = {
-        "speed": [
-            bar("speed-up (ratio of sums)", "speedup.mean"),
-            bar("tokens/s", "tokens_per_second", "baseline_tokens_per_second"),
-            line("tokens/s over the baseline's, by group", "group", "speedup"),
-            line("tokens/s by group", "group", "tokens_per_second"),
-            pictures(throughput),
+        "Speed": [
+            bar("speed-up (ratio of sums)", "speedup", "speedup/low", "speedup/high"),
+            bar("tokens/s", "tokens_per_second", "baseline/tokens_per_second"),
+            bar("seconds to the first token; per output token", "ttft", "tpot"),
+            line("speed-up by group", series.GROUP, "speedup"),
+            line("tokens/s by group", series.GROUP, "tokens_per_second"),
+            throughput,
         ],
-        "acceptance": [
-            bar("tau and expected tau", "tau_pooled", "expected_tau"),
-            line("tau so far", "step", "tau"),
-            line("accepted and expected tokens, by step", "step", "accepted", "expected", of=arms[:1]),
-            line("emitted tokens, by step", "step", "emitted", of=arms[:1]),
-            pictures(acceptance),
+        "Acceptance": [
+            bar("tau and expected tau", "tau", "expected_tau"),
+            bar("acceptance rate", "acceptance_rate"),
+            line("tau so far", series.STEP, "tau"),
+            line("acceptance rate so far", series.STEP, "acceptance_rate", of=arms[:1]),
+            line(
+                "accepted and expected tokens of a step",
+                series.STEP,
+                "accepted_tokens",
+                "expected_accepted_tokens",
+                of=arms[:1],
+            ),
+            line("emitted tokens of a step", series.STEP, "emitted_tokens", of=arms[:1]),
+            acceptance,
             table("depths"),
         ],
-        "time": [
-            bar("overhead: share of decode time outside module calls", "overhead", "baseline_overhead"),
+        "Time": [
+            bar("overhead: share of decode time outside module calls", "overhead", "baseline/overhead"),
             *(
                 line(
                     f"seconds per step by phase: {'proposer' if arm == MAIN else arm}",
-                    "round",
-                    *series.SERIES["round"],
+                    series.BATCH_STEP,
+                    *series.SERIES[series.BATCH_STEP],
                     of=[arm],
                     plot_type="stacked-area",
                 )
                 for arm in arms
             ),
-            pictures(phases),
+            phases,
         ],
-        "texts": [bar("repeated 8-grams", "repeated_8gram_share"), table("requests")],
+        "Outputs": [table("requests"), table("steps"), bar("repeated 8-grams", "repeated_8gram_share")],
+        "Report": [media("report", client.REPORT)],
+        "Training": [
+            training("loss", "loss"),
+            training("acceptance rate of the first draft token", "acceptance_rate/1"),
+            training("tau of a chain", "tau"),
+            bar("tau on held-out prompts", "eval/tau", "eval/expected_tau"),
+        ],
     }
     return workspaces.Workspace(
         entity=entity,
         project=project,
         name="spec_lab",
-        sections=[workspaces.Section(name=name, panels=shown, is_open=True) for name, shown in sections.items()],
-        runset_settings=workspaces.RunsetSettings(groupby=[workspaces.Metric("Group")]),
+        sections=[
+            workspaces.Section(
+                name=name,
+                panels=shown,
+                is_open=True,
+                layout_settings=workspaces.SectionLayoutSettings(columns=1 if name in WIDE else 3, rows=2),
+            )
+            for name, shown in sections.items()
+        ],
+        runset_settings=workspaces.RunsetSettings(
+            groupby=[workspaces.Metric("Group")], pinned_columns=[nested(one) for one in COLUMNS]
+        ),
     )
+
+
+def nested(column: str) -> str:
+    """Return the name of a column of the config as Weights & Biases stores it, with ``value`` after the first part."""
+    section, _, name = column.partition(":")
+    first, _, rest = name.partition(".")
+    return f"{section}:{first}.value.{rest}" if section == "config" and rest else column
 
 
 def save(project: str, entity: str, arms: Sequence[str] = ARMS) -> str:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from spec_lab.analysis import metrics
-from spec_lab.analysis.tracking import client, series
+from spec_lab.analysis.metrics import Tables
+from spec_lab.analysis.tracking import client, facts
 from spec_lab.analysis.tracking.client import Mode
-from spec_lab.core.files import Unreadable, read_json
+from spec_lab.core.files import Unreadable, expect, read_json
+from spec_lab.core.roofline import Roofline
 from spec_lab.results import sweep
-from spec_lab.results.manifest import begun, without_groups
+from spec_lab.results.manifest import begun, finite, without_groups
+
+SUMMARIES = ("summary.json", "certificate.json")
+"""The summary files of tasks."""
+
+LINE = {"step": int, "loss": [float], "accepted": [float], "agreed": [float], "texts": int, "seconds": float}
+LINE |= {"length_at_1": float, "length_greedy": float}
 
 
 def track(folder: Path, project: str = "spec_lab", entity: str | None = None, mode: Mode = "auto") -> str:
     """Show the run in ``folder`` on Weights & Biases, as a tracked run would: done, interrupted or killed.
 
     A run that did not reach its end is shown as failed, with the figures of its finished groups. A run that is tracked
-    again replaces its former upload.
+    again replaces its former upload. Writes ``report.html`` and ``figures/``.
 
     Args:
         folder: the run's directory.
@@ -26,10 +35,10 @@ def track(folder: Path, project: str = "spec_lab", entity: str | None = None, mo
         mode: "auto", "online" or "offline", as in ``Wandb``.
 
     Returns:
-        The upload's address, or its folder.
+        The upload's address; offline, the command that uploads it.
 
     Raises:
-        ValueError: there is no run, its task has no groups, or none of them is finished; its files are not readable.
+        ValueError: there is no run, it has neither finished groups nor a summary; its files are not readable.
         sweep.Locked: the run is still running.
         OSError: Weights & Biases cannot be reached, or fails.
     """
@@ -44,19 +53,43 @@ def track(folder: Path, project: str = "spec_lab", entity: str | None = None, mo
         raise ValueError("Weights & Biases is disabled (mode, or WANDB_MODE): choose mode offline or online")
     with sweep.holding(folder):
         tables = metrics.load(folder)
-        if tables.requests.empty:
+        written = next((one for name in SUMMARIES if (one := read_json(folder / name)) is not None), None)
+        curve = _learning(folder, written)
+        if tables.requests.empty and written is None:
             raise ValueError(without_groups(folder, manifest))
-        written = read_json(folder / "summary.json")
-        files = [] if written is None else sorted((folder / "figures").glob("*.png"))  # else older than the rows
-        pictures = [file for file in files if file.is_file()]
-    summary = written or series.summary(tables, manifest)  # from here on the run may continue
-    run = client.begin(folder, manifest, project, entity, mode)
-    try:
-        client.replay(run, tables, manifest, summary, pictures)
-    except BaseException:
-        run.finish(exit_code=1)
-        raise
+        run = client.begin(folder, manifest, project, entity, mode)
+        try:
+            client.show_training(run, curve)
+            if tables.requests.empty:
+                client.show(run, written or {}, client.pictures(folder))
+            else:
+                client.replay(run, folder, tables, manifest, written or finished_groups(tables, manifest))
+        except BaseException:
+            run.finish(exit_code=1)
+            raise
     return client.end(run, complete=written is not None)
+
+
+def finished_groups(tables: Tables, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of the finished groups, for a run without ``summary.json``."""
+    roofline = Roofline.of(manifest.get("roofline"))
+    arms = {arm: metrics.summarise(tables, arm, roofline=roofline) for arm in metrics.arms(tables)}
+    shared = {"experiment": facts.experiment(manifest), "groups": tables.requests["group"].nunique()}
+    return dict(finite({**shared, **manifest.get("parts", {}), **next(iter(arms.values())), "arms": arms}))
+
+
+def _learning(folder: Path, summary: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the learning curve in the summary of a training; empty for other tasks.
+
+    Raises:
+        Unreadable: it has another shape.
+    """
+    curve = [] if summary is None else summary.get("learning", [])
+    try:
+        expect({"learning": curve}, {"learning": [LINE]}, "")
+    except ValueError as error:
+        raise Unreadable(f"{folder / SUMMARIES[0]} is not readable ({error})") from error
+    return [line for line in curve if line["loss"]]
 
 
 def track_all(folder: Path, project: str = "spec_lab", entity: str | None = None, mode: Mode = "auto") -> Iterator[str]:

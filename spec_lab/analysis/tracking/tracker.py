@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spec_lab.analysis.metrics import Tables
-from spec_lab.analysis.tracking import client
+from spec_lab.analysis.tracking import client, series
 from spec_lab.analysis.tracking.client import Mode
 
 
@@ -21,6 +21,9 @@ class Tracker(Protocol):
 
     def group(self, number: int, figures: Mapping[str, float]) -> None:
         """Log the figures of a finished group of prompts."""
+
+    def training(self, line: Mapping[str, Any]) -> None:
+        """Log a line of the learning curve of a training (``train.fit``)."""
 
     def finish(self, summary: Mapping[str, Any], figures: list[Path], tables: Tables | None = None) -> None:
         """Log the contents of ``summary.json``, the figures and, of a task that has some, the rows."""
@@ -36,6 +39,9 @@ class Files:
         """Do nothing."""
 
     def group(self, number: int, figures: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+    def training(self, line: Mapping[str, Any]) -> None:
         """Do nothing."""
 
     def finish(self, summary: Mapping[str, Any], figures: list[Path], tables: Tables | None = None) -> None:
@@ -55,9 +61,11 @@ def _check_name(option: str, value: Any) -> None:
 
 
 class Wandb:
-    """Shows the run on Weights & Biases: each group's figures as it finishes, the rest (``client.replay``) at the end.
+    """Shows the run on Weights & Biases: each group's figures as it finishes, and the lines of a learning curve; at the
+    end series, tables, figures, the report and the summary (``client.replay``).
 
-    Little is sent while speed is measured. If Weights & Biases fails after the run has started, the run continues
+    Little is sent while speed is measured. Where the run appears is printed at its start and its end; offline this is
+    the command that uploads it later. If Weights & Biases fails after the run has started, the run continues
     without it and reports the failure at its end: its files are complete, and ``spec-lab track`` uploads them later.
     The exit code is the run's own.
 
@@ -82,7 +90,8 @@ class Wandb:
         self._reset()
 
     def _reset(self) -> None:
-        self._logged: set[int] = set()
+        self._groups: set[int] = set()
+        self._steps: set[int] = set()
         self._complete, self._error = False, ""
 
     def start(self, name: str, manifest: Mapping[str, Any], out: Path) -> None:
@@ -94,24 +103,35 @@ class Wandb:
         self._reset()
         self._manifest, self._out = manifest, out
         self._run = client.begin(out, manifest, self.project, self.entity, self.mode)
+        _say(client.where(self._run))
 
     def group(self, number: int, figures: Mapping[str, float]) -> None:
         """See ``Tracker``."""
-        self._call(lambda: self._run.log({"group": number, **figures}))
-        self._logged.add(number)
+        self._call(lambda: self._run.log({series.GROUP: number, **figures}))
+        self._groups.add(number)
+
+    def training(self, line: Mapping[str, Any]) -> None:
+        """See ``Tracker``."""
+        self._call(lambda: client.show_training(self._run, [line]))
+        self._steps.add(line["step"])
 
     def finish(self, summary: Mapping[str, Any], figures: list[Path], tables: Tables | None = None) -> None:
         """See ``Tracker``."""
-        if tables is None:
-            self._call(lambda: client.show(self._run, summary, figures))
-        else:
-            self._call(lambda: client.replay(self._run, tables, self._manifest, summary, figures, self._logged))
+
+        def log() -> None:
+            client.show_training(self._run, summary.get("learning", []), self._steps)
+            if tables is None:
+                client.show(self._run, summary, figures)
+            else:
+                client.replay(self._run, self._out, tables, self._manifest, summary, self._groups)
+
+        self._call(log)
         self._complete = True
 
     def close(self) -> None:
         """See ``Tracker``. Reports an error of Weights & Biases, if there was one."""
         if self._run is not None:
-            self._call(lambda: client.end(self._run, self._complete))
+            self._call(lambda: _say(client.end(self._run, self._complete)))
             self._run = None
             if self._error:
                 print(
@@ -127,3 +147,9 @@ class Wandb:
                 call()
             except Exception as error:
                 self._error = f"{type(error).__name__}: {error}"
+
+
+def _say(where: str) -> None:
+    """Print where the run appears."""
+    if where:
+        print(f"Weights & Biases: {where}", file=sys.stderr)

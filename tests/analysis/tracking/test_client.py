@@ -2,12 +2,13 @@
 
 import json
 import os
-import shutil
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -16,80 +17,12 @@ import wandb
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.tracking import Files, Wandb, client, series, track, track_all
-from spec_lab.analysis.tracking.dashboard import ARMS
 from spec_lab.results import sweep
-from spec_lab.results.writer import Recorder
 from spec_lab.tasks.benchmark import run
+from tests.analysis.tracking.views import CONFIG, column, history, killed, read_back, summary, table, views
 from tests.labs import lab, settings
 
-ROOT = Path(__file__).parents[2]
-CONFIG = {"name": "toy", "max_new_tokens": 12, "tracker": {"api_key": "hush"}}
-
-
-def views(folder: Path) -> list[Path]:
-    return sorted(folder.glob("wandb/offline-run-*"))
-
-
-def read_back(folder: Path) -> dict[str, list[dict]]:
-    """The records of an offline view by kind, as wandb's own reader prints them."""
-    (run_folder,) = views(folder)
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run_folder)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout
-    found: dict[str, list[dict]] = {}
-    for line in printed.splitlines():
-        record = json.loads(line)
-        found.setdefault(record["type"], []).append(record[record["type"]])
-    return found
-
-
-def history(found: dict[str, list[dict]]) -> list[dict]:
-    """The points, tables and figures logged, without when, and without the random names that wandb gives to tables."""
-    apart = ("_runtime", "_timestamp", "artifact_path", "_latest_artifact_path")
-    return [{k: v for k, v in one["item"].items() if not k.endswith(apart)} for one in found["history"]]
-
-
-def summary(found: dict[str, list[dict]]) -> dict:
-    """Its last state, nested names with dots."""
-    flat = {}
-    for one in found["summary"]:
-        for name, value in one["update"].items():
-            flat[name] = value
-            flat |= {f"{name}.{inner}": what for inner, what in value.items()} if isinstance(value, dict) else {}
-    return flat
-
-
-def column(points: list[dict], name: str) -> list[float]:
-    return [one[name] for one in points if name in one]
-
-
-def table(folder: Path, name: str) -> pd.DataFrame:
-    (file,) = folder.glob(f"wandb/offline-run-*/files/media/table/tables/{name}_*.table.json")
-    held = json.loads(file.read_text())
-    return pd.DataFrame(held["data"], columns=held["columns"])
-
-
-@pytest.fixture(scope="module")
-def tracked(tmp_path_factory) -> Path:
-    """A run tracked while it went on, offline."""
-    out = tmp_path_factory.mktemp("live") / "run"
-    assert run(lab(tracker=Wandb(mode="offline")), settings(out), CONFIG) == 0
-    return out
-
-
-@pytest.fixture(scope="module")
-def seen(tracked) -> dict[str, list[dict]]:
-    return read_back(tracked)
-
-
-def killed(tracked: Path, out: Path, groups: int = 99) -> Path:
-    """What ``kill -9`` would have left of the run: manifest, and the rows of its first groups in parts."""
-    out.mkdir(parents=True)
-    shutil.copy(tracked / "manifest.json", out)
-    tables, recorder = metrics.load(tracked), Recorder(out)
-    for number in sorted(set(tables.requests["group"]))[:groups]:
-        frames = (tables.rounds, tables.steps, tables.requests)
-        recorder.write(number, *(one[one["group"] == number].to_dict("records") for one in frames))
-    return out
+ROOT = Path(__file__).parents[3]
 
 
 # What a view shows -------------------------------------------------------------------------------------------------
@@ -98,43 +31,58 @@ def killed(tracked: Path, out: Path, groups: int = 99) -> Path:
 @pytest.mark.nightly
 def test_a_live_view_shows_the_groups_first_then_every_series(tracked, seen):
     points, tables = history(seen), metrics.load(tracked)
-    assert [(one["group"], sorted(one)[1:]) for one in points[:3]] == [
-        (number, ["baseline/tokens_per_second", "group", "speculative/tokens_per_second"]) for number in range(3)
+    assert [(one["prompt_group"], sorted(one)[1:]) for one in points[:3]] == [
+        (number, ["baseline/tokens_per_second", "prompt_group", "tokens_per_second"]) for number in range(3)
     ]
-    for arm in ("speculative", "baseline"):
+    for arm, prefix in (("speculative", ""), ("baseline", "baseline/")):
         speeds = metrics.group_speeds(tables.requests, arm)
-        assert column(points, f"{arm}/tokens_per_second") == pytest.approx(speeds.tolist())
+        assert column(points, f"{prefix}tokens_per_second") == pytest.approx(speeds.tolist())
         steps = metrics.decode_steps(tables.steps, arm)
-        assert column(points, f"{arm}/tau")[-1] == pytest.approx(metrics.tau_pooled(steps))
-        assert sum(column(points, f"{arm}/accepted")) == steps["accepted"].sum()
+        assert column(points, f"{prefix}tau")[-1] == pytest.approx(metrics.tau_pooled(steps))
+        assert sum(column(points, f"{prefix}accepted_tokens")) == steps["accepted"].sum()
         for phase, seconds in metrics.phase_seconds(tables.rounds, arm).items():
-            assert sum(column(points, f"{arm}/seconds/{phase}")) == pytest.approx(seconds, abs=1e-12), phase
+            assert sum(column(points, f"{prefix}time/{phase}")) == pytest.approx(seconds, abs=1e-12), phase
     paired = metrics.walltime_speedup_paired(tables.requests, "speculative")
-    assert column(points, "speculative/speedup") == pytest.approx(paired.tolist())
+    assert column(points, "speedup") == pytest.approx(paired.tolist())
     assert len(paired) == 2  # the third group is short
 
 
 def test_a_series_has_an_axis_of_its_own(tracked, seen):
-    axes = {one["name"]: one.get("step_metric") for one in seen["metric"]}
-    logged = {name for one in history(seen) for name in one if name.startswith(("speculative/", "baseline/"))}
-    assert {axes[name] for name in logged} == {"group", "step", "round"}
-    assert all(axes[name] == axis for name, axis in series.keys(["speculative", "baseline"]).items())
-    steps = [one for one in history(seen) if "speculative/tau" in one]
-    assert [one["step"] for one in steps] == list(range(len(steps)))
+    axes = {one["name"]: one.get("step_metric") for one in seen["metric"] if "name" in one}
+    known = series.keys(["speculative", "baseline"])
+    logged = {name for one in history(seen) for name in one if name in known}
+    assert {axes[name] for name in logged} == {"prompt_group", "decode_step", "batch_step"}
+    assert all(axes[name] == axis for name, axis in known.items())
+    steps = [one for one in history(seen) if "tau" in one]
+    assert [one["decode_step"] for one in steps] == list(range(len(steps)))
 
 
-def test_a_view_holds_summary_figures_and_tables(tracked, seen):
-    written = json.loads((tracked / "summary.json").read_text())
-    last = summary(seen)
-    assert last["tau_pooled"] == pytest.approx(written["tau_pooled"]) and last["experiment"] == "toy"
-    assert not [name for name in last if name.startswith("speculative/")]  # a series' last point is no figure
+def test_the_summary_has_the_runs_own_figure_under_the_name_of_each_series(tracked, seen):
+    written, last, tables = json.loads((tracked / "summary.json").read_text()), summary(seen), metrics.load(tracked)
+    for key in {name for one in history(seen) for name in one} & series.keys(["speculative", "baseline"]).keys():
+        _, _, figure = key.rpartition("/")
+        assert (key in last) == (figure not in ("emitted_tokens", "accepted_tokens", "expected_accepted_tokens")), key
+    assert last["tau"] == pytest.approx(written["tau_pooled"])
+    assert last["speedup"] == written["speedup"]["mean"]
+    assert (last["speedup/low"], last["speedup/high"]) == (written["speedup"]["low"], written["speedup"]["high"])
+    assert last["baseline/tokens_per_second"] == written["baseline_tokens_per_second"]
+    count = int((tables.rounds["arm"].eq("speculative") & ~tables.rounds["prefill"]).sum())
+    assert last["time/verify"] == pytest.approx(written["phase_seconds"]["verify"] / count)
+
+
+def test_a_view_holds_report_figures_and_tables(tracked, seen):
+    written, tables = json.loads((tracked / "summary.json").read_text()), metrics.load(tracked)
     pictures = {name.split(".")[0] for one in history(seen) for name in one if name.startswith("figures/")}
     assert pictures == {f"figures/{path.stem}" for path in (tracked / "figures").glob("*.png")} != set()
-    requests, tables = table(tracked, "requests"), metrics.load(tracked)
+    (page,) = tracked.glob("wandb/offline-run-*/files/media/html/report/page_*.html")
+    assert page.read_bytes() == (tracked / "report.html").read_bytes() and b"the cat sat" in page.read_bytes()
+    requests = table(tracked, "requests")
     assert len(requests) == len(tables.requests) and set(requests["arm"]) == {"repeat", "baseline"}
     first = requests[requests["arm"] == "repeat"].iloc[0]
     own = metrics.decode_steps(tables.steps, "speculative").query("request == 0")
     assert first["prompt"] == "the cat sat" and first["tau"] == pytest.approx(metrics.tau_pooled(own))
+    steps = table(tracked, "steps")
+    assert len(steps) == sum(len(metrics.decode_steps(tables.steps, arm)) for arm in ("speculative", "baseline"))
     depths = table(tracked, "depths").query("kind == 'survival'")
     assert set(depths["arm"]) == {"repeat"}
     assert depths["value"].tolist() == pytest.approx(written["survival"])
@@ -142,57 +90,45 @@ def test_a_view_holds_summary_figures_and_tables(tracked, seen):
 
 def test_a_view_says_what_the_run_was(tracked, seen):
     first, last = seen["run"][0], seen["run"][-1]
-    assert (first["run_group"], first["job_type"], first["display_name"]) == ("toy", "toy", "run")
+    assert (first["run_group"], first["job_type"], first["display_name"]) == ("toy", "benchmark", "run")
     assert last["tags"] == ["proposer=repeat", "verifier=token", "constraint=none", "lossless"]
-    assert first["config"]["update"]["config"] == CONFIG | {"tracker": {"api_key": "***"}}
-    assert first["config"]["update"]["prompts_sha256"]
+    config = first["config"]["update"]
+    assert config["proposer"] == {"name": "repeat", "depth": 2, "drawn": "point"}
+    assert config["target"] == {"path": "models/toy", "dtype": "float32"} and config["max_new_tokens"] == 12
+    assert config["prompts_sha256"] and not {"config", "tracker", "output_dir"} & config.keys()
     assert seen["exit"][-1].get("exit_code", 0) == 0
 
 
-def test_the_runs_of_a_sweep_stand_together(tmp_path):
-    sweep.plan(tmp_path / "heads", [["seed=1"]])
-    assert series.group(tmp_path / "heads" / "seed=1", {"config": {"name": "toy"}}) == "heads"
-    assert series.group(tmp_path / "seed=1", {"config": {"name": "toy"}}) == "toy"
-
-
-@pytest.mark.parametrize(
-    ("parts", "expected"),
-    [
-        (
-            {"proposer": "ngram", "verifier": "relaxed", "lossless": False},
-            ["proposer=ngram", "verifier=relaxed", "lossy"],
-        ),
-        ({"proposer": None, "verifier": None, "lossless": None, "constraint": "none"}, ["constraint=none"]),
-        ({"constraint": "c" * 99}, ["constraint=" + "c" * 53]),
-    ],
-)
-def test_tags_name_the_parts_that_are_known(parts, expected):
-    assert series.tags(parts) == expected
+def test_no_file_of_a_view_holds_a_secret_or_a_path_of_the_machine(tracked, seen):
+    (view,) = views(tracked)
+    for file in (one for one in view.rglob("*") if one.is_file() and "logs" not in one.parts):
+        content = file.read_bytes()
+        assert b"hush" not in content and b"/home/someone" not in content, file
+        assert str(ROOT).encode() not in content, file
 
 
 def test_long_series_are_averaged_in_bins_and_the_view_says_so():
     steps = pd.DataFrame(dict.fromkeys(("forced_emitted_kept", "forced_accepted", "round", "sequence"), 0), range(10))
     steps = steps.assign(arm="speculative", group=0, prefill=False, finish="", request=range(10))
+    steps = steps.assign(nodes=2, forced=0, legal=2)
     steps = steps.assign(emitted_kept=range(10), accepted=1, expected_accepted=[0.5] * 9 + [float("nan")])
     tables = metrics.load("nowhere")
     requests = pd.DataFrame({"arm": ["speculative"], "group": 0, "request": 0, "finish": "length"})
     requests = requests.assign(decode_tokens=45, decode_seconds=0.0, prefill_tokens=0, prefill_seconds=0.0)
     tables = Tables(tables.rounds, steps.sample(frac=1, random_state=0), requests)
-    points = [one for one in series.points(tables, max_points=5) if "step" in one]
-    assert [one["step"] for one in points] == [0, 2, 4, 6, 8]
-    assert column(points, "speculative/emitted") == [0.5, 2.5, 4.5, 6.5, 8.5]
-    assert column(points, "speculative/tau") == [0.5, 1.5, 2.5, 3.5, 4.5]
-    assert column(points, "speculative/expected") == [0.5] * 4  # no figure of what is not known
-    assert series.rows_per_point(tables, max_points=5) == {"speculative/step": 2.0}
+    points = [one for one in series.points(tables, max_points=5) if "decode_step" in one]
+    assert [one["decode_step"] for one in points] == [0, 2, 4, 6, 8]
+    assert column(points, "emitted_tokens") == [0.5, 2.5, 4.5, 6.5, 8.5]
+    assert column(points, "tau") == [0.5, 1.5, 2.5, 3.5, 4.5]
+    assert column(points, "acceptance_rate") == [0.5] * 5
+    assert column(points, "expected_accepted_tokens") == [0.5] * 4  # no figure of what is not known
+    assert series.rows_per_point(tables, max_points=5) == {"decode_step": 2.0}
     assert [len(list(series.points(tables, max_points=most))) for most in (3, 10, 2000)] == [3, 10, 10]
 
 
-def test_the_table_of_requests_is_bounded(tracked):
-    tables = metrics.load(tracked)
-    few = series.requests(tables, max_rows=5, max_letters=4)
-    assert few["request"].tolist() == [0, 0, 1, 1]  # whole prompts
-    assert few["prompt"].iloc[0] == "… sat" and len(few["text"].iloc[0]) == 5 and few["text"].iloc[0].endswith("…")
-    assert series.requests(Tables(tables.rounds, tables.steps, tables.requests.iloc[:0])).empty
+def points_of(found: dict[str, list[dict]]) -> list[dict]:
+    """The points and media logged but the report, which says whether the run has ended."""
+    return [one for one in history(found) if not any(name.startswith("report/") for name in one)]
 
 
 # Replayed ----------------------------------------------------------------------------------------------------------
@@ -203,12 +139,12 @@ def test_a_killed_run_replayed_shows_what_the_live_one_showed(tracked, seen, tmp
     where = track(out, mode="offline")
     assert str(views(out)[0]) in where and "wandb sync" in where
     found = read_back(out)
-    assert history(found) == history(seen)
+    assert points_of(found) == points_of(seen)
     assert found["run"][0]["run_id"] == seen["run"][0]["run_id"]
     assert found["run"][-1]["tags"] == seen["run"][-1]["tags"]
-    assert {"tau_pooled", "speedup.mean"} <= summary(found).keys() & summary(seen).keys()
+    assert {"tau", "speedup", "tokens_per_second/low"} <= summary(found).keys() & summary(seen).keys()
     assert found["exit"][-1]["exit_code"] == 1  # it did not come to its end
-    for name in ("requests", "depths"):
+    for name in ("requests", "steps", "depths"):
         pd.testing.assert_frame_equal(table(out, name), table(tracked, name))
 
 
@@ -259,6 +195,7 @@ import sys
 from pathlib import Path
 from spec_lab.tasks.benchmark import run
 from spec_lab.analysis.tracking import Wandb
+from tests.analysis.tracking.views import CONFIG, column, history, killed, read_back, summary, table, views
 from tests.labs import lab, settings
 config = {"name": "toy", "tracker": {"api_key": "hush-config"}}
 run(lab(["the cat sat"] * 400, tracker=Wandb(mode="offline")), settings(Path(sys.argv[1]), max_new_tokens=40), config)
@@ -282,8 +219,8 @@ def test_after_kill_9_nothing_of_the_files_is_missing_in_the_view(tmp_path):
     assert 3 <= len(finished) < 200 and not (out / "summary.json").exists()
     track(out, mode="offline")
     found = read_back(out)
-    assert [one["group"] for one in history(found) if "baseline/tokens_per_second" in one] == finished
-    assert column(history(found), "speculative/tau") and not live.exists()
+    assert [one["prompt_group"] for one in history(found) if "baseline/tokens_per_second" in one] == finished
+    assert column(history(found), "tau") and not live.exists()
     assert found["exit"][-1]["exit_code"] == 1
     files = [one for one in out.rglob("*") if one.is_file()]
     assert files and not [one for one in files if b"hush" in one.read_bytes()]
@@ -295,7 +232,7 @@ def test_after_kill_9_nothing_of_the_files_is_missing_in_the_view(tmp_path):
 class Broken:
     """A wandb run whose service dies at its ``at``-th call."""
 
-    id, tags, offline = "id", (), True
+    id, tags, offline, disabled, url = "id", (), False, True, None
 
     def __init__(self, at: int = 99) -> None:
         self.calls: list[dict] = []
@@ -317,8 +254,8 @@ def test_while_a_run_goes_on_only_its_groups_are_logged(tmp_path, monkeypatch):
     monkeypatch.setattr(client, "replay", lambda *_: before.extend(fake.calls))
     monkeypatch.setattr(client, "end", lambda *_: "")
     assert run(lab(tracker=tracker), settings(tmp_path), CONFIG) == 0
-    assert [one["group"] for one in before] == [0, 1, 2]
-    assert all(one.keys() == {"group", *series.group_figures(metrics.load(tmp_path).requests)} for one in before)
+    assert [one["prompt_group"] for one in before] == [0, 1, 2]
+    assert all(one.keys() == {"prompt_group", *series.group_figures(metrics.load(tmp_path).requests)} for one in before)
 
 
 @pytest.mark.parametrize("at", [1, 4])
@@ -330,14 +267,48 @@ def test_a_run_outlives_weights_and_biases_and_says_so(tmp_path, monkeypatch, ca
     assert len(metrics.load(tmp_path).requests) == 10 and (tmp_path / "summary.json").is_file()
 
 
+def test_an_offline_run_prints_the_command_that_uploads_it_when_it_begins_and_ends(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "wandb" / "offline-run-1_2-id"
+    folder.mkdir(parents=True)
+    fake = Broken()
+    fake.offline, fake.disabled, fake.settings = True, False, SimpleNamespace(sync_dir=str(folder))
+    monkeypatch.setattr(client, "begin", lambda *_: fake)
+    tracker = Wandb(mode="offline")
+    tracker.start("toy", {}, tmp_path)
+    began = capsys.readouterr().err
+    tracker.close()
+    assert capsys.readouterr().err == began
+    assert shlex.split(began)[-3:] == ["wandb", "sync", str(folder)]
+
+
+def test_a_training_shows_its_curve_as_it_goes_on_and_once(tmp_path, monkeypatch):
+    lines = [
+        {"step": step, "texts": 16 * step, "seconds": 1.0, "loss": [2.0, 4.0], "accepted": [0.5, 0.25],
+         "agreed": [0.6, 0.3], "length_at_1": 0.625, "length_greedy": 0.78}
+        for step in (20, 40)
+    ]  # fmt: skip
+    fake = Broken()
+    fake.summary = {}
+    monkeypatch.setattr(client, "begin", lambda *_: fake)
+    tracker = Wandb(mode="offline")
+    tracker.start("train", {}, tmp_path)
+    tracker.training(lines[0])
+    assert [(one["trainer/global_step"], one["train/loss"], one["train/tau"]) for one in fake.calls] == [(20, 3, 1.625)]
+    tracker.finish({"learning": lines, "accepted": [0.5, 0.25], "measured_length": 0.6, "estimated_length": 0.625}, [])
+    assert [one["trainer/global_step"] for one in fake.calls] == [20, 40]
+    assert fake.summary == {
+        "eval/acceptance_rate/1": 0.5, "eval/acceptance_rate/2": 0.25, "eval/tau": 1.6, "eval/expected_tau": 1.625,
+    }  # fmt: skip
+
+
 def test_a_task_without_rows_shows_its_summary(tmp_path, monkeypatch):
     tracker = Wandb(mode="offline")
-    tracker.start("proof", {"config": {"name": "proof"}}, tmp_path)
+    tracker.start("proof", {"config": {"name": "proof"}, "seed": 0}, tmp_path)
     tracker.group(0, {"distance": 0.5})
     tracker.finish({"lossless": True}, [])
     tracker.close()
     found = read_back(tmp_path)
-    assert summary(found)["lossless"] is True and history(found) == [{"_step": 0, "group": 0, "distance": 0.5}]
+    assert summary(found)["lossless"] is True and history(found) == [{"_step": 0, "prompt_group": 0, "distance": 0.5}]
 
 
 @pytest.mark.nightly
@@ -373,49 +344,6 @@ def test_files_only_does_nothing(tmp_path):
     tracker.finish({}, [])
     tracker.close()
     assert not list(tmp_path.iterdir())
-
-
-# The dashboard -----------------------------------------------------------------------------------------------------
-
-
-def test_the_dashboard_shows_the_arms_of_a_run_unless_others_are_named(tracked):
-    assert [*ARMS] == metrics.arms(metrics.load(tracked))
-
-
-def test_the_dashboard_names_only_what_a_view_logs(tracked, seen):
-    pytest.importorskip("wandb_workspaces")
-    from spec_lab.analysis.tracking.dashboard import dashboard
-
-    made = dashboard("project", "entity")
-    spec = json.loads(made._to_model().model_dump_json(by_alias=True))["spec"]["section"]
-    sections = {one["name"]: one["panels"] for one in spec["panelBankConfig"]["sections"]}
-    assert list(sections) == ["speed", "acceptance", "time", "texts"]
-    assert spec["runSets"][0]["grouping"] == [{"section": "run", "name": "group"}]
-    logged = {name for one in history(seen) for name in one} | {
-        name.split(".")[0] for one in history(seen) for name in one
-    }
-    in_summary = {f"summary_metrics.{name}" for name in summary(seen)}
-    named = set()
-    for panel in (one for panels in sections.values() for one in panels):
-        config = panel["config"]
-        if panel["viewType"] == "Weave":
-            named.add(config["panel2Config"]["exp"]["fromOp"]["inputs"]["key"]["val"])
-        else:
-            named |= {*config.get("metrics", ()), *config.get("mediaKeys", ()), config.get("xAxis", "group")}
-    assert {"speculative/tau", "group", "summary_metrics.tau_pooled", "figures/phases", "tables/requests"} <= named
-    assert named <= logged | in_summary
-
-
-def test_the_dashboard_is_refused_by_name(monkeypatch):
-    from spec_lab.analysis.tracking import dashboard
-
-    monkeypatch.setattr(client, "resolved_mode", lambda *_: "offline")
-    if pytest.importorskip("wandb_workspaces"):
-        with pytest.raises(OSError, match="wandb login"):
-            dashboard.save("project", "entity")
-    monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
-    with pytest.raises(OSError, match=r"pip install 'spec-lab\[dashboard\]'"):
-        dashboard.dashboard("project", "entity")
 
 
 @pytest.mark.parametrize("name", [True, 3, "", "a/b", "x" * 129, ["a"], "a\nb"])

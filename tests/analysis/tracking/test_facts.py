@@ -1,0 +1,123 @@
+"""Config, tags, group, job type and id of a run on Weights & Biases."""
+
+from pathlib import Path
+
+import pytest
+
+from spec_lab.analysis.tracking import facts
+from spec_lab.results import sweep
+
+MANIFEST = {
+    "config": {
+        "name": "toy",
+        "target": {"_target_": "spec_lab.models.target.Target.load", "path": "/home/someone/models/toy", "dtype": None},
+        "proposer": {
+            "_target_": "spec_lab.propose.medusa.Medusa.load",
+            "depth": 4,
+            "path": "org/heads",
+            "api_key": "x",
+        },
+        "verifier": {"_target_": "spec_lab.verify.Typical"},
+        "policy": {"_target_": "spec_lab.policy.none"},
+        "constraint": {"_target_": "spec_lab.constrain.load.none", "draft_budget": None},
+        "sampling": {"_target_": "spec_lab.core.probabilities.Sampling", "temperature": None},
+        "prompts": {"path": "~/prompts/mine.jsonl", "limit": 3},
+        "task": {"_target_": "spec_lab.tasks.benchmark.run", "history": "own"},
+        "arms": {"other": {"_target_": "package.Other.load", "depth": 2}},
+        "batch_size": 2,
+        "stop_strings": [],
+        "seed": 1,
+        "output_dir": "/home/someone/outputs",
+        "tracker": {"project": "secret-project"},
+    },
+    "seed": 1,
+    "sampling": {"temperature": 0.7},
+    "parts": {"proposer": "medusa", "verifier": "typical", "constraint": "none", "lossless": False},
+    "proposers": {
+        "speculative": {"name": "medusa", "drawn": "point", "nodes": 9, "tree": "0 1"},
+        "other": {"name": "o"},
+    },
+    "machine": {"processor": "A CPU", "gpus": ["H100", "H100"]},
+    "versions": {"torch": "2.8", "other": None},
+    "commit": "abc",
+    "threads": 1,
+}
+
+
+def test_the_config_is_nested_under_the_names_of_the_options_and_complete():
+    assert facts.config(MANIFEST) == {
+        "experiment": "toy",
+        "target": {"path": "models/toy"},
+        "proposer": {
+            "name": "medusa", "drawn": "point", "nodes": 9, "depth": 4, "path": "org/heads", "api_key": "***"
+        },
+        "verifier": {"name": "typical"},
+        "policy": {"name": "none"},
+        "constraint": {"name": "none"},
+        "sampling": {"temperature": 0.7},
+        "prompts": {"path": "prompts/mine.jsonl", "limit": 3},
+        "task": {"name": "benchmark", "history": "own"},
+        "arms": {"other": {"name": "o", "depth": 2}},
+        "batch_size": 2,
+        "seed": 1,
+        "threads": 1,
+        "machine": {"processor": "A CPU", "gpus": "H100, H100"},
+        "commit": "abc",
+        "versions": {"torch": "2.8"},
+    }  # fmt: skip
+
+
+def test_a_part_whose_name_is_not_recorded_is_named_by_its_class():
+    without = MANIFEST | {"parts": {}}
+    assert facts.config(without)["proposer"]["name"] == "Medusa"
+    assert facts.config(without)["verifier"]["name"] == "Typical"
+
+
+def test_a_manifest_with_nothing_but_its_seed_has_a_config():
+    assert facts.config({"config": {}, "seed": 0}) == {
+        "experiment": "spec_lab", "task": {"name": "benchmark"}, "machine": {"gpus": "none"}, "seed": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("spec_lab.tasks.benchmark.run", "benchmark"),
+        ("spec_lab.tasks.certify.task.certify", "certify"),
+        ("spec_lab.train.task.train", "train"),
+        ("mine", "mine"),
+    ],
+)
+def test_the_job_type_is_the_task(target, expected):
+    assert facts.job_type({"config": {"task": {"_target_": target}}}) == expected
+
+
+def test_the_runs_of_a_sweep_stand_together(tmp_path):
+    sweep.plan(tmp_path / "heads", [["seed=1"]])
+    assert facts.group(tmp_path / "heads" / "seed=1", {"config": {"name": "toy"}}) == "heads"
+    assert facts.group(tmp_path / "seed=1", {"config": {"name": "toy"}}) == "toy"
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (
+            {"proposer": "ngram", "verifier": "relaxed", "lossless": False},
+            ["proposer=ngram", "verifier=relaxed", "lossy"],
+        ),
+        ({"proposer": None, "verifier": None, "lossless": None, "constraint": "none"}, ["constraint=none"]),
+        ({"constraint": "c" * 99}, ["constraint=" + "c" * 53]),
+        ({"constraint": {"pattern": "x"}}, []),
+    ],
+)
+def test_tags_name_the_parts_that_are_known(parts, expected):
+    assert facts.tags(parts) == expected
+
+
+def test_a_run_keeps_its_id_and_another_run_has_another():
+    own = facts.identity(Path("a/run"), MANIFEST)
+    assert own == facts.identity(Path("b/run"), dict(reversed(MANIFEST.items())))
+    assert own != facts.identity(Path("a/other"), MANIFEST)
+    assert own != facts.identity(Path("a/run"), MANIFEST | {"began": "later"})
+    assert facts.is_offline_folder(f"offline-run-20260101_000000-{own}", own)
+    assert not facts.is_offline_folder("offline-run-20260101_000000-other", own)
