@@ -143,6 +143,7 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
     compare = add("compare")
     for one, what in ((collect, "print the figures as well, with all columns"), (compare, "print further tables")):
         one.add_argument("-v", "--verbose", action="store_true", help=what)
+    collect.add_argument("--latex", type=Path, metavar="FILE", help="also write the main figures as a LaTeX table")
     compare.add_argument(
         "folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps; the first is the reference"
     )
@@ -235,7 +236,14 @@ def _state(given: argparse.Namespace, console: Console) -> int:
 def _collect(given: argparse.Namespace, console: Console) -> int:
     """Write a sweep's figures as one tidy table: table.parquet and table.csv in its directory."""
     with sweep.reading(given.folder):
-        code = _collect_into(given.folder, sweep.collect(given.folder), console)
+        table = sweep.collect(given.folder)
+        code = _collect_into(given.folder, table, console)
+        if given.latex:
+            from spec_lab.analysis.latex import latex_table
+
+            keys = dict.fromkeys(sweep.key(one) for run in sweep.runs(given.folder) for one in run.overrides)
+            _write_table(given.latex, latex_table(table, list(keys)))
+            _say(console, f"LaTeX table: {given.latex}")
         if given.verbose:
             print_results(given.folder, console, verbose=True)
         return code
