@@ -312,7 +312,7 @@ class Shape:
         return int(self.sizes.max(initial=0))
 
     def path(self, row: int) -> list[int]:
-        """The rows from the root (left out) down to ``row`` (included); empty for a root."""
+        """Return the rows from the root (left out) down to ``row`` (included); empty for a root."""
         path = []
         while row >= self.roots:
             path.append(row)
@@ -320,14 +320,19 @@ class Shape:
         return path[::-1]
 
     def ranks(self, row: int) -> tuple[int, ...]:
-        """The path to ``row`` written as child ranks, as published tree choices write it."""
+        """Return the path to ``row`` as child ranks, as published tree choices write it."""
         return tuple(int(self.rank[r - self.roots]) for r in self.path(row))
 
     def keep(self, rows: np.ndarray) -> tuple[Shape, np.ndarray]:
-        """The shape left when only the nodes marked in ``rows`` ``[R]`` and having all ancestors marked stay.
+        """Return the shape that is left when unmarked nodes, and all nodes below them, are removed.
 
-        Returns the shape and the kept nodes' old numbers ``[M']``. Roots always stay. The shape remembers what was kept
-        of it, so that drafts of a static tree share the shapes of what is left of them.
+        The shape remembers what was kept of it, so that drafts of a static tree share the shapes of what is left.
+
+        Args:
+            rows: ``[R]`` bool, the rows to keep. Roots always stay.
+
+        Returns:
+            The shape, and the kept nodes' old numbers ``[M']``.
         """
         key = np.asarray(rows[self.roots :], dtype=bool).tobytes()
         if key not in self._kept:
@@ -394,9 +399,14 @@ def upload(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
 
 
 def tree(choices: tuple[tuple[int, ...], ...]) -> Shape:
-    """The one-tree shape whose nodes are given as paths of child ranks, e.g. ``((0,), (1,), (0, 0))``.
+    """Return the one-tree shape whose nodes are given as paths of child ranks.
 
-    Nodes are ordered breadth first, siblings by rank.
+    Args:
+        choices: one path for each node, such as ``((0,), (1,), (0, 0))``: two children of the root, and one child of
+            the first (Medusa's format, 2401.10774).
+
+    Returns:
+        The shape with nodes in breadth-first order, siblings by rank.
 
     Raises:
         ValueError: a node whose parent or earlier sibling is missing, an empty or a repeated path.
@@ -414,14 +424,20 @@ def tree(choices: tuple[tuple[int, ...], ...]) -> Shape:
 
 
 def chain(length: int) -> Shape:
-    """One path of ``length`` nodes below one root; ``chain(0)`` drafts nothing."""
+    """Return the shape of one path of ``length`` nodes below one root; ``chain(0)`` drafts nothing."""
     return Shape(1, np.arange(length, dtype=np.int64))
 
 
 def forest(trees: tuple[Shape, ...]) -> Shape:
-    """Several one-tree shapes side by side: root b is the root of ``trees[b]``, nodes tree by tree.
+    """Return several one-tree shapes side by side.
 
     The first tree remembers the forests it begins, so that static trees share one; they are forgotten with it.
+
+    Args:
+        trees: ``[B]`` shapes of one root each.
+
+    Returns:
+        The shape of B roots: root b is the root of ``trees[b]``; the nodes follow tree by tree.
     """
     if not trees:
         return Shape(0, np.empty(0, dtype=np.int64))
@@ -562,7 +578,7 @@ class Draft:
         return np.bincount(self.computed_shape.root[self.shape.rows :], minlength=self.shape.roots)
 
     def cut(self, depth: Sequence[int]) -> Draft:
-        """The draft without rows deeper than ``depth[b]`` in tree b. Lossless: it looks at no token."""
+        """Return the draft without rows deeper than ``depth[b]`` in tree b. Lossless: it looks at no token."""
         shape = self.computed_shape
         if not shape.nodes or shape.deepest <= min(depth):
             return self
@@ -570,17 +586,23 @@ class Draft:
         return self if allowed.all() else self._keep(allowed)[0]
 
     def cut_nodes(self, depth: Sequence[int]) -> Draft:
-        """The draft without nodes deeper than ``depth[b]`` in tree b; rows that are only computed stay."""
+        """Return the draft without nodes deeper than ``depth[b]`` in tree b; rows that are only computed stay."""
         shape = self.shape
         if not shape.nodes or shape.deepest <= min(depth):
             return self
         return self.keep(shape.depth <= np.asarray(depth)[shape.root])[0]
 
     def keep(self, rows: np.ndarray) -> tuple[Draft, np.ndarray]:
-        """The draft of the nodes marked in ``rows`` ``[R]`` whose ancestors all are, and the old rows ``[R']``.
+        """Return the draft of the marked nodes whose ancestors are all marked.
 
         Rows that are only computed stay where what is above them does. Lossless only where the marks follow from the
         path above each node and its distribution, never from what was drawn there; a point may always be dropped.
+
+        Args:
+            rows: ``[R]`` bool, the rows to keep.
+
+        Returns:
+            The draft, and the old numbers of its rows ``[R']``.
         """
         return self._keep(np.append(rows, np.ones(self.computed_shape.rows - len(rows), dtype=bool)))
 
@@ -604,5 +626,5 @@ class Draft:
 
 
 def empty(roots: int, device: torch.device | str = "cpu") -> Draft:
-    """The draft of the null proposer: roots and no nodes."""
+    """Return the draft of the null proposer for ``roots`` sequences: no nodes."""
     return Draft(Shape(roots, np.empty(0, dtype=np.int64)), torch.empty(0, dtype=torch.long, device=device))

@@ -29,7 +29,15 @@ class Purpose(IntEnum):
 
 
 class Key(NamedTuple):
-    """Names one random choice for ever: the same key under the same seed is the same uniform."""
+    """Names one random choice for ever: the same key under the same seed is the same uniform.
+
+    Args:
+        request: id of the request.
+        branch: of its forks (``SequenceState.branch``); 0 for the first sequence.
+        step: steps that have sampled for the sequence before.
+        purpose: a ``Purpose``.
+        index: tells choices of one purpose in one step apart, such as the number of a node.
+    """
 
     request: int
     branch: int
@@ -42,15 +50,30 @@ class Draws(Protocol):
     """The one seam through which anything is chosen: it can be sampled, enumerated or replayed."""
 
     def pick(self, weights: Tensor, keys: Sequence[Key]) -> Tensor:
-        """One index per row of ``weights`` ``[n, V]`` (not negative, some positive), as int64 ``[n]`` on their device.
+        """Choose one index for each row of weights.
 
         Sampling needs one uniform for each key, drawn on the host, and reads nothing back from the weights' device.
         Enumerating needs the weights on the host.
+
+        Args:
+            weights: ``[n, V]``, not negative, some of each row positive; they need not sum to 1.
+            keys: ``[n]`` a key for each choice.
+
+        Returns:
+            ``[n]`` int64, on the weights' device.
         """
         ...
 
     def race(self, width: int, keys: Sequence[Key]) -> np.ndarray:
-        """Standard Gumbel noise ``[n, width]``, float64: arg max of log w + noise is distributed as w (Gumbel-max)."""
+        """Draw standard Gumbel noise: the arg max of log w + noise is distributed as w (Gumbel-max).
+
+        Args:
+            width: number of values for each key.
+            keys: ``[n]``.
+
+        Returns:
+            ``[n, width]`` float64, on the host.
+        """
         ...
 
 

@@ -111,26 +111,47 @@ class Proposer(Protocol):
         ...
 
     def init(self, request: Request) -> Any:
-        """The state of a new sequence."""
+        """Return the state of a new sequence, which the engine keeps in ``SequenceState.state``.
+
+        Args:
+            request: that the sequence belongs to; ``request.tokens`` is its prompt.
+        """
         ...
 
     def propose(self, batch: Batch) -> Draft:
-        """A draft with one tree per sequence, in order; a tree may be empty."""
+        """Return a draft with one tree per sequence, in order.
+
+        Args:
+            batch: the sequences ``[B]``, their states, where random choices come from, and how deep drafts may be
+                (``batch.room()``).
+
+        Returns:
+            A draft with B roots and at most ``nodes`` rows below each; a tree may be empty. Its tokens are on
+            ``batch.device``.
+        """
         ...
 
     def observe(self, observed: Sequence[Observation]) -> None:
-        """Learn what the target computed. Every committed position is observed exactly once, prompts in chunks."""
+        """Learn what the target computed. Every committed position is observed exactly once, prompts in chunks.
+
+        Args:
+            observed: one entry for each sequence of the step, those of prompts included.
+        """
         ...
 
     def fork(self, state: Any) -> Any:
-        """An independent copy of a state, for a fork of its sequence."""
+        """Return an independent copy of a state, for a fork of its sequence."""
         ...
 
     def rewind(self, state: Any, length: int) -> None:
-        """Tokens were removed; ``length`` computed positions are left.
+        """Forget positions, since tokens were removed.
 
-        The token that followed the last of them may have changed as well. Positions from ``length`` on are observed
-        again when they are computed again.
+        The token that followed the last position that is left may have changed as well. Positions from ``length`` on
+        are observed again when they are computed again.
+
+        Args:
+            state: of the sequence.
+            length: number of computed positions that are left.
         """
         ...
 

@@ -159,7 +159,7 @@ class Batch:
         return self.target.lm.device
 
     def room(self) -> list[int]:
-        """For each sequence the deepest node whose position fits the context and that a policy allows."""
+        """Return for each sequence the largest depth that the context and a policy allow."""
         room = [self.target.context - len(sequence.tokens) for sequence in self.sequences]
         if not self.limits:
             return room

@@ -20,6 +20,14 @@ def exists(support: np.ndarray, rank: int, drawn: Drawn) -> np.ndarray:  # [n] b
 
     Without replacement and from the top k, one for each token with mass. Further iid siblings would repeat the first
     where q is one-hot.
+
+    Args:
+        support: ``[n]`` how many tokens have mass in q at each parent.
+        rank: of the sibling, from 0.
+        drawn: how siblings are drawn.
+
+    Returns:
+        ``[n]`` bool.
     """
     return support > (min(rank, 1) if drawn == "iid" else rank)
 

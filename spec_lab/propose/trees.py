@@ -119,31 +119,34 @@ def _are_paths(value: object) -> TypeGuard[Sequence[Sequence[int]]]:
 
 
 def write(choices: Choices) -> str:
-    """The text that ``parse`` reads back."""
+    """Return the text that ``parse`` reads back, such as ``0 1 0.0``."""
     return " ".join(".".join(map(str, path)) for path in choices)
 
 
 def widths(counts: Sequence[int]) -> Choices:
-    """The tree in which every node at depth d has ``counts[d]`` children."""
+    """Return the tree in which every node at depth d has ``counts[d]`` children (Sequoia's and SpecInfer's widths)."""
     levels = (product(*map(range, counts[:depth])) for depth in range(1, len(counts) + 1))
     return tuple(path for level in levels for path in level)
 
 
 def depth_of(choices: Choices) -> int:
-    """Edges on the longest path."""
+    """Return the number of edges on the longest path."""
     return max(map(len, choices), default=0)
 
 
 def width_of(choices: Choices) -> int:
-    """Most children of a node."""
+    """Return the largest number of children of a node."""
     return max((path[-1] + 1 for path in choices), default=0)
 
 
 def by_rank(accuracy: Sequence[Sequence[float]]) -> Value:
-    """The value of a path when ranks at different depths are independent: the product of its accuracies.
+    """Return the value of a path when ranks at different depths are independent: the product of its accuracies.
 
     Args:
         accuracy: ``[d][r]``: P(the child of rank r is the accepted one | its parent, at depth d, is accepted).
+
+    Returns:
+        A function from paths of child ranks to P(all of the path is accepted).
     """
 
     def value(path: Ranks) -> float:
@@ -153,12 +156,17 @@ def by_rank(accuracy: Sequence[Sequence[float]]) -> Value:
 
 
 def expected_tokens(choices: Choices, value: Value) -> float:
-    """Return the expected tokens of a step, bonus or recovered token included."""
+    """Return the expected tokens of a step, bonus or recovered token included.
+
+    Args:
+        choices: the nodes as paths of child ranks.
+        value: P(a path is accepted).
+    """
     return 1.0 + sum(map(value, choices))
 
 
 def grow(value: Value, nodes: int, depth: int, ranks: int) -> list[tuple[Ranks, float]]:
-    """Nodes and their values in the order in which a tree grows: always the likeliest that can be attached next.
+    """Return nodes and values in the order in which a tree grows: always the likeliest that can be attached next.
 
     Values never rise along a path. Where they fall along ranks as well, the first n nodes are the n likeliest of
     all, so they are the best tree of n nodes. Sequoia (2402.12374, section 4.1) finds that tree by a recurrence over
@@ -169,6 +177,8 @@ def grow(value: Value, nodes: int, depth: int, ranks: int) -> list[tuple[Ranks, 
     Args:
         value: of every path of at most ``depth`` ranks below ``ranks``.
         nodes: how many to grow at most.
+        depth: of the deepest node, at most.
+        ranks: most children of a node.
     """
     open_: list[tuple[float, Ranks]] = [(-value((0,)), (0,))] if depth and ranks else []
     grown: list[tuple[Ranks, float]] = []

@@ -41,7 +41,14 @@ class Verdict:
     given: str = "draft"
 
     def expected_accepted(self, shape: Shape) -> Array:  # [B]
-        """Expected number of drafted tokens accepted in each tree, given the draft. Exact."""
+        """Return the exact expected number of accepted tokens of each tree, given the draft.
+
+        Args:
+            shape: the draft's.
+
+        Returns:
+            ``[B]`` float64.
+        """
         if isinstance(self.stop, Tensor):
             here = shape.on(self.stop.device)
             return in_trees(self.stop * here.depth, here.grid).sum(1)
@@ -81,7 +88,16 @@ class Verifier(Protocol):
         ...
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        """The distribution of one step for target probabilities ``p`` ``[R, V]``."""
+        """Return the distribution of one step.
+
+        Args:
+            draft: the forest, its tokens, and the draft distributions.
+            p: ``[R, V]`` target probabilities after every row, under masks and sampling parameters. Rows sum to 1,
+                except below tokens that a constraint does not allow.
+
+        Returns:
+            Where the accepted path may end and what may be emitted there. ``draft`` and ``p`` are not changed.
+        """
         ...
 
 
@@ -141,7 +157,7 @@ class Misfit(ValueError):
 def misfit(
     proposer: str, draws: Drawn | frozenset[Drawn], verifier: Verifier, branches: bool | None = None
 ) -> str | None:
-    """Why a verifier cannot verify a proposer's drafts; None where it can, as far as both declare.
+    """Return why a verifier cannot verify a proposer's drafts; None where it can, as far as both declare.
 
     Args:
         proposer: its name.
@@ -243,10 +259,17 @@ def choose(verdict: Verdict, shape: Shape, p: Tensor, draws: Draws, who: Sequenc
     """Sample one step: where each accepted path ends, and the token emitted there.
 
     In exact arithmetic no path ends where the residual is all zero. Rounding can give such a row a stop of the order of
-    p's precision; p ``[R, V]`` is then off by no more than that, and the choice reports it.
+    p's precision; p is then off by no more than that, and the choice reports it.
 
     Args:
-        who: (request, branch, step) of each tree, which key its choices.
+        verdict: a verifier's.
+        shape: of the draft, with B roots.
+        p: ``[R, V]`` target probabilities, from which the token comes where rounding left nothing of the residual.
+        draws: chooses.
+        who: ``[B]`` (request, branch, step) of each tree, which key its choices.
+
+    Returns:
+        The row and the token of each tree ``[B]``.
 
     Raises:
         ValueError: the sum of a distribution is zero or not finite, on the CPU; see ``Choice.token``.

@@ -1,4 +1,8 @@
-"""Acceptance: tau, survival, rates. Figures as other systems define them are in ``published``."""
+"""Acceptance: tau, survival, rates. Figures as other systems define them are in ``published``.
+
+``steps`` is a data frame with the columns of ``results.schema.STEPS``: N decode steps of one arm (``decode_steps``).
+Rates are shares from 0 to 1; arrays ``[K]`` have one value for each depth, K being that of the deepest draft.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,12 @@ Summands = tuple[np.ndarray, np.ndarray]
 
 
 def decode_steps(steps: pd.DataFrame, arm: str) -> pd.DataFrame:
-    """Return the arm's steps after the prefill that did not break."""
+    """Return the arm's steps after the prefill that did not break.
+
+    Args:
+        steps: the run's table ``steps``.
+        arm: its name in the column ``arm``, such as "speculative" for the arm of ``proposer``.
+    """
     return steps[(steps["arm"] == arm) & ~steps["prefill"] & ~steps["finish"].isin(BROKEN)]
 
 

@@ -1,4 +1,8 @@
-"""Where decode time is spent."""
+"""Where decode time is spent.
+
+``rounds`` is a data frame with the columns of ``results.schema.ROUNDS``: one row for each forward of a batch. Times are
+in seconds.
+"""
 
 from __future__ import annotations
 

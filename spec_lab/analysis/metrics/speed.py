@@ -1,4 +1,8 @@
-"""Tokens per second, latency, and speed-ups over the baseline on the same prompts in the same run."""
+"""Tokens per second, latency, and speed-ups over the baseline on the same prompts in the same run.
+
+``requests`` is a data frame with the columns of ``results.schema.REQUESTS``: one row for each prompt (of conversations,
+each turn), sequence and arm. Times are in seconds.
+"""
 
 from __future__ import annotations
 

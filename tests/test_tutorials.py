@@ -1,0 +1,122 @@
+"""The tutorials are true: the files that their pages show are written to disk, and their commands run."""
+
+import json
+import re
+import shlex
+import sys
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from spec_lab.tasks.certify.certificate import prove
+from spec_lab.tasks.certify.instances import QUICK
+
+PAGES = Path(__file__).parents[1] / "docs" / "tutorials"
+BLOCK = re.compile(r'^```(\w+)(?: title="([^"\n]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+SHORT = ["prompts.limit=2", "max_new_tokens=8", "warmup=0", "threads=1", "output_dir=here"]
+CERTIFY = ["task.samples=500", "task.tokens=0", "task.mask_rows=200"]
+ON_PAGES = {
+    "write_a_proposer": [0, 0, 0],
+    "write_a_verifier": [0, 1, 0, 1],
+    "write_a_constraint": [0, 0, 0],
+}
+"""The exit codes of each page's commands, in order."""
+
+
+def files(page: str) -> dict[str, str]:
+    """The content of each file that a page shows, by path."""
+    return {title: text for _, title, text in BLOCK.findall((PAGES / f"{page}.md").read_text()) if title}
+
+
+def commands(page: str) -> list[list[str]]:
+    """The arguments of every ``python -m spec_lab`` of a page's shell blocks."""
+    found = []
+    for kind, _, text in BLOCK.findall((PAGES / f"{page}.md").read_text()):
+        for line in text.replace("\\\n", " ").splitlines() if kind == "sh" else ():
+            words = shlex.split(line, comments=True)
+            if words[:3] == ["python", "-m", "spec_lab"]:
+                found.append(words[3:])
+    return found
+
+
+def shortened(arguments: list[str]) -> list[str]:
+    """The same command on two prompts and eight tokens."""
+    changes = SHORT + (CERTIFY if "+experiment=certify" in arguments else ["baseline=false"])
+    replaced = {one.partition("=")[0] for one in changes}
+    return [one for one in arguments if one.partition("=")[0] not in replaced] + changes
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Write a page's files into an empty directory, and put it on the path."""
+
+    def write(page: str) -> None:
+        for name, text in (files(page) | {"my_parts/__init__.py": ""}).items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        forget()
+
+    yield write
+    forget()
+
+
+def forget() -> None:
+    """Drop the imported modules of the package, since each page has its own."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_parts"]:
+        del sys.modules[name]
+
+
+FAST = [("write_a_proposer", 1), ("write_a_verifier", 0), ("write_a_verifier", 1)]
+"""Those of the short run, which has the constraint's page in a test of its own."""
+CASES = [
+    pytest.param(page, number, marks=() if (page, number) in FAST else pytest.mark.nightly)
+    for page in ON_PAGES
+    for number, _ in enumerate(commands(page))
+]
+
+
+@pytest.mark.parametrize("page", ON_PAGES)
+def test_every_command_of_a_page_is_run_here(page):
+    assert len(commands(page)) == len(ON_PAGES[page])
+
+
+@pytest.mark.parametrize(("page", "number"), CASES)
+def test_a_page_s_command_does_what_the_page_says(quick_cli, tmp_path, monkeypatch, package, page, number):
+    monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", partial(prove, instances=QUICK))
+    package(page)
+    arguments, expected = shortened(commands(page)[number]), ON_PAGES[page][number]
+    code, output, errors = quick_cli(*arguments)
+    assert code == expected, errors
+    chosen = dict(one.split("=", 1) for one in arguments if "=" in one)
+    if "+experiment=certify" in arguments:
+        (pair,) = json.loads((tmp_path / "here" / "certificate.json").read_text())["pairs"]
+        assert pair["certified"] == (None if code else "exact"), output
+        assert pair["exact"]["drafted"] > 100
+    elif code == 0:
+        summary = json.loads((tmp_path / "here" / "summary.json").read_text())
+        assert summary["proposer"] == chosen["proposer"] and summary["errors"] == []
+        assert summary["verifier"] == chosen.get("verifier", "token")
+        assert summary["tokens"] > 4
+    else:
+        assert "chain_rejection" in errors and "draft_tree" in errors
+
+
+def test_the_constraint_forbids_repeated_n_grams_and_the_controller_ends_after_its_lines(quick_cli, tmp_path, package):
+    package("write_a_constraint")
+    short = ["prompts.limit=2", "max_new_tokens=40", "warmup=0", "threads=1", "target.dtype=float32", "baseline=false"]
+    pairs = ["--config-dir", "my_parts/conf", "constraint=no_repeats", "constraint.size=2"]
+    code, _, errors = quick_cli(*pairs, *short, "proposer=ngram", "output_dir=pairs")
+    assert code == 0, errors
+    rows = pd.read_parquet(tmp_path / "pairs" / "requests.parquet")
+    for tokens in rows["tokens"]:
+        found = list(pairwise(tokens))
+        assert len(found) == len(set(found)) > 20
+    lines = ["constraint=controller", "constraint.make=my_parts.lines.make", "constraint.options={lines: 2}"]
+    code, _, errors = quick_cli(*lines, *short, "proposer=ngram", "output_dir=lines")
+    assert code == 0, errors
+    rows = pd.read_parquet(tmp_path / "lines" / "requests.parquet")
+    assert (rows["text"].str.count("\n") <= 2).all() and (rows["finish"] == "constraint").any()
