@@ -200,7 +200,8 @@ def _documented(key: ConfigKey, arguments: Mapping[str, Argument]) -> ConfigKey:
 
 def _plain(text: str) -> str:
     """Return the text of a docstring as the comment of a config."""
-    return re.sub(r"\bNone\b", "null", text.replace("``", "")).rstrip(".")
+    text = re.sub(r"^Return (?:an? |the )?|\. Arguments (?:and errors )?as in .*", "", text.replace("``", ""))
+    return re.sub(r"\bNone\b", "null", text).rstrip(".")
 
 
 def _type(value: str) -> str:
@@ -242,6 +243,12 @@ def _experiment(name: str, files: Mapping[str, ConfigFile], reference: Reference
         option = reference.option(group, part.value)
         summary = option.summary if option else "" if group else files[part.value].head
         keys.append(ConfigKey("+" * bool(at or not group) + (part.option or EXPERIMENT), part.value, "", summary))
+
+    def option_of(path: str) -> str:
+        above = path.rpartition(".")[0]
+        group = reference.group(above)
+        return chosen.get(above, group.default if group else "")
+
     targets = {one.name.removesuffix("._target_"): one.value for one in file.settings if one.name.endswith("._target_")}
     for one in file.settings:
         above, _, own = one.name.rpartition(".")
@@ -256,10 +263,10 @@ def _experiment(name: str, files: Mapping[str, ConfigFile], reference: Reference
         elif one.name.startswith(SWEPT):
             swept = one.name.removeprefix(SWEPT)
             values = reference.group(swept)
-            meaning = one.comment or (values.summary if values else reference.meaning(swept))
+            meaning = one.comment or (values.summary if values else reference.meaning(swept, option_of(swept)))
             keys.append(ConfigKey(swept, one.value.strip("'\""), "sweep", meaning))
         elif one.name not in ("hydra.mode", "name"):
-            meaning = one.comment or reference.meaning(one.name, chosen.get(above, ""))
+            meaning = one.comment or reference.meaning(one.name, option_of(one.name))
             keys.append(ConfigKey(one.name, one.value, "", meaning))
     return ConfigOption(EXPERIMENT, name, file.head, "", _shown(file.path, 3), tuple(keys))
 
