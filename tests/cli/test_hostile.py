@@ -69,6 +69,13 @@ def test_links_under_names_that_are_written_are_not_followed(given, call):
     assert not (given / "report.html").is_symlink() and "seed" in (given / "table.csv").read_text()
 
 
+def test_a_latex_table_has_a_row_for_each_run(given, call):
+    file = given.parent / "table.tex"
+    code, output, _ = call("collect", given, "--latex", file)
+    rows = [line.partition(" & ")[0] for line in file.read_text().splitlines() if line.endswith(r"\\")]
+    assert code == 0 and rows == ["seed", "1", "2", "3"] and str(file) in output
+
+
 @pytest.mark.parametrize("of", [".", "seed=1"])
 def test_figures_are_not_drawn_through_a_link(given, call, of):
     link(given / of / "figures", given, ".")
