@@ -35,19 +35,19 @@ def config(manifest: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: value for name, value in given.items() if name not in (*sweep.PLACES, "name")}
     proposers = manifest.get("proposers", {})
     options["arms"] = {
-        arm: {"name": proposers.get(arm, {}).get("name"), **(own if isinstance(own, Mapping) else {})}
-        for arm, own in (given.get("arms") or {}).items()
+        arm: {"name": proposers.get(arm, {}).get("name"), **_mapping(own)}
+        for arm, own in _mapping(given.get("arms")).items()
     }
     drawn = {name: value for name, value in proposers.get(MAIN, {}).items() if name in ("drawn", "nodes")}
     parts = dict(manifest.get("parts", {}))
     for part in ("proposer", "verifier", "constraint", "policy", "task"):
-        own = given.get(part) or {}
+        own = _mapping(given.get(part))
         known = job_type(manifest) if part == "task" else parts.get(part) or _name(own)
         options[part] = {"name": known, **(drawn if part == "proposer" else {}), **own}
     machine = dict(manifest.get("machine", {}))
     machine["gpus"] = ", ".join(machine.get("gpus") or ()) or "none"
     led_to = {
-        "sampling": {**(given.get("sampling") or {}), **(manifest.get("sampling") or {})},
+        "sampling": {**_mapping(given.get("sampling")), **_mapping(manifest.get("sampling"))},
         "threads": manifest.get("threads"),
         "machine": machine,
         "seed": manifest["seed"],
@@ -55,6 +55,11 @@ def config(manifest: Mapping[str, Any]) -> dict[str, Any]:
         **{name: manifest.get(name) for name in ("prompts_sha256", "weights_sha256")},
     }
     return {"experiment": experiment(manifest), **_plain(options | led_to)}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """Return a mapping; empty in place of another value, which the file of another program may hold."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _name(options: Mapping[str, Any]) -> str | None:
@@ -82,7 +87,8 @@ def experiment(manifest: Mapping[str, Any]) -> str:
 
 def job_type(manifest: Mapping[str, Any]) -> str:
     """Return the run's task: ``benchmark``, ``train``, ``certify``, ..., from the package or module of its function."""
-    target = str((manifest["config"].get("task") or {}).get("_target_") or "spec_lab.tasks.benchmark.run").split(".")
+    given = _mapping(manifest["config"].get("task")).get("_target_") or "spec_lab.tasks.benchmark.run"
+    target = str(given).split(".")
     above = [one for one in target[:-1] if one != "task"]
     return above[-1] if above else target[-1]
 

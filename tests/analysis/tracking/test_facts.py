@@ -79,6 +79,13 @@ def test_a_manifest_with_nothing_but_its_seed_has_a_config():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("wrong", ["text", 3, ["a"], True])
+def test_options_of_another_shape_are_left_out(wrong):
+    names = ("proposer", "verifier", "policy", "task", "arms", "sampling")
+    found = facts.config({"config": dict.fromkeys(names, wrong), "seed": 0})
+    assert found == facts.config({"config": {}, "seed": 0})
+
+
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
