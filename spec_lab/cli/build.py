@@ -15,13 +15,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import MissingMandatoryValue
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
 from spec_lab.cli import interrupt
 from spec_lab.cli.redaction import written
 from spec_lab.cli.status import Status
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.core.protocols import members
+from spec_lab.core.terminal import visible
 from spec_lab.models import ranks
 from spec_lab.results import sweep
 
@@ -83,14 +84,18 @@ class Refused(CompactHydraException):
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong in one line."""
+    """What went wrong in one line, without characters that a terminal would execute."""
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} has no default: give {error.full_key}=... on the command line"
+    if isinstance(error, InterpolationResolutionError):  # of several lines; the first one says what is wrong
+        named, said = f"{error.full_key}: " * bool(error.full_key), str(error).partition("\n")[0]
+        said = said.rpartition("raised while resolving interpolation: ")[2]
+        return visible(f"{named}{said}: correct the value, or what it refers to")
     if isinstance(error, ModuleNotFoundError) and isinstance(error.__cause__, Exception):
         # transformers imports lazily and reports every error inside such an import as a missing module: also that of
         # a signal which a launcher handles by raising.
         return reason(error.__cause__)
-    return " ".join(str(error).split()) or type(error).__name__
+    return visible(" ".join(str(error).split())) or type(error).__name__
 
 
 def part_config(config: DictConfig, part: str) -> DictConfig:

@@ -51,7 +51,7 @@ def alone(config: DictConfig) -> None:
         with suppress(OSError):
             out.rmdir()  # Hydra made it
         said = without_values(config, reason(error))
-        if isinstance(error, Refused) and said == reason(error):
+        if isinstance(error, Refused) and said == str(error):
             raise
         said = said.removeprefix("spec_lab: ")
         if of_a_part(error):

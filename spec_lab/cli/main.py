@@ -35,6 +35,7 @@ from spec_lab.cli.build import (
 from spec_lab.cli.jobs import job
 from spec_lab.cli.preflight import Preflight, check_workers
 from spec_lab.cli.redaction import as_given, moved, unquoted
+from spec_lab.core.files import read_text
 from spec_lab.models import ranks
 from spec_lab.results import sweep
 
@@ -81,9 +82,11 @@ def check_overrides(arguments: Sequence[str]) -> None:
 
     Raises:
         ValueError: an option was renamed; an override is not readable; the value of a config group is empty, null, a
-            number or a bool; a number of workers is not a whole number. The message names the option.
+            number or a bool; a file that it names in ``--config-dir`` cannot be composed; a number of workers is not
+            a whole number. The message names the option or the file.
     """
     files = {*groups(), "experiment"}
+    own = [one for _, one in re.findall(r"^(--config-dir|-cd)[=\n](.+)$", "\n".join(arguments), re.MULTILINE)]
     for one in arguments:
         option, equals, _ = one.partition("=")
         if one.startswith("-"):
@@ -118,6 +121,31 @@ def check_overrides(arguments: Sequence[str]) -> None:
                     raise ValueError(_not_an_option(option.lstrip("+"), group, name))
                 if not isinstance(name, dict) and not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME):
                     raise ValueError(_not_an_option(option.lstrip("+"), group, name))
+                for folder in own if isinstance(name, str) else ():
+                    _check_own(Path(folder, group, f"{name}.yaml"), folder, f"{option}={name}")
+
+
+def _check_own(file: Path, folder: str, choice: str) -> None:
+    """Refuse a config file of the user's for which Hydra would print a traceback: no YAML, defaults in a circle, ...
+
+    Args:
+        file: it, if it exists.
+        folder: of ``--config-dir``.
+        choice: the override that names it.
+
+    Raises:
+        ValueError: Hydra cannot compose it; names the file.
+    """
+    if not file.exists():
+        return
+    try:
+        read_text(file)  # a pipe would block
+        with hydra.initialize_config_dir(conf(), version_base="1.3"):
+            hydra.compose("config", [f"hydra.searchpath=['file://{Path(folder).resolve()}']", choice])
+    except HydraException:  # is printed in one line when it occurs again
+        return
+    except Exception as error:  # of YAML, OmegaConf or Hydra
+        raise ValueError(f"the config {file} cannot be read ({reason(error)[:300]}): correct it") from error
 
 
 def _not_an_option(option: str, group: str, value: object) -> str:
@@ -181,7 +209,7 @@ def command_line() -> None:
         sys.argv[1:] = moved(replace_flags(sys.argv[1:]))
         check_overrides(sys.argv[1:])
     except ValueError as error:
-        sys.exit(f"spec_lab: {error}")
+        sys.exit(f"spec_lab: {reason(error)}")
     sys.path.append(str(PACKAGE / "cli" / "plugins"))  # where Hydra finds our launcher
     try:
         hydra.main(version_base="1.3", config_path=conf(), config_name="config")(job)()

@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from spec_lab.core.terminal import visible
 from spec_lab.results.redact import (
     BLANK,
     INTERPOLATION,
@@ -197,6 +198,7 @@ def _pairs(shown: Any, resolved: Any) -> Iterator[tuple[str, str]]:
         for one in _texts(resolved):
             if len(one) >= SHORTEST:
                 yield one, shown or BLANK
+                yield visible(one), shown or BLANK  # as error messages show it
 
 
 def _texts(tree: Any) -> Iterator[str]:

@@ -23,7 +23,7 @@ from spec_lab.core.options import brief
 from spec_lab.models.block import BlockNetwork, BlockSettings
 from spec_lab.models.checkpoint import open_weights, read_drafter_config, weight_files, weights_hash
 from spec_lab.models.draft_layers import load_weights
-from spec_lab.models.drafter_files import misfits, read_weight, refuse, refuse_windows, taps, whole
+from spec_lab.models.drafter_files import misfits, named_by, read_weight, refuse, refuse_windows, taps, whole
 from spec_lab.models.target import Target
 
 FAMILIES = ("llama", "qwen3")
@@ -61,7 +61,8 @@ def read_block(path: str, target: Target) -> ReadBlock:
     folder, config = read_drafter_config(path, "a block drafter", converts=False)
     with open_weights(weight_files(folder)) as held:
         shapes = {name: tuple(one.get_shape()) for name, one in held.items() if name not in CONFIDENCE}
-        network = BlockNetwork(_settings(folder, config, shapes, target))
+        with named_by(folder):
+            network = BlockNetwork(_settings(folder, config, shapes, target))
         wanted = {name.removeprefix("body."): (name, tuple(one.shape)) for name, one in network.named_parameters()}
         refuse(folder, misfits({name: shape for name, (_, shape) in wanted.items()}, shapes))
         tensors = {own: read_weight(folder, held, name, target.lm.dtype) for name, (own, _) in wanted.items()}

@@ -5,7 +5,8 @@ All of it is untrusted input (``models.checkpoint``). Every message names the fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,21 @@ MOST_TAPS = 64
 """Most hidden states of the target that a drafter reads."""
 FLOATS = {"F64", "F32", "F16", "BF16"}
 """Data types of weights, as safetensors names them."""
+
+
+@contextmanager
+def named_by(folder: Path) -> Iterator[None]:
+    """Name the folder of the config in errors about layers, which do not know it.
+
+    Raises:
+        ValueError: of the same type as the one that was raised inside; names the folder.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if str(folder) in str(error):
+            raise
+        raise type(error)(f"{folder / 'config.json'}: {error}") from error
 
 
 def whole(

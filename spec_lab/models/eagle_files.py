@@ -30,7 +30,7 @@ from torch import Tensor
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import SINGLE, open_weights, read_drafter_config, weight_files, weights_hash
 from spec_lab.models.draft_layers import load_weights
-from spec_lab.models.drafter_files import flag, misfits, read_weight, refuse, refuse_windows, taps, whole
+from spec_lab.models.drafter_files import flag, misfits, named_by, read_weight, refuse, refuse_windows, taps, whole
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, Network, Settings
 from spec_lab.models.target import Target
 
@@ -77,7 +77,8 @@ def read_eagle(path: str, target: Target, dtype: torch.dtype | None = None) -> E
     with open_weights(weight_files(folder)) as held:
         shapes = {name: tuple(one.get_shape()) for name, one in held.items()}
         settings = _settings(folder, config, shapes, target)
-        network = settings.network()
+        with named_by(folder):
+            network = settings.network()
         names = _names(folder, network, shapes)
         tensors = {own: read_weight(folder, held, name, dtype) for name, own in names.items()}
         tables = {name: held[name][:] for name in TABLES if name in shapes}

@@ -32,7 +32,7 @@ from torch import Tensor
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import MAX_LAYERS, SINGLE, open_weights, read_drafter_config, weight_files, weights_hash
 from spec_lab.models.draft_layers import load_weights
-from spec_lab.models.drafter_files import flag, misfits, read_weight, refuse, whole
+from spec_lab.models.drafter_files import flag, misfits, named_by, read_weight, refuse, whole
 from spec_lab.models.hydra import HydraHeads, HydraSettings
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
@@ -60,7 +60,8 @@ def read_hydra(path: str, target: Target) -> HydraHeads:
     folder, config = read_drafter_config(path, "Hydra heads")
     with open_weights(weight_files(folder)) as held:
         shapes = {name: tuple(one.get_shape()) for name, one in held.items()}
-        network = HydraHeads(_settings(folder, config, shapes, target))
+        with named_by(folder):
+            network = HydraHeads(_settings(folder, config, shapes, target))
         names = _names(folder, network, shapes)
         tensors = {own: _tensor(folder, copies, held, target.lm.dtype) for own, copies in names.items()}
     return load_weights(network, tensors, target.services, target.lm.device, target.lm.dtype)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import MAX_LAYERS, SINGLE, open_weights, read_drafter_config, weight_files, weights_hash
 from spec_lab.models.draft_layers import load_weights
-from spec_lab.models.drafter_files import misfits, read_weight, refuse, refuse_windows, whole
+from spec_lab.models.drafter_files import misfits, named_by, read_weight, refuse, refuse_windows, whole
 from spec_lab.models.kangaroo import Kangaroo, KangarooSettings
 from spec_lab.models.target import Target
 
@@ -63,7 +63,8 @@ def read_kangaroo(path: str, target: Target, exit_layer: int | None = None) -> A
     with open_weights(weight_files(folder)) as held:
         shapes = {name: tuple(one.get_shape()) for name, one in held.items()}
         settings = _settings(folder, config, shapes, exit_layer, target)
-        network = settings.network()
+        with named_by(folder):
+            network = settings.network()
         wanted = {own.removeprefix("body."): tuple(one.shape) for own, one in network.named_parameters()}
         refuse(folder, misfits(wanted, shapes))
         names = {own: own.removeprefix("body.") for own, _ in network.named_parameters()}

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import MTP, SINGLE, mtp_prefixes, open_weights, read_config, weight_files, weights_hash
-from spec_lab.models.drafter_files import misfits, read_weight, refuse, whole
+from spec_lab.models.drafter_files import misfits, named_by, read_weight, refuse, whole
 from spec_lab.models.loading import describe
 from spec_lab.models.mtp import Mtp, MtpSettings, mtp_with_weights
 from spec_lab.models.target import Target
@@ -106,7 +106,9 @@ def read_mtp(path: str | None, target: Target) -> MtpModules:
             raise ValueError(f"{folder} holds MTP modules of two layouts, {prefixes[0]} and {MTP}: remove one of them")
         names = _names(held, prefixes, layout, surplus=not own)
         settings = _settings(folder, config, names, prefixes, layout, target)
-        network, published = settings.network(), partial(_published, layout=layout, prefixes=prefixes)
+        with named_by(folder):
+            network = settings.network()
+        published = partial(_published, layout=layout, prefixes=prefixes)
         tensors = _weights(folder, network, held, names, target.lm.dtype, published)
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
