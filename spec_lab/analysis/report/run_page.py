@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ from spec_lab.analysis import figures, metrics
 from spec_lab.analysis.metrics import Tables, frames
 from spec_lab.analysis.metrics.frames import Ranks
 from spec_lab.analysis.names import names_in_manifest, renamed, with_names
-from spec_lab.analysis.report.page import Cell, DataTable, Page, figure_cell, render, short_path
+from spec_lab.analysis.report.page import Page, render, short_path
+from spec_lab.analysis.report.run_tables import arms_table, bounds_table, peers_table
 from spec_lab.analysis.roofline_text import limits_in_words, roofline_notes
-from spec_lab.analysis.text import COLUMNS, accuracy_notes, losslessness, margin_notes, number
+from spec_lab.analysis.text import accuracy_notes, losslessness, margin_notes
 from spec_lab.core.files import Unreadable, expect, read_json
 from spec_lab.core.roofline import Roofline
 from spec_lab.engine.request import FINISHES
@@ -55,15 +55,6 @@ MARGIN = {"median": float, "largest": float}
 MARKS = {"accepted": "a", "forced": "f"}
 """The CSS class of each kind of span that is shaded."""
 
-BADGES = {"lossless": "good", "lossy": "warn", "NOT lossless": "bad", "not certified": "plain"}
-FIGURES = (
-    "tokens_per_second", "speedup", "speedup_with_prefill", "speedup_mean_of_groups", "time_to_first_token",
-    "time_per_output_token", "tau_pooled", "tau_pooled_raw", "expected_tau", "draft_token_rate", "nodes_per_step",
-    "overhead", "roofline_share", "roofline_share_end_to_end", "memory_bound_steps",
-    "repeated_8gram_share",
-)  # fmt: skip
-"""Columns of the table of arms."""
-
 
 def page(folder: Path) -> str:
     """Return the page's text; writes the figures to ``figures/`` as well.
@@ -98,7 +89,7 @@ def page(folder: Path) -> str:
         "run",
         content,
         folder,
-        arms=_arms(figures_of, states, manifest, _temperature(manifest, summary)),
+        arms=arms_table(figures_of, states, manifest, _temperature(manifest, summary)),
         noise=any(one["expected_kind"] == "noise" for one in figures_of.values()),
         explanations=[
             (arm, why)
@@ -110,8 +101,8 @@ def page(folder: Path) -> str:
             *accuracy_notes(figures_of),
             *margin_notes(renamed(summary.get("output_margins", {}), names)),
         ],
-        peers=_peers(tables),
-        bounds=_bounds(bounds),
+        peers=peers_table(tables),
+        bounds=bounds_table(bounds),
         no_bounds=[(arm, one["needs"]) for arm, one in bounds.items() if one.get("needs")],
         names=arms,
         prompts=prompts,
@@ -168,71 +159,6 @@ def _tree(text: Any) -> tuple[Ranks, ...]:
         return trees.parse(text) if isinstance(text, str) and text else ()
     except ValueError:  # proposers of other packages may write their trees in another notation
         return ()
-
-
-def _arms(
-    summaries: Mapping[str, Mapping[str, Any]],
-    states: Mapping[str, Mapping[str, Any]],
-    manifest: Mapping[str, Any],
-    temperature: float,
-) -> DataTable:
-    """Return the table of arms."""
-    colours, rows = figures.colours(summaries), []
-    reduced = any(isfinite(one["calibration"]["variance_reduction"]) for one in summaries.values())
-    for arm, one in summaries.items():
-        facts, state, (word, why) = manifest["proposers"].get(arm, {}), states[arm], losslessness(states[arm])
-        drawn = f" ({facts['drawn']})" if facts.get("drawn") and facts.get("name") != "none" else ""
-        reduction, identical = one["calibration"]["variance_reduction"], one["identical_outputs"]
-        rows.append(
-            [
-                Cell(arm, colour=colours[arm]),
-                Cell(f"{state.get('proposer') or facts.get('name', '')}{drawn}"),
-                Cell(state.get("verifier") or ""),
-                Cell(word, badge=BADGES.get(word, ""), title=why),
-                *(figure_cell(name, one[name]) for name in FIGURES),
-                *[Cell(number(reduction, ".1f"), reduction)] * reduced,
-                Cell(f"n/a (temperature {temperature:g})" * (arm != "baseline"))
-                if temperature
-                else figure_cell("identical_outputs", identical),
-            ]
-        )
-    columns = [(name, False) for name in ("arm", "proposer", "verifier", "losslessness")]
-    columns += [(COLUMNS[name].heading, True) for name in FIGURES]
-    return DataTable(
-        columns + [("variance reduction", True)] * reduced + [("identical outputs", not temperature)], rows
-    )
-
-
-def _peers(tables: Tables) -> DataTable | None:
-    """Return the speed-ups over peers; None without peers."""
-    speedups = metrics.speedups_over_peers(tables)
-    arms = list(next(iter(speedups.values()), ()))
-    rows = [[Cell(arm), *(figure_cell("speedup", one[arm]) for one in speedups.values())] for arm in arms]
-    return DataTable([("arm", False), *((peer, True) for peer in speedups)], rows) if rows else None
-
-
-def _bounds(bounds: Mapping[str, Mapping[str, Any]]) -> DataTable | None:
-    """Return the shares of the optimum and the parts of what is lost; None without."""
-    rows = []
-    for arm, one in bounds.items():
-        for name, own in one.get("verifiers", {}).items():
-            label = f"{name}{'' if own['lossless'] else ', lossy'}{' (used)' * own['used']}"
-            shares = [_bound(own[share], ".1%") for share in ("share_first", "share")]
-            lost = [_bound(own["lost"].get(part), ".3f") for part in ("verifier", "open", "tree", "draft")]
-            most = _bound(one.get("optimum"), ".3f")
-            rows.append([Cell(arm), Cell(label), _bound(own["tau"], ".3f"), most, Cell(one["kind"]), *shares, *lost])
-    columns = [("arm", False), ("verifier", False), ("tau", True), ("optimal tau", True), ("which is", False)]
-    columns += [("share, first level", True), ("share, tree", True)]
-    columns += [(f"lost: {part}", True) for part in ("verifier", "open", "tree", "draft")]
-    return DataTable(columns, rows) if rows else None
-
-
-def _bound(value: Mapping[str, float | None] | None, form: str) -> Cell:
-    """Return the cell of a mean with its interval."""
-    if value is None or value["mean"] is None:
-        return Cell("", float("nan"))
-    ends = "" if value["low"] is None else f" [{value['low']:{form}}, {value['high']:{form}}]"
-    return Cell(f"{value['mean']:{form}}{ends}", value["mean"])
 
 
 def _lead(manifest: Mapping[str, Any], summary: Mapping[str, Any], tables: Tables) -> str:
