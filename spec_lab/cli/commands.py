@@ -145,8 +145,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     )
     compare.add_argument("--level", type=float, default=0.95, help="confidence of all intervals together (0.95)")
     compare.add_argument("--csv", type=Path, metavar="FILE", help="also write the comparison to a CSV file")
+    compare.add_argument("--html", type=Path, metavar="FILE", help="also write it as a page with filters and figures")
     _add_project(add("project"))
-    add("report").add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps")
+    add("report").add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs of any task, or sweeps")
     replay = add("replay")
     what = "a run with record=replay; or a file: a trace of another system (--format)"
     replay.add_argument("folder", type=Path, metavar="DIR", help=what)
@@ -255,6 +256,7 @@ def _collect_into(folder: Path, table: pd.DataFrame, console: Console) -> int:
 def _compare(given: argparse.Namespace, console: Console) -> int:
     """Compare runs or sweeps, and print which differences are significant."""
     from spec_lab.analysis.compare import as_frame, compare, show
+    from spec_lab.analysis.report import write_comparison
 
     if not 0 < given.level < 1:
         raise ValueError(f"--level must be between 0 and 1, not {given.level:g}")
@@ -264,6 +266,8 @@ def _compare(given: argparse.Namespace, console: Console) -> int:
     if given.csv:
         _write_table(given.csv, as_frame(found).to_csv(index=False))
         _say(console, f"Table: {given.csv}")
+    if given.html:
+        _say(console, f"Page: {write_comparison(found, given.html)}, and figures beside it")
     return max((_refuse(f"unreadable: {one}") for one in found.unreadable), default=0)
 
 
@@ -332,7 +336,7 @@ def _write_table(file: Path, text: str) -> None:
 
 
 def _report(given: argparse.Namespace, console: Console) -> int:
-    """Write report.html and figures (PNG, SVG) into the directory of a run or a sweep."""
+    """Write report.html and figures (PNG, SVG) into the directory of a run of any task, or of a sweep."""
     from spec_lab.analysis.report import write
 
     def one(folder: Path) -> int:

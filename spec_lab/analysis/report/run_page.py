@@ -11,11 +11,11 @@ from spec_lab.analysis import figures, metrics
 from spec_lab.analysis.metrics import Tables, frames
 from spec_lab.analysis.metrics.frames import Ranks
 from spec_lab.analysis.names import names_in_manifest, renamed, with_names
-from spec_lab.analysis.report.page import Page, render, short_path
+from spec_lab.analysis.report.facts import facts, read_summary, temperature
+from spec_lab.analysis.report.page import Page, render
 from spec_lab.analysis.report.run_tables import arms_table, bounds_table, peers_table
-from spec_lab.analysis.roofline_text import limits_in_words, roofline_notes
+from spec_lab.analysis.roofline_text import roofline_notes
 from spec_lab.analysis.text import accuracy_notes, losslessness, margin_notes
-from spec_lab.core.files import Unreadable, expect, read_json
 from spec_lab.core.roofline import Roofline
 from spec_lab.engine.request import FINISHES
 from spec_lab.propose import trees
@@ -52,6 +52,8 @@ BOUNDS = {
 
 MARGIN = {"median": float, "largest": float}
 
+SUMMARY = {**PARTS, "?arms": {str: PARTS}, "?output_margins": {str: MARGIN}, "?bounds": {str: BOUNDS}}
+
 MARKS = {"accepted": "a", "forced": "f"}
 """The CSS class of each kind of span that is shaded."""
 
@@ -65,7 +67,7 @@ def page(folder: Path) -> str:
     manifest = begun(folder)
     if manifest is None:
         raise ValueError(f"{folder} holds no run (no manifest.json)")
-    summary, tables = _summary(folder), metrics.load(folder)
+    summary, tables = read_summary(folder, SUMMARY), metrics.load(folder)
     if not len(tables.requests):
         _refuse_other_task(folder)
     names = names_in_manifest(manifest)
@@ -83,13 +85,13 @@ def page(folder: Path) -> str:
         lead=_lead(manifest, summary, tables),
         warnings=_warnings(manifest, summary, tables),
         drawn=figures.run_figures(tables, drafted, bounds),
-        facts=_facts(manifest, summary, tables),
+        facts=facts(manifest, summary.get("constraint"), groups=f"{tables.requests['group'].nunique()}"),
     )
     return render(
         "run",
         content,
         folder,
-        arms=arms_table(figures_of, states, manifest, _temperature(manifest, summary)),
+        arms=arms_table(figures_of, states, manifest, temperature(manifest, summary)),
         noise=any(one["expected_kind"] == "noise" for one in figures_of.values()),
         explanations=[
             (arm, why)
@@ -129,30 +131,6 @@ def _refuse_other_task(folder: Path) -> None:
         )
 
 
-def _summary(folder: Path) -> dict[str, Any]:
-    """Return the contents of ``summary.json``; empty for a run that has not ended.
-
-    Raises:
-        Unreadable: the contents are not those of a run.
-    """
-    file = folder / "summary.json"
-    try:
-        summary = read_json(file) or {}
-        expect(
-            summary, {**PARTS, "?arms": {str: PARTS}, "?output_margins": {str: MARGIN}, "?bounds": {str: BOUNDS}}, ""
-        )
-    except ValueError as error:
-        why = str(error) if str(file) in str(error) else f"{file} is not readable ({error})"
-        raise Unreadable(f"{why}; run the same command again to write it anew") from error
-    return summary
-
-
-def _temperature(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> float:
-    """Return the temperature of the requests; 0 where it is not recorded."""
-    sampling = manifest.get("sampling") or manifest["config"].get("sampling") or {}
-    return float(summary.get("temperature", sampling.get("temperature", 0.0)) or 0.0)
-
-
 def _tree(text: Any) -> tuple[Ranks, ...]:
     """Return the draft tree of a manifest; empty where ``trees.parse`` cannot read it."""
     try:
@@ -170,7 +148,7 @@ def _lead(manifest: Mapping[str, Any], summary: Mapping[str, Any], tables: Table
         f"proposer {proposer}",
         f"verifier {summary['verifier']}" if summary.get("verifier") else "",
         f"constraint {summary['constraint']}" if summary.get("constraint", "none") != "none" else "",
-        f"temperature {_temperature(manifest, summary):g}" if "sampling" in config else "",
+        f"temperature {temperature(manifest, summary):g}" if "sampling" in config else "",
         f"batch size {config['batch_size']}" if "batch_size" in config else "",
         f"{requests['request'].nunique()} prompts ({workloads})" if len(requests) else "",
         f"at most {config['max_new_tokens']} new tokens" if "max_new_tokens" in config else "",
@@ -193,49 +171,6 @@ def _warnings(manifest: Mapping[str, Any], summary: Mapping[str, Any], tables: T
         warnings.append("The last group has fewer prompts than the others: it is left out of the speed-ups.")
     errors = [error for error in tables.requests["error"].unique() if error]
     return warnings + errors[:5] + [f"and {len(errors) - 5} more errors"] * (len(errors) > 5)
-
-
-def _facts(manifest: Mapping[str, Any], summary: Mapping[str, Any], tables: Tables) -> dict[str, Any]:
-    config, machine, versions = manifest["config"], manifest.get("machine", {}), manifest.get("versions", {})
-    sampling = manifest.get("sampling") or config.get("sampling") or {}
-    sampling = {key: value for key, value in sampling.items() if key[0] != "_"}
-    chat = manifest.get("chat") or {}
-    target, prompts = config.get("target") or {}, config.get("prompts") or {}
-    device = (target.get("dtype"), device_text(target, manifest.get("ranks", 1)), target.get("attention"))
-    memory = f", {machine['memory_gib']} GiB" if machine.get("memory_gib") else ""
-    return {
-        "experiment": config.get("name"),
-        "model": short_path(target.get("path")),
-        "precision, device, attention": ", ".join(str(one) for one in device if one),
-        "proposers": "; ".join(
-            arm if one.get("name") in (None, arm) else f"{arm}: {one['name']}"
-            for arm, one in manifest["proposers"].items()
-        ),
-        "constraint": summary.get("constraint"),
-        "sampling": ", ".join(f"{key} {value}" for key, value in sampling.items()),
-        "prompts": short_path(prompts.get("path")) or prompts.get("_target_"),
-        "chat": ", ".join(f"{key} {value}" for key, value in chat.items()),
-        "prompts, SHA-256": manifest.get("prompts_sha256"),
-        "batch size": config.get("batch_size"),
-        "seed": str(manifest.get("seed", "")),
-        "groups": f"{tables.requests['group'].nunique()}",
-        "processor": f"{machine.get('processor', '')}, {machine.get('cores')} cores{memory}",
-        "GPUs": ", ".join(machine.get("gpus") or ()),
-        "threads": manifest.get("threads"),
-        "limits of a forward": limits_in_words(manifest.get("roofline")),
-        "system": machine.get("system"),
-        "commit": manifest.get("commit"),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
-    }
-
-
-def device_text(target: Mapping[str, Any], ranks: int) -> str | None:
-    """Return where the target was; null means what it means to ``Target.load``. None for a target without device."""
-    if target.get("device_map"):
-        return f"device map {target['device_map']}"
-    if target.get("tensor_parallel"):
-        return f"{ranks} ranks"
-    return target["device"] or "cpu" if "device" in target else None
 
 
 def _prompts(tables: Tables, arms: list[str]) -> tuple[list[dict[str, Any]], str]:
