@@ -20,6 +20,9 @@ FIGURES = (
 )  # fmt: skip
 """Columns of the table of arms."""
 
+ACCURACY = ("correct", "correct_change")
+"""Columns beside the speed, in runs with checked answers."""
+
 
 def arms_table(
     summaries: Mapping[str, Mapping[str, Any]],
@@ -29,6 +32,10 @@ def arms_table(
 ) -> DataTable:
     """Return the table of arms."""
     colours, rows = figures.colours(summaries), []
+    checked = (
+        ("correct", "correct_change") if any(isfinite(one["correct"]["mean"]) for one in summaries.values()) else ()
+    )
+    names = (*FIGURES[:2], *checked, *FIGURES[2:])  # accuracy beside speed
     reduced = any(isfinite(one["calibration"]["variance_reduction"]) for one in summaries.values())
     for arm, one in summaries.items():
         facts, state, (word, why) = manifest["proposers"].get(arm, {}), states[arm], losslessness(states[arm])
@@ -40,7 +47,7 @@ def arms_table(
                 Cell(f"{state.get('proposer') or facts.get('name', '')}{drawn}"),
                 Cell(state.get("verifier") or ""),
                 Cell(word, badge=BADGES.get(word, ""), title=why),
-                *(figure_cell(name, one[name]) for name in FIGURES),
+                *(figure_cell(name, one[name]) for name in names),
                 *[Cell(number(reduction, ".1f"), reduction)] * reduced,
                 Cell(f"n/a (temperature {temperature:g})" * (arm != "baseline"))
                 if temperature
@@ -48,7 +55,7 @@ def arms_table(
             ]
         )
     columns = [(name, False) for name in ("arm", "proposer", "verifier", "losslessness")]
-    columns += [(COLUMNS[name].heading, True) for name in FIGURES]
+    columns += [(COLUMNS[name].heading, True) for name in names]
     return DataTable(
         columns + [("variance reduction", True)] * reduced + [("identical outputs", not temperature)], rows
     )
