@@ -35,14 +35,14 @@ def changes(table: pd.DataFrame, figure: str, heading: str) -> Figure | None:
     cut = style.short(kept["label"], 48)
     names = [cut[label] for label in kept["label"]]
     drawn, (axes,) = style.panels(
-        1, 4.4, style.ROW * len(kept) + 0.2, left=style.text_width(names, 8) + 0.1, right=1.7, bottom=0.5
+        1, 4.4, style.ROW * len(kept) + 0.2, left=style.text_width(names, 8) + 0.1, right=2.0, bottom=0.5
     )
     none = 1.0 if relative else 0.0
     axes.axvline(none, color=palette.GREY, linestyle="--", linewidth=1)
     sign = "×" if relative else ""
     for place, row in enumerate(kept.to_dict("records")):
         middle, low, high = (float(row[name]) for name in ("change", "simultaneous_low", "simultaneous_high"))
-        known = np.isfinite(low) and np.isfinite(high) and row["verdict"] != "identical"
+        known = row["verdict"] in ("significant", "not significant")
         ink = palette.colour(row["other_name"])
         face = ink if row["verdict"] == "significant" else "white"
         if known:

@@ -59,7 +59,7 @@ def throughput(tables: Tables) -> Figure | None:
         return None
     names = list(style.short(others).values())
     figure, (left, right) = style.panels(
-        2, 7.2, max(2.7, 0.42 * len(others) + 0.4), between=style.text_width(names) + 0.35
+        2, 7.2, max(2.7, 0.42 * len(others) + 0.4), left=0.95, right=0.9, between=style.text_width(names) + 0.35
     )
     top = frame["tokens_per_second"].max() * 1.05
     left.plot([0, top], [0, top], color=palette.GREY, linestyle="--", linewidth=1)
@@ -77,6 +77,7 @@ def throughput(tables: Tables) -> Figure | None:
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
         right.annotate(text, (mean, place - 0.28), ha="center", va="bottom", fontsize=8, bbox=box)
     left.set(xlabel="baseline, tokens/s", ylabel="arm, tokens/s", xlim=(0, top), ylim=(0, top))
+    left.locator_params(nbins=5)
     left.set_title("Groups of prompts; dashed: the baseline's speed")
     farthest = np.nanmax([frame["speedup"].max(), means["high"].max(), 1.0])
     right.set(xlabel=style.SPEEDUP, xlim=(0, farthest * 1.06))
@@ -199,7 +200,7 @@ def accepted_trees(tables: Tables, trees: Mapping[str, Collection[Ranks]] | None
     if not accepted:
         return None
     places = {arm: tree_layout(frame["path"]) for arm, frame in accepted.items()}
-    colour, names, columns = palette.colours(arms), style.short(accepted), min(2, len(accepted))
+    colour, names, columns = palette.colours(arms), style.short(accepted, 24), min(2, len(accepted))
     filled, title, line = [0.0] * columns, 0.42, 0.25  # inches: used of each column, of a title, of a leaf
     boxes = {}
     for arm in accepted:
@@ -211,7 +212,7 @@ def accepted_trees(tables: Tables, trees: Mapping[str, Collection[Ranks]] | None
         box = (column + 0.03) / columns, (total - top - height) / total, 0.94 / columns, height / total
         axes = figure.add_axes(box, label=arm)
         _draw_tree(axes, accepted[arm], places[arm], colour[arm])
-        axes.set_title(f"{names[arm]}: share of steps that accepted each node", fontsize=9)
+        axes.set_title(f"{names[arm]}: share of steps", fontsize=9)
     return figure
 
 

@@ -67,7 +67,7 @@ def text_width(names: Iterable[str], size: float = 9) -> float:
     """
     with rc_context(STYLE):
         widths = [TextPath((0, 0), name, size=size).get_extents().width / 72 for name in names if name.strip()]
-    return max(widths, default=0.0) + 0.1
+    return 1.05 * max(widths, default=0.0) + 0.1  # hinted letters are wider than their outlines
 
 
 def legend_width(names: Iterable[str]) -> float:
@@ -84,7 +84,7 @@ def panels(
     count: int,
     width: float,
     height: float,
-    left: float = 0.65,
+    left: float = 0.75,
     right: float = 0.2,
     top: float = 0.35,
     bottom: float = 0.6,
@@ -160,12 +160,17 @@ def curve(axes: Axes, x: Any, value: Any, low: Any, high: Any, colour: str, labe
     return line
 
 
+def interval_text(mean: float, low: float, high: float) -> str:
+    """Return a mean with its interval as text; without one the mean alone."""
+    return f"{mean:.2f}" if np.isnan(low) or np.isnan(high) else f"{mean:.2f} [{low:.2f}, {high:.2f}]"
+
+
 def interval_mark(axes: Axes, mean: float, low: float, high: float, place: float, colour: str) -> str:
     """Draw a mean with its interval into a row; returns both as text."""
     known = not (np.isnan(low) or np.isnan(high))
     whiskers = np.array([[mean - low], [high - mean]]) if known else None
     axes.errorbar(mean, place, xerr=whiskers, fmt="D", color=colour, ms=5, capsize=3, lw=1.4, zorder=5)
-    return f"{mean:.2f} [{low:.2f}, {high:.2f}]" if known else f"{mean:.2f}"
+    return interval_text(mean, low, high)
 
 
 def one_line(axes: Axes, axis: str = "x") -> None:

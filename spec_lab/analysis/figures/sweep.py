@@ -37,8 +37,10 @@ def forest(table: pd.DataFrame, keys: Sequence[str]) -> Figure | None:
     shown = frame.head(MAX_ROWS)
     cut = style.short(shown["label"], 48)
     names = [cut[label] for label in shown["label"]]
+    intervals = shown[["speedup", "speedup_low", "speedup_high"]].to_numpy(dtype=float)
+    right = style.text_width([style.interval_text(*one) for one in intervals], 8) + 0.15
     figure, (axes,) = style.panels(
-        1, 4.2, 0.24 * len(shown) + 0.2, left=style.text_width(names) + 0.1, right=1.4, bottom=0.5
+        1, 4.2, 0.24 * len(shown) + 0.2, left=style.text_width(names, 8) + 0.15, right=right, bottom=0.5
     )
     style.one_line(axes)
     colour = palette.colours(sweeps.compared_arms(table))
@@ -72,7 +74,9 @@ def tau_and_speedup(table: pd.DataFrame, keys: Sequence[str], by: str) -> Figure
         colour = {word: of_arm[arm] for word, (arm,) in zip(words, arms, strict=True)}
     else:
         colour = palette.option_colours(words)
-    figure, (axes,) = style.panels(1, 4.4, style.legend_height(3.2, names), right=style.legend_width(names.values()))
+    figure, (axes,) = style.panels(
+        1, 4.4, style.legend_height(3.2, names), left=0.95, right=style.legend_width(names.values())
+    )
     style.one_line(axes, "y")
     for word in words:
         rows_of_word = frame[categories[by] == word]

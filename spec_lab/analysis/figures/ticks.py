@@ -17,7 +17,7 @@ CLOSE = 0.055
 """Ticks closer than this part of the axis overlap."""
 
 NEEDED = 4
-"""Fewest values, all of them powers or far apart, for a logarithmic axis."""
+"""Fewest different values of a logarithmic axis."""
 
 
 def number_axis(axes: Axes, values: Iterable[float], which: str = "x", log: bool = True) -> None:
@@ -54,8 +54,14 @@ def number_axis(axes: Axes, values: Iterable[float], which: str = "x", log: bool
 
 
 def log_axis(axis: Axis) -> None:
-    """Show the ticks of a logarithmic axis as plain numbers (0.01, 10, 2000), without minor labels."""
-    axis.set_major_locator(LogLocator(numticks=9))
+    """Show the ticks of a logarithmic axis with its data as plain numbers (0.02, 10, 2000), without minor labels.
+
+    Below three decades 2 and 5 have ticks as well, below one decade more digits.
+    """
+    low, high = (max(end, 1e-300) for end in axis.get_view_interval())
+    decades = log10(high / low)
+    subs = (1.0,) if decades >= 3 else (1.0, 2.0, 5.0) if decades >= 0.9 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
+    axis.set_major_locator(LogLocator(subs=subs, numticks=9))
     axis.set_minor_formatter(NullFormatter())
     axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
 

@@ -30,7 +30,7 @@ def learning(curve: Curve) -> Figure | None:
         return None
     labels = [str(position + 1) for position in range(len(curve[0]["loss"]))]
     height = style.legend_height(2.9, [*labels, "title"])
-    figure, axes = style.panels(3, 9.6, height, right=1.2, between=0.75)
+    figure, axes = style.panels(3, 9.6, height, right=1.2, between=0.95)
     for panel, (key, label) in zip(axes, PANELS, strict=True):
         _by_position(panel, curve, "step", key, labels)
         panel.set(xlabel="training step", ylabel=label)

@@ -12,7 +12,7 @@ from spec_lab.analysis.compare import Comparison, FigureChange, SettingValues, a
 from spec_lab.analysis.compare.show import change_text, heading, notes, pair_title, value_text, verdict_text
 from spec_lab.analysis.figures import Figures
 from spec_lab.analysis.metrics import Interval
-from spec_lab.analysis.report.page import Cell, DataTable, Page, Section, render
+from spec_lab.analysis.report.page import Cell, DataTable, Page, Section, render, short_path
 from spec_lab.core.files import write_text
 
 BADGES = {"significant": "good", "too few": "warn"}
@@ -88,7 +88,9 @@ def _label(reference: str, other: str, reference_name: str, other_name: str) -> 
 
 
 def _runs(comparison: Comparison) -> DataTable:
-    rows = [[Cell(one.label), Cell(one.name), Cell(comparison.described[one.label])] for one in comparison.runs]
+    rows = [
+        [Cell(one.label), Cell(short_path(one.name)), Cell(comparison.described[one.label])] for one in comparison.runs
+    ]
     return DataTable([(name, False) for name in ("", "run", "contents")], rows, len(rows) > 12)
 
 

@@ -32,10 +32,8 @@ def arms_table(
 ) -> DataTable:
     """Return the table of arms."""
     colours, rows = figures.colours(summaries), []
-    checked = (
-        ("correct", "correct_change") if any(isfinite(one["correct"]["mean"]) for one in summaries.values()) else ()
-    )
-    names = (*FIGURES[:2], *checked, *FIGURES[2:])  # accuracy beside speed
+    checked = any(isfinite(one["correct"]["mean"]) for one in summaries.values())
+    names = (*FIGURES[:2], *ACCURACY * checked, *FIGURES[2:])
     reduced = any(isfinite(one["calibration"]["variance_reduction"]) for one in summaries.values())
     for arm, one in summaries.items():
         facts, state, (word, why) = manifest["proposers"].get(arm, {}), states[arm], losslessness(states[arm])
