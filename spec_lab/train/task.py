@@ -136,7 +136,7 @@ def train(
                 lengths = {"accepted_length": expected_length(accepted), "agreed_length": expected_length(agreed)}
                 return {"accepted": accepted, "agreed": agreed} | {key: round(one, 4) for key, one in lengths.items()}
 
-            fit(trainer, begun.objective, paths, *own, lambda done, total: _at(bar, done, total), measure)
+            fit(trainer, begun.objective, paths, *own, tick=lambda done, total: _at(bar, done, total), measure=measure)
         begun.module.eval()
         source = {"target_sha256": lab.target.sha256, "seed": str(settings.seed), "method": recipe.name}
         sha256 = recipe.write(begun.module, lab.target, out / "drafter", source)

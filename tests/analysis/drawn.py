@@ -57,7 +57,8 @@ def swept(values: list[float], arms: list[str], fast: float = 1.0) -> pd.DataFra
         for number, arm in enumerate([*arms, "baseline"]):
             speed = (1 + number / 10) * fast**place
             rows.append({"run": f"run{place}", "arm": arm, "proposer.depth": value,
-                         "tau_pooled": 1 + place + number / 10, "tau_pooled_low": 1.0 + place, "tau_pooled_high": 2.5 + place, "speedup": speed,
+                         "tau_pooled": 1 + place + number / 10, "tau_pooled_low": 1.0 + place,
+                         "tau_pooled_high": 2.5 + place, "speedup": speed,
                          "speedup_low": speed * 0.9, "speedup_high": speed * 1.1})  # fmt: skip
     return pd.DataFrame(rows)
 

@@ -110,7 +110,7 @@ def verifiers(names: list[str]) -> dict:
     one = {"lossless": True, "kind": "exact", "expected_accepted": value, "share_of_bound": value,
            "verify_us": {"median": 30.0, "low": 20.0, "high": 90.0}, "share_of_forward": 0.01}  # fmt: skip
     arms = {"drawn": "iid", "drafted_per_draft": 4.0, "verifiers": {"token": one, "lenient": one | {"lossless": False}}}
-    return dict.fromkeys(names, arms)
+    return {name: dict(arms) for name in names}
 
 
 @pytest.mark.parametrize("names", [["medusa"], TWELVE, LONG])

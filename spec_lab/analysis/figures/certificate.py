@@ -26,10 +26,10 @@ def convergence(curves: Mapping[str, Any]) -> Figure:
     sizes, pairs = curves["sizes"], curves["pairs"]
     names = list(dict.fromkeys(one["verifier"] for one in pairs))
     of_name = {name: [one for one in pairs if one["verifier"] == name] for name in names}
-    labels = {}
+    labels, cut = {}, style.short(names)
     for name, own in of_name.items():
         more = f", {len(own)} pairs" if len(own) > 1 else ""
-        labels[name] = f"{style.shortened(name)}{'' if own[0]['lossless'] else ' (lossy)'}{more}"
+        labels[name] = f"{cut[name]}{'' if own[0]['lossless'] else ' (lossy)'}{more}"
     same, control = "samples of the target's distribution: 1/sqrt(n)", "control: emits from p after a rejection"
     every = [same, *labels.values(), control]
     figure, (axes,) = style.panels(

@@ -81,6 +81,7 @@ def throughput(tables: Tables) -> Figure | None:
     left.set_title("Groups of prompts; dashed: the baseline's speed")
     farthest = np.nanmax([frame["speedup"].max(), means["high"].max(), 1.0])
     right.set(xlabel=style.SPEEDUP, xlim=(0, farthest * 1.06))
+    right.locator_params(axis="x", nbins=5)
     right.set_title("Speed-up, 95 % interval; dots: ratios of groups")
     style.rows(right, names)
     right.set_ylim(len(others) - 0.5, -0.75)

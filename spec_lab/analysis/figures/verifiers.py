@@ -9,7 +9,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from spec_lab.analysis.figures import palette
+from spec_lab.analysis.figures import palette, style
 from spec_lab.analysis.figures.style import STYLE
 
 ROW = 0.27
@@ -76,13 +76,14 @@ def panels(proposers: Mapping[str, Mapping[str, Any]], columns: tuple[Column, ..
             if column.line is not None:
                 axes.axvline(column.line, color=palette.GREY, linestyle="--", linewidth=1)
             _dots(axes, one["verifiers"], column, palette.colour(list(proposers)[number]))
-            labels = [verifier_label(name, of) for name, of in one["verifiers"].items()]
+            labels = list(style.short(verifier_label(name, of) for name, of in one["verifiers"].items()).values())
             axes.set_yticks(range(rows[number]), [""] * len(labels) if place else labels)
             axes.set_xlim(0, 1.04 * furthest)
-            axes.tick_params(labelbottom=one is [*proposers.values()][-1])
+            axes.tick_params(labelbottom=number == len(rows) - 1)
         grid[-1][place].set_xlabel(f"{column.title}\n{column.unit}")
+    names = style.short(proposers)
     for axes, (name, one) in zip(grid[:, 0], proposers.items(), strict=True):
-        title = f"{name}: drawn {one['drawn']}, {one['drafted_per_draft']:.3g} nodes"
+        title = f"{names[name]}: drawn {one['drawn']}, {one['drafted_per_draft']:.3g} nodes"
         axes.set_title(title, loc="left", fontsize=10)
     figure.suptitle(_legend(proposers, columns), fontsize=9, x=0.01, ha="left")
     return figure
