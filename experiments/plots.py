@@ -208,10 +208,11 @@ def ordered(values: Sequence[Any], order: Sequence[Any]) -> list[Any]:
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
-    """Return a colour for each name; proposers have the same colour in every study."""
-    own = {NAMES[name]: COLOURS[place] for place, name in enumerate(PROPOSERS)}
-    free = [colour for colour in COLOURS if colour not in {own.get(NAMES.get(name, name)) for name in names}]
-    return {name: own.get(NAMES.get(name, name)) or free.pop(0) for name in names}
+    """Return a colour for each name; proposers have the same colour in every study and in every figure of a run."""
+    known = {NAMES[name]: figures.colour(name) for name in figures.PROPOSERS if name in NAMES}
+    own = {name: known[NAMES[name]] for name in names if NAMES.get(name) in known}
+    free = [colour for colour in COLOURS if colour not in own.values()]
+    return {name: own.get(name) or free.pop(0) for name in names}
 
 
 def band(row: Mapping[str, Any], column: str) -> tuple[float, float]:

@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from spec_lab.analysis import metrics
-from spec_lab.analysis.figures import COLOURS, GREY, STYLE
+from spec_lab.analysis import figures, metrics
+from spec_lab.analysis.figures import GREY, STYLE
 from spec_lab.cli import main as cli
 from spec_lab.constrain import AppliedConstraint, ConstraintError
 from spec_lab.propose import Null
@@ -247,7 +247,7 @@ def draw(table: pd.DataFrame) -> Figure:
     table = table[table["temperature"] == 0]
     workloads = [name for name in WORKLOADS if name in set(table["workload"])]
     names = [*PROPOSERS, NULL]
-    colour = dict(zip(PROPOSERS, COLOURS, strict=False)) | {NULL: GREY}
+    colour = {name: figures.colour(name) for name in PROPOSERS} | {NULL: GREY}
     label = PROPOSERS | {NULL: "no draft"}
     figure = Figure(figsize=(17, 4.3 * len(workloads) + 0.6))
     grid = figure.subplots(len(workloads), len(PANELS), squeeze=False, sharey=True)

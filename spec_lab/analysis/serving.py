@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from rich.console import Console
 
-from spec_lab.analysis.figures.style import STYLE, colours
+from spec_lab.analysis import figures
 from spec_lab.analysis.metrics import Interval, cluster_interval, ratio, speedup_of_totals
 from spec_lab.analysis.roofline_text import roofline_notes
 from spec_lab.analysis.text import WIDE, cache_notes, interval, kv_notes, number, table
-from spec_lab.core.files import own_folder, replacing
 
 PERCENTILES = (50, 90, 99)
 
@@ -102,30 +99,8 @@ def _roofline(own: pd.DataFrame) -> dict[str, Any]:
 
 
 def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
-    """Plot the cumulative distributions of the time to first token and of the time per further token, in that order.
-
-    The second is over the requests with more than one token.
-    """
-    frame = latencies(frame)
-    names = list(dict.fromkeys(frame["arm"]))
-    colour = colours(names)
-    with rc_context(STYLE):
-        figure = Figure(figsize=(7.6, 3.2), layout="constrained")
-        for axes, column, label in zip(
-            figure.subplots(1, 2, sharey=True), ("ttft", "tpot"), ("time to first token", "time per further token"),
-            strict=True,
-        ):  # fmt: skip
-            for name in names:
-                milliseconds = 1e3 * frame.loc[frame["arm"] == name, column].dropna().to_numpy()
-                plot = axes.ecdf if len(milliseconds) else axes.plot  # of nothing, only the entry of the legend
-                plot(milliseconds, color=colour[name], label=name)
-            axes.set_xlabel(f"{label} [ms]")
-        figure.axes[0].set_ylabel("share of requests")
-        figure.axes[1].legend(loc="lower right", frameon=False)
-        own_folder(folder)
-        with replacing(folder / "latency.png") as stream:
-            figure.savefig(stream, bbox_inches="tight")
-    return [folder / "latency.png"]
+    """Write the figure of latencies (``figures.latency``) into ``folder``; return its path."""
+    return figures.save({"latency": figures.latency(latencies(frame))}, folder, ("png",))
 
 
 def print_summary(summary: Mapping[str, Any], console: Console, verbose: bool = False) -> None:

@@ -58,8 +58,8 @@ COLUMNS = {
     "baseline_roofline_share": FigureFormat("baseline roofline share", ".1%"),
     "repeated_8gram_share": FigureFormat("repeated 8-grams", ".1%"),
     "identical_outputs": FigureFormat("identical outputs", ".1%"),
-    "correct": FigureFormat("correct", ".1%"),
-    "correct_change": FigureFormat("change of correct", "+.1%"),
+    "correct": FigureFormat("correct [95 %]", ".1%"),
+    "correct_change": FigureFormat("change of correct [95 %]", "+.1%"),
     "correct_cut": FigureFormat("cut answers", ".1%"),
     "requests": FigureFormat("prompts", ".0f"),
 }

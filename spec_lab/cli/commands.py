@@ -11,16 +11,15 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from spec_lab.analysis.text import COLUMNS, WIDE
 from spec_lab.cli.build import conf
 from spec_lab.cli.explain import terminal as explain
+from spec_lab.cli.sweep_tables import print_results as print_results
+from spec_lab.cli.sweep_tables import print_sweep as print_sweep
+from spec_lab.cli.sweep_tables import say
 from spec_lab.core.files import replacing, write_text
 from spec_lab.core.terminal import visible
 from spec_lab.results import sweep
@@ -149,8 +148,9 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
     )
     compare.add_argument("--level", type=float, default=0.95, help="confidence of all intervals together (0.95)")
     compare.add_argument("--csv", type=Path, metavar="FILE", help="also write the comparison to a CSV file")
+    compare.add_argument("--html", type=Path, metavar="FILE", help="also write it as a page with filters and figures")
     _add_project(add("project"))
-    add("report").add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps")
+    add("report").add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs of any task, or sweeps")
     replay = add("replay")
     what = "a run with record=replay; or a file: a trace of another system (--format)"
     replay.add_argument("folder", type=Path, metavar="DIR", help=what)
@@ -243,7 +243,7 @@ def _collect(given: argparse.Namespace, console: Console) -> int:
 
             keys = dict.fromkeys(sweep.key(one) for run in sweep.runs(given.folder) for one in run.overrides)
             _write_table(given.latex, latex_table(table, list(keys)))
-            _say(console, f"LaTeX table: {given.latex}")
+            say(console, f"LaTeX table: {given.latex}")
         if given.verbose:
             print_results(given.folder, console, verbose=True)
         return code
@@ -260,13 +260,14 @@ def _collect_into(folder: Path, table: pd.DataFrame, console: Console) -> int:
     write_text(file.with_suffix(".csv"), table.to_csv(index=False))
     runs = table["run"].nunique()
     missing = f"; {left} runs are not done and left out" * bool(left)
-    _say(console, f"{runs} runs, {len(table)} rows: {file} and .csv{missing}")
+    say(console, f"{runs} runs, {len(table)} rows: {file} and .csv{missing}")
     return code
 
 
 def _compare(given: argparse.Namespace, console: Console) -> int:
     """Compare runs or sweeps, and print which differences are significant."""
     from spec_lab.analysis.compare import as_frame, compare, show
+    from spec_lab.analysis.report import write_comparison
 
     if not 0 < given.level < 1:
         raise ValueError(f"--level must be between 0 and 1, not {given.level:g}")
@@ -275,7 +276,9 @@ def _compare(given: argparse.Namespace, console: Console) -> int:
         show(found, console, given.verbose)
     if given.csv:
         _write_table(given.csv, as_frame(found).to_csv(index=False))
-        _say(console, f"Table: {given.csv}")
+        say(console, f"Table: {given.csv}")
+    if given.html:
+        say(console, f"Page: {write_comparison(found, given.html)}, and figures beside it")
     return max((_refuse(f"unreadable: {one}") for one in found.unreadable), default=0)
 
 
@@ -311,7 +314,7 @@ def _project(given: argparse.Namespace, console: Console) -> int:
     projection.show(cells, even, projection.notes(designs, deployments, idle), console, given.verbose)
     out = given.out or given.folders[0] / "projection"
     for file in projection.write(cells, even, out):
-        _say(console, str(file))
+        say(console, str(file))
     return 0
 
 
@@ -344,11 +347,11 @@ def _write_table(file: Path, text: str) -> None:
 
 
 def _report(given: argparse.Namespace, console: Console) -> int:
-    """Write report.html and figures (PNG, SVG) into the directory of a run or a sweep."""
+    """Write report.html and figures (PNG, SVG) into the directory of a run of any task, or of a sweep."""
     from spec_lab.analysis.report import write
 
     def one(folder: Path) -> int:
-        _say(console, f"{write(folder)}, and figures in the same folder")
+        say(console, f"{write(folder)}, and figures in the same folder")
         return 0 if sweep.is_run(folder) else _unreadable(folder)
 
     return _each(given.folders, one)
@@ -364,7 +367,7 @@ def _replay(given: argparse.Namespace, console: Console) -> int:
         print_trace(frame, console)
         if given.csv:
             _write_table(given.csv, frame.to_csv(index=False))
-            _say(console, f"Table: {given.csv}")
+            say(console, f"Table: {given.csv}")
         return 0
     with sweep.reading(given.folder):
         wanted = given.verifiers, given.shapes, given.temperatures, given.top_k, given.confidence, given.drawn
@@ -372,7 +375,7 @@ def _replay(given: argparse.Namespace, console: Console) -> int:
     print_table(frame, console)
     if given.csv:
         _write_table(given.csv, frame.to_csv(index=False))
-        _say(console, f"Table: {given.csv}")
+        say(console, f"Table: {given.csv}")
     return 0
 
 
@@ -386,7 +389,7 @@ def _bounds(given: argparse.Namespace, console: Console) -> int:
     print_bounds(found, console)
     if given.csv:
         _write_table(given.csv, table(found).to_csv(index=False))
-        _say(console, f"Table: {given.csv}")
+        say(console, f"Table: {given.csv}")
     return 0
 
 
@@ -396,7 +399,7 @@ def _samples(given: argparse.Namespace, console: Console) -> int:
 
     def one(folder: Path) -> int:
         for file in write_samples(folder):
-            _say(console, str(file))
+            say(console, str(file))
         return 0
 
     return _each(given.folders, one)
@@ -408,7 +411,7 @@ def _track(given: argparse.Namespace, console: Console) -> int:
 
     def one(folder: Path) -> int:
         for line in track_all(folder, given.project, given.entity, given.mode):
-            _say(console, line)
+            say(console, line)
         return 0
 
     return _each(given.folders, one)
@@ -418,7 +421,7 @@ def _dashboard(given: argparse.Namespace, console: Console) -> int:
     """Save a dashboard for runs on Weights & Biases; requires the extra 'dashboard' and a login."""
     from spec_lab.analysis.tracking.dashboard import save
 
-    _say(console, save(given.project, given.entity))
+    say(console, save(given.project, given.entity))
     return 0
 
 
@@ -433,13 +436,13 @@ def _convert(given: argparse.Namespace, console: Console) -> int:
             raise ValueError("--dtype and --force are for GGUF files: a drafter keeps its data types, in a new folder")
         drafter = convert_pickled(files, given.out)
         sizes = f"{drafter.size / 2**20:.1f} MiB, {drafter.tensors} tensors"
-        _say(console, f"{given.out}: {drafter.layout}, {sizes}; SHA-256 of the source {drafter.sha256}")
+        say(console, f"{given.out}: {drafter.layout}, {sizes}; SHA-256 of the source {drafter.sha256}")
         return 0
     from spec_lab.models.gguf_export import convert
 
     made = convert(given.checkpoint, given.out, given.dtype, given.force)
     sizes = f"{made.size / 2**20:.1f} MiB, {made.tensors} tensors, {made.parameters / 1e6:.1f} M parameters"
-    _say(console, f"{given.out}: {sizes}, {made.dtype}, architecture {made.architecture}; {made.tokenizer}")
+    say(console, f"{given.out}: {sizes}, {made.dtype}, architecture {made.architecture}; {made.tokenizer}")
     return 0
 
 
@@ -452,7 +455,7 @@ def _index(given: argparse.Namespace, console: Console) -> int:
     tokenizer, _ = read_texts(given.tokenizer, describe(given.tokenizer))
     made = build(texts(given.corpus), tokenizer, given.out)
     size = f"{made.size / 2**20:.1f} MiB"
-    _say(console, f"{given.out}: {made.tokens} tokens of {made.documents} documents, {size}")
+    say(console, f"{given.out}: {made.tokens} tokens of {made.documents} documents, {size}")
     return 0
 
 
@@ -471,101 +474,3 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
     "index": _index,
     "explain": explain.run,
 }
-
-
-def _say(console: Console, what: str) -> None:
-    console.print(visible(what), soft_wrap=True, highlight=False)
-
-
-def print_sweep(folder: Path, console: Console | None = None, every: bool = False) -> None:
-    """Print how many runs of a sweep are in which state, and a table of runs.
-
-    Args:
-        folder: the sweep's directory.
-        console: default standard output.
-        every: whether the table has every run; else only those that are not done or ended with another code than 0.
-
-    Raises:
-        ValueError: the folder holds no sweep.
-    """
-    console = console or Console(markup=False)
-    found = sweep.runs(folder)
-    label = sweep.labels({one.folder.name: one.overrides for one in found})
-    table = _table("run", "state", right=("groups", "seconds"))
-    table.add_column("", overflow="fold")
-    for one in found:
-        if every or one.state != "done" or one.code:
-            groups = f"{one.groups}/{'?' if one.of is None else one.of}"
-            note = one.error or (f"exit code {one.code}" if one.code else "")
-            if one.unreadable:
-                note = f"unreadable: {one.unreadable}"
-            seconds = "" if one.seconds is None else f"{one.seconds:.1f}"
-            table.add_row(*map(visible, (label[one.folder.name], one.state, groups, seconds, note)))
-    if table.row_count:
-        console.print(table, highlight=False)
-    count = {state: sum(one.state == state for one in found) for state in ("done", "running", "failed", "pending")}
-    said = ", ".join(f"{number} {state}" for state, number in count.items() if number)
-    _say(console, f"{folder}: {said or 'no runs'}")
-    for name, values in sweep.mixed(found).items():
-        console.print(visible(f"Its runs differ in {name}: {' | '.join(values)}; do not compare their figures."))
-    if count["pending"]:
-        console.print("The same command resumes the pending runs.", highlight=False)
-    if count["failed"]:
-        console.print("retry=true runs the failed ones again; tracebacks are in ended.json.", highlight=False)
-
-
-def print_results(folder: Path, console: Console | None = None, verbose: bool = False) -> None:
-    """Print the main figures of each arm but the baseline, of a sweep's runs that are done; at most ``MOST`` rows.
-
-    With ``verbose``, and on a terminal of ``WIDE`` columns or more, a second table has ``MORE_FIGURES``.
-
-    Raises:
-        ValueError: the folder holds no sweep.
-    """
-    from spec_lab.analysis.metrics import sweeps
-    from spec_lab.analysis.roofline_text import baselines_in_words
-
-    console, table = console or Console(markup=False), sweeps.named(sweep.collect(folder))
-    if "tau_pooled" not in table or not len(table):
-        return
-    label = sweep.labels({one.folder.name: one.overrides for one in sweep.runs(folder)})
-    shown = table[(table["arm"] != "baseline") | (table.groupby("run")["arm"].transform("nunique") == 1)]
-    arms = ("arm",) if shown["arm"].nunique() > 1 else ()
-    for names in (FIGURES, MORE_FIGURES) if verbose or console.width >= WIDE else (FIGURES,):
-        printed = _table("run", *arms, right=[COLUMNS[name].heading for name in names])
-        for one in shown.head(MOST).to_dict("records"):
-            named = (visible(label.get(one["run"], one["run"])), *(visible(one[arm]) for arm in arms))
-            printed.add_row(*named, *(_figure(one, name) for name in names))
-        console.print(printed, highlight=False)
-    base = table[table["arm"] == "baseline"].reindex(columns=["roofline_share", "memory_bound_steps"])
-    if len(base):
-        known = base.dropna()
-        console.print(baselines_in_words(*(list(known[name]) for name in known)), highlight=False)
-    if len(shown) > MOST:
-        console.print(f"The first {MOST} of {len(shown)}; collect writes all to a file.")
-
-
-def _figure(row: Mapping[str, Any], name: str) -> str:
-    """A figure of a row of ``sweep.collect`` as text; a speed-up has its interval."""
-    if name == "speedup":
-        return COLUMNS[name].text({"mean": row[name], "low": row["speedup_low"], "high": row["speedup_high"]})
-    return COLUMNS[name].text(row.get(name))
-
-
-FIGURES = ("speedup", "tokens_per_second", "tau_pooled", "expected_tau")
-"""Columns of a sweep's table on the screen."""
-
-MORE_FIGURES = ("draft_token_rate", "time_to_first_token", "time_per_output_token", "overhead")
-
-MOST = 40
-"""Maximum number of rows of that table."""
-
-
-def _table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """An empty table; the columns of ``right`` come last, and hold numbers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for column in right:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table

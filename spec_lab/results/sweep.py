@@ -504,6 +504,7 @@ NUMBERS = tuple(
     for name in (
         "speedup", "tau_pooled", "expected_tau", "tokens_per_second", "baseline_tokens_per_second", "nodes_per_step",
         "draft_token_rate", "overhead", "roofline_share", "baseline_roofline_share", "repeated_8gram_share", "requests",
+        "correct", "correct_change", "correct_cut",
     )
     for end in ("", "_low", "_high")
 )  # fmt: skip

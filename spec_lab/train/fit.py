@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -87,6 +87,7 @@ def fit(
     stop_after: int | None = None,
     tick: Callable[[int, int], None] = lambda done, total: None,
     wrote: Callable[[dict[str, Any]], None] = lambda line: None,
+    measure: Callable[[], Mapping[str, Any]] | None = None,
 ) -> None:
     """Train, or resume from the checkpoint in ``out``.
 
@@ -100,6 +101,8 @@ def fit(
         stop_after: step at which to stop early, as after a kill; None for the last one.
         tick: called with the steps done and those in all.
         wrote: called with each new line of the learning curve.
+        measure: measures the drafter on held-out texts, for the first line of the learning curve in each tenth of the
+            steps and its last one (``held_out``); its time is no part of ``seconds``.
 
     Raises:
         ValueError: no texts; fewer in a file than a step needs; the checkpoint belongs to another training; the loss
@@ -141,7 +144,12 @@ def fit(
         if (step + 1) % plan.every == 0 or step + 1 == len(order):
             means = np.mean(recent, 0)
             seconds = before + time.monotonic() - began
-            lines.append(_line(step + 1, (step + 1) * plan.rows, seconds, means))
+            line = _line(step + 1, (step + 1) * plan.rows, seconds, means)
+            if measure is not None and (step + 1 == len(order) or _tenth(step + 1, order) > _measured(lines, order)):
+                paused = time.monotonic()
+                line["held_out"] = measure()
+                began += time.monotonic() - paused
+            lines.append(line)
             write_text(curve, "".join(json.dumps(one) + "\n" for one in lines))
             log.info("step %d of %d: %s", step + 1, len(order), lines[-1])
             wrote(lines[-1])
@@ -150,6 +158,15 @@ def fit(
             _save(trainer, checkpoint, known)
             saved = time.monotonic()
     _save(trainer, checkpoint, known)
+
+
+def _tenth(step: int, order: Sequence[Any]) -> int:
+    return 10 * step // len(order)
+
+
+def _measured(lines: Sequence[Mapping[str, Any]], order: Sequence[Any]) -> int:
+    """Return the last tenth of the steps in which the drafter was measured; -1 for none."""
+    return max((_tenth(one["step"], order) for one in lines if "held_out" in one), default=-1)
 
 
 def saved_steps(out: Path) -> int:

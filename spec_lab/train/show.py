@@ -1,4 +1,4 @@
-"""The printed summary and the figure of a training."""
+"""The printed summary and the figures of a training."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from spec_lab.analysis.figures import COLOURS, STYLE
-from spec_lab.core.files import own_folder, replacing
+from spec_lab.analysis import figures
 
 
 def print_summary(summary: Mapping[str, Any], console: Console) -> None:
@@ -34,25 +31,5 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
 
 
 def draw(curve: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Draw loss, acceptance and agreement at each draft position over the steps; return the file."""
-    if not curve:
-        return []
-    with rc_context(STYLE):
-        figure = Figure(figsize=(9, 3.2), layout="constrained")
-        axes = figure.subplots(1, 3)
-        steps = [line["step"] for line in curve]
-        names = (("loss", "loss, nats"), ("accepted", "chance that a drafted token is accepted"),
-                 ("agreed", "share of likeliest tokens that agree"))  # fmt: skip
-        for axis, (key, label) in zip(axes, names, strict=True):
-            for position in range(len(curve[0][key])):
-                shade = 1 - 0.8 * position / max(1, len(curve[0][key]))
-                values = [line[key][position] for line in curve]
-                axis.plot(steps, values, color=COLOURS[0], alpha=shade, label=str(position + 1))
-            axis.set_xlabel("training step")
-            axis.set_ylabel(label)
-        axes[-1].legend(title="draft position", fontsize="x-small", ncols=2)
-    own_folder(folder)
-    path = folder / "learning.png"
-    with rc_context(STYLE), replacing(path) as stream:
-        figure.savefig(stream, bbox_inches="tight")
-    return [path]
+    """Draw the learning curve, and the acceptance on held-out prompts by time; return the files."""
+    return figures.save(figures.training_figures(curve), folder, ("png",))

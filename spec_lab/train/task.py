@@ -129,8 +129,16 @@ def train(
         ):
             trainer = Trainer(begun.module, plan.plan, threads, torch.float32)
             own = out / "training", plan, settings_of(recipe, lab.target, begun)
+
+            def measure() -> dict[str, Any]:
+                begun.module.eval()
+                accepted, agreed = _held_out(begun.objective, others, part, lab.target.lm.device)
+                begun.module.train()
+                lengths = {"accepted_length": expected_length(accepted), "agreed_length": expected_length(agreed)}
+                return {"accepted": accepted, "agreed": agreed} | {key: round(one, 4) for key, one in lengths.items()}
+
             tick = partial(_at, bar)
-            fit(trainer, begun.objective, paths, *own, tick=tick, wrote=lab.tracker.training)
+            fit(trainer, begun.objective, paths, *own, tick=tick, wrote=lab.tracker.training, measure=measure)
         begun.module.eval()
         source = {"target_sha256": lab.target.sha256, "seed": str(settings.seed), "method": recipe.name}
         sha256 = recipe.write(begun.module, lab.target, out / "drafter", source)

@@ -121,7 +121,6 @@ def test_a_proposer_has_one_colour_whatever_stands_beside_it():
     many = [f"arm{number}" for number in range(30)]
     colours = figures.colours([*many, "baseline"])
     assert colours["baseline"] == figures.BASELINE
-    assert len({colours[arm] for arm in many[:12]}) == 12
     for arm in ("medusa", "ngram_tree", "arm3", "baseline"):
         alone = figures.colours([arm])[arm]
         assert figures.colours(["draft_chain", arm])[arm] == figures.colours([arm, "draft_tree"])[arm] == alone

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spec_lab.analysis.compare.pairing import ArmComparison, FigureChange, RunRows, Verdict, compare_arms
+from spec_lab.analysis.compare.pairing import ArmComparison, FigureChange, Verdict, compare_arms
+from spec_lab.analysis.compare.rows import RunRows
 from spec_lab.analysis.compare.selection import SelectedRun, SettingValues, select_runs, setting_values
 from spec_lab.core.files import Unreadable
 from spec_lab.results import sweep

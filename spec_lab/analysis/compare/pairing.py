@@ -11,82 +11,11 @@ import numpy as np
 import pandas as pd
 
 from spec_lab.analysis import metrics
-from spec_lab.analysis.compare.selection import SelectedRun, manifest_of
+from spec_lab.analysis.compare.rows import ArmParts, RunRows
 from spec_lab.analysis.metrics.intervals import Interval
 from spec_lab.analysis.metrics.paired import Change, Totals, acceptance_totals, change, factor, speedup_totals
-from spec_lab.analysis.names import names_in_manifest
-from spec_lab.analysis.roofline_text import share_in_words
-from spec_lab.core.roofline import Roofline
-from spec_lab.results.manifest import without_groups
 
 Verdict = Literal["significant", "not significant", "identical", "too few", "not tested"]
-
-
-@dataclass(frozen=True)
-class RunRows:
-    """A run's rows; ``broken`` are the groups in which a request broke."""
-
-    selected: SelectedRun
-    manifest: Mapping[str, Any]
-    tables: metrics.Tables
-    broken: frozenset[int]
-
-    @staticmethod
-    def read(selected: SelectedRun) -> RunRows:
-        """Read the finished groups.
-
-        Raises:
-            ValueError: the task has no groups, no group is finished, or a request broke in each.
-        """
-        folder = selected.folder
-        manifest, tables = manifest_of(folder), metrics.load(folder)
-        if tables.requests.empty:
-            raise ValueError(without_groups(folder, manifest))
-        run = RunRows(selected, manifest, tables, frozenset(metrics.broken_groups(tables.requests)))
-        if run.requests.empty:
-            raise ValueError(f"in every group of {folder} a request broke; see 'errors' in its summary.json")
-        return run
-
-    @property
-    def requests(self) -> pd.DataFrame:
-        """The requests of groups that did not break."""
-        return self.tables.requests[~self.tables.requests["group"].isin(self.broken)]
-
-    @property
-    def steps(self) -> pd.DataFrame:
-        """The steps of groups that did not break."""
-        return self.tables.steps[~self.tables.steps["group"].isin(self.broken)]
-
-    @property
-    def arms(self) -> list[str]:
-        """The arms with step rows, the main one first, without the baseline."""
-        with_rounds = set(self.tables.rounds["arm"]) - {"baseline"}
-        return [arm for arm in metrics.arms(self.tables) if arm in with_rounds]
-
-    def name(self, arm: str) -> str:
-        """Return the name under which an arm is shown."""
-        return names_in_manifest(self.manifest).get(arm, arm)
-
-    def baseline_share(self) -> str:
-        """Return how close the baseline's forwards come to the roofline of the run's machine, in words."""
-        found = metrics.roofline_figures(self.tables, "baseline", Roofline.of(self.manifest.get("roofline")))
-        return share_in_words(found, "its machine's")
-
-    def described(self) -> str:
-        """Return proposer, size and state of the run, in words."""
-        groups, of = self.tables.requests["group"].nunique(), self.manifest.get("groups")
-        proposer = self.manifest["proposers"].get(self.arms[0] if self.arms else "", {}).get("name")
-        words = [str(proposer)] if proposer else []
-        words.append(f"{self.tables.requests['request'].nunique()} prompts in {groups} groups")
-        if of is not None and groups < of:
-            words.append(f"UNFINISHED: {groups} of {of} groups")
-        elif of is None and not (self.selected.folder / "summary.json").is_file():
-            words.append("UNFINISHED")
-        if "baseline" in set(self.tables.rounds["arm"]):
-            words.append(f"baseline {self.baseline_share()}")
-        if self.broken:
-            words.append(f"{len(self.broken)} of {groups} groups left out: a request broke")
-        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -163,6 +92,7 @@ class ArmComparison:
         reference, other: labels of the runs.
         arms: keys of the reference's arm and the other's.
         names: the names under which they are shown.
+        parts: proposer, verifier and prompts of the reference's arm and the other's.
         prompts, groups: number of pairs of units; 0 where the runs are compared unpaired.
         identical: share of the shared prompts with the same output tokens in both; NaN without shared prompts.
         changes: the figures.
@@ -172,6 +102,7 @@ class ArmComparison:
     other: str
     arms: tuple[str, str]
     names: tuple[str, str]
+    parts: tuple[ArmParts, ArmParts]
     prompts: int
     groups: int
     identical: float
@@ -204,10 +135,15 @@ def compare_arms(reference: RunRows, other: RunRows) -> list[ArmComparison]:
             other.selected.label,
             pair,
             (reference.name(pair[0]), other.name(pair[1])),
+            (reference.parts(pair[0]), other.parts(pair[1])),
             0 if prompts is None else len(prompts),
             0 if groups is None else len(groups),
             math.nan if prompts is None else _identical(reference, other, pair, prompts),
-            (*_speeds(reference, other, pair, groups), *_acceptance(reference, other, pair, prompts)),
+            (
+                *_speeds(reference, other, pair, groups),
+                *_accuracy(reference, other, pair, prompts),
+                *_acceptance(reference, other, pair, prompts),
+            ),
         )
         for pair in arms
     ]
@@ -258,6 +194,17 @@ def _acceptance(
     both = [acceptance_totals(metrics.decode_steps(run.steps, arm)) for run, arm in runs]
     changes = {name: _change([one[name] for one in both], shared) for name in both[0]}
     return [FigureChange(name, "prompt", one.reference, one.other, one) for name, one in changes.items()]
+
+
+def _accuracy(
+    reference: RunRows, other: RunRows, arms: tuple[str, str], shared: pd.DataFrame | None
+) -> list[FigureChange]:
+    """Return the change of the share of correct answers; nothing where an arm has no checked answer."""
+    both = [metrics.correct_totals(run.requests, arm) for run, arm in zip((reference, other), arms, strict=True)]
+    if any(one.empty for one in both):
+        return []
+    one = _change(both, shared)
+    return [FigureChange("correct", "prompt", one.reference, one.other, one)]
 
 
 def _speeds(

@@ -39,7 +39,7 @@ def show(comparison: Comparison, console: Console, verbose: bool = False) -> Non
         console.print(_pair(pair, comparison))
         if verbose or console.width >= WIDE:
             console.print(_each_alone(pair, comparison))
-    for line in _notes(comparison):
+    for line in notes(comparison):
         console.print(line, highlight=False, soft_wrap=line.startswith("Left out"))  # folders stay on one line
 
 
@@ -89,27 +89,33 @@ def _settings(title: str, heading: str, settings: Sequence[SettingValues]) -> Ta
 
 def _pair(pair: ArmComparison, comparison: Comparison) -> Table:
     reference, other = pair.names if pair.reference == pair.other else (pair.reference, pair.other)
-    title = f"{other} compared with {reference}"
-    if pair.reference != pair.other:
-        title += f": {pair.names[0]}" if pair.names[0] == pair.names[1] else f": {pair.names[1]} with {pair.names[0]}"
-    if pair.prompts:
-        title += f"; {pair.prompts} prompts in both, {pair.identical:.0%} with the same output"
-    shown = table(visible(title))
+    shown = table(visible(pair_title(pair)))
     shown.add_column("", no_wrap=True)
     for column in (*map(visible, (reference, other)), "change", f"[{100 * comparison.level:.4g} %]"):
         shown.add_column(column, justify="right", no_wrap=True)
     shown.add_column("")
     for one in pair.changes:
-        bounds = f"[{_change(one, one.simultaneous.low)}, {_change(one, one.simultaneous.high)}]"
+        bounds = f"[{change_text(one, one.simultaneous.low)}, {change_text(one, one.simultaneous.high)}]"
         known = one.simultaneous.low == one.simultaneous.low and one.verdict not in ("identical", "too few")
         shown.add_row(
-            _heading(one),
-            *(_value(value) for value in (one.reference, one.other)),
-            _change(one, one.simultaneous.mean),
+            heading(one.figure),
+            *(value_text(value) for value in (one.reference, one.other)),
+            change_text(one, one.simultaneous.mean),
             bounds if known else "",
-            _verdict(one),
+            Text(verdict_text(one), style="bold" if one.verdict == "significant" else ""),
         )
     return shown
+
+
+def pair_title(pair: ArmComparison) -> str:
+    """Return which arms of which runs are compared, and on how many prompts."""
+    reference, other = pair.names if pair.reference == pair.other else (pair.reference, pair.other)
+    title = f"{other} compared with {reference}"
+    if pair.reference != pair.other:
+        title += f": {pair.names[0]}" if pair.names[0] == pair.names[1] else f": {pair.names[1]} with {pair.names[0]}"
+    if pair.prompts:
+        title += f"; {pair.prompts} prompts in both, {pair.identical:.0%} with the same output"
+    return title
 
 
 def _each_alone(pair: ArmComparison, comparison: Comparison) -> Table:
@@ -118,38 +124,40 @@ def _each_alone(pair: ArmComparison, comparison: Comparison) -> Table:
     for column in ("", f"[{100 * comparison.level:.4g} %] alone", "significant from", "units"):
         shown.add_column(column, justify="right" if column else "left", no_wrap=True)
     for one in (one for one in pair.changes if one.change is not None):
-        low, high = (_change(one, value) for value in (one.interval.low, one.interval.high))
-        smallest = "" if one.smallest != one.smallest else _change(one, one.smallest)
+        low, high = (change_text(one, value) for value in (one.interval.low, one.interval.high))
+        smallest = "" if one.smallest != one.smallest else change_text(one, one.smallest)
         units = f"{min(one.units)} {one.unit}s, {'paired' if one.paired else 'not paired'}"
-        shown.add_row(_heading(one), f"[{low}, {high}]" if low else "", smallest, units)
+        shown.add_row(heading(one.figure), f"[{low}, {high}]" if low else "", smallest, units)
     return shown
 
 
-def _heading(one: FigureChange) -> str:
-    return COLUMNS[one.figure].heading.removesuffix(" [95 %]")
+def heading(figure: str) -> str:
+    """Return the heading of a figure."""
+    return COLUMNS[figure].heading.removesuffix(" [95 %]")
 
 
-def _verdict(one: FigureChange) -> str | Text:
-    if one.verdict == "significant":
-        return Text(one.verdict, style="bold")
+def verdict_text(one: FigureChange) -> str:
+    """Return the verdict, and why nothing was tested or what would be significant."""
     if one.verdict == "not significant":
         smallest = f"×{one.smallest:.2f}" if one.relative else f"{one.smallest:.2g}"
         return f"{one.verdict}; {smallest} would be"
     return f"{one.verdict}: {one.why}" if one.why else one.verdict
 
 
-def _change(one: FigureChange, value: float) -> str:
+def change_text(one: FigureChange, value: float) -> str:
+    """Return a change of this figure as text, a factor or a difference; empty for NaN."""
     if value != value:
         return ""
-    digits = 3 if one.figure == "draft_token_rate" else 2
+    digits = 3 if one.figure in ("draft_token_rate", "correct") else 2
     return f"×{value:.2f}" if one.relative else f"{value:+.{digits}f}"
 
 
-def _value(value: float) -> str:
+def value_text(value: float) -> str:
+    """Return a figure's value as text; empty for NaN."""
     return "" if value != value else f"{value:.1f}" if abs(value) >= 100 else f"{value:.3f}"[:5]
 
 
-def _notes(comparison: Comparison) -> list[str]:
+def notes(comparison: Comparison) -> list[str]:
     """Return what a reader must know of these runs, and the meaning of the verdicts that occur."""
     changes = [one for pair in comparison.pairs for one in pair.changes]
     verdicts = {one.verdict for one in changes}

@@ -11,8 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from html import escape
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,22 @@ import pandas as pd
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from spec_lab.analysis.figures.certificate import convergence, detectable, pair_name
+from spec_lab.analysis.figures.comparison import MAX_CHANGES, changes
+from spec_lab.analysis.figures.cost import step_costs
+from spec_lab.analysis.figures.distance import distance
+from spec_lab.analysis.figures.latency import latency
+from spec_lab.analysis.figures.palette import (
+    BASELINE,
+    COLOURS,
+    GREY,
+    PHASES,
+    PROPOSERS,
+    SEQUENCE,
+    colour,
+    colours,
+    option_colours,
+)
 from spec_lab.analysis.figures.run import (
     NodePosition,
     acceptance,
@@ -31,19 +45,11 @@ from spec_lab.analysis.figures.run import (
     tokens,
     tree_layout,
 )
-from spec_lab.analysis.figures.style import (
-    BASELINE,
-    COLOURS,
-    GREY,
-    PHASES,
-    PROPOSERS,
-    SEQUENCE,
-    SPEEDUP,
-    STYLE,
-    colours,
-    short,
-)
+from spec_lab.analysis.figures.style import SPEEDUP, STYLE, short
 from spec_lab.analysis.figures.sweep import MAX_ROWS, forest, lines, tau_and_speedup
+from spec_lab.analysis.figures.themed import svg
+from spec_lab.analysis.figures.training import held_out, learning
+from spec_lab.analysis.figures.verifiers import verifier_figures, verifier_label
 from spec_lab.analysis.metrics import Tables, sweeps
 from spec_lab.analysis.metrics.frames import Ranks
 from spec_lab.core.files import own_folder, replacing
@@ -95,6 +101,18 @@ def sweep_figures(table: pd.DataFrame, keys: Sequence[str]) -> Figures:
     return _drawn(makers)
 
 
+def training_figures(curve: Sequence[Mapping[str, Any]]) -> Figures:
+    """Draw the figures of a training that there is data for, from the lines of ``training/learning.jsonl``."""
+    return _drawn({one.__name__: partial(one, curve) for one in (learning, held_out)})
+
+
+def certificate_figures(certificate: Mapping[str, Any]) -> Figures:
+    """Draw the figures of a certificate that there is data for, from ``certificate.json``."""
+    curves = certificate.get("convergence")
+    makers: dict[str, Callable[[], Figure | None]] = {"detectable": partial(detectable, certificate["pairs"])}
+    return _drawn(({"convergence": partial(convergence, curves)} if curves else {}) | makers)
+
+
 def file_name(figure: str, key: str) -> str:
     """Return the name, without ending, of a figure's file for one option."""
     return figure + "_" + re.sub(r"[^\w.@-]", "_", key)
@@ -114,25 +132,6 @@ def save(figures: Mapping[str, Figure], folder: Path, formats: Sequence[str] = (
             with replacing(file) as stream:
                 figure.savefig(stream, format=form, **options.get(form, {}))
     return [file for file, *_ in files]
-
-
-def svg(figure: Figure, name: str) -> str:
-    """Return the figure as an SVG element that can stand inside an HTML page, its text as text.
-
-    Args:
-        figure: the figure.
-        name: unique in the page; a prefix of the element's ids.
-    """
-    stream = StringIO()
-    with rc_context(STYLE | {"svg.fonttype": "none"}):
-        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    text = stream.getvalue()
-    text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>", "", text[text.index("<svg") :], flags=re.S)
-    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    width = round(figure.get_figwidth() * 96)
-    label = "; ".join(axes.get_title(loc="left") for axes in figure.axes)  # for screen readers
-    style = f"width:{width}px;max-width:100%;min-width:{round(0.72 * width)}px"
-    return text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}" style="{style}"', 1)
 
 
 def _drawn(makers: Mapping[str, Callable[[], Figure | None]]) -> Figures:

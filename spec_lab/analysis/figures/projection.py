@@ -11,7 +11,8 @@ from matplotlib.colors import Colormap, LinearSegmentedColormap, TwoSlopeNorm, t
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from spec_lab.analysis.figures.style import GREY, colours, short
+from spec_lab.analysis.figures.palette import GREY, colours
+from spec_lab.analysis.figures.style import short
 
 DIVERGING: Colormap = LinearSegmentedColormap.from_list("slower_faster", ["#b03a5b", "#f6f4f0", "#114a7d"])
 """Red below a speed-up of 1, blue above."""

@@ -11,11 +11,12 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from spec_lab.analysis import metrics
-from spec_lab.analysis.figures import style
+from spec_lab.analysis.figures import palette, style
 from spec_lab.analysis.figures.style import STYLE
+from spec_lab.analysis.figures.ticks import number_axis
 from spec_lab.analysis.metrics import Tables, frames
 from spec_lab.analysis.metrics.frames import Ranks
 
@@ -26,15 +27,16 @@ def acceptance(tables: Tables) -> Figure | None:
     frame = frames.by_depth(tables)
     if not len(frame):
         return None
-    arms, colour = list(frame["arm"].unique()), style.colours(metrics.arms(tables))
-    names = style.short(arms)
-    legend = style.text_width(names.values()) + 0.4 if len(arms) > 1 else 0.0
-    figure, axes = style.panels(2, 7.4, 2.9, right=0.2 + legend, between=0.25, sharey=True)
+    arms, colour = list(frame["arm"].unique()), palette.colours(metrics.arms(tables))
+    names, dashes = style.short(arms), palette.dashes(arms)
+    legend = style.legend_width(names.values()) if len(arms) > 1 else 0.2
+    figure, axes = style.panels(2, 7.4, style.legend_height(2.9, names), right=legend, between=0.25, sharey=True)
     for panel, kind in zip(axes, ("survival", "conditional"), strict=True):
         for arm in arms:
             one = frame[(frame["arm"] == arm) & (frame["kind"] == kind)]
-            style.curve(panel, one["depth"], one["value"], one["low"], one["high"], colour[arm], names[arm])
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+            style.curve(panel, one["depth"], one["value"], one["low"], one["high"], colour[arm], names[arm],
+                        dashes[arm])  # fmt: skip
+        number_axis(panel, frame["depth"], log=False)
         panel.set_xlabel("depth k, tokens")
     axes[0].set(title="Survival: steps that accepted ≥ k / all steps", ylabel="share of steps, 95 % bands")
     axes[0].set_ylim(0, 1.03)
@@ -51,16 +53,16 @@ def throughput(tables: Tables) -> Figure | None:
     None without a baseline.
     """
     frame, means = frames.throughput(tables), frames.speedups(tables).set_index("arm")
-    colour = style.colours(metrics.arms(tables))
+    colour = palette.colours(metrics.arms(tables))
     others = [arm for arm in frame["arm"].unique() if arm != "baseline"]
     if not others or frame["baseline"].isna().all():
         return None
     names = list(style.short(others).values())
     figure, (left, right) = style.panels(
-        2, 7.2, max(2.7, 0.42 * len(others) + 0.4), between=style.text_width(names) + 0.35
+        2, 7.2, max(2.7, 0.42 * len(others) + 0.4), left=0.95, right=0.9, between=style.text_width(names) + 0.35
     )
     top = frame["tokens_per_second"].max() * 1.05
-    left.plot([0, top], [0, top], color=style.GREY, linestyle="--", linewidth=1)
+    left.plot([0, top], [0, top], color=palette.GREY, linestyle="--", linewidth=1)
     style.one_line(right)
     for place, arm in enumerate(others):
         groups = frame[frame["arm"] == arm]
@@ -75,14 +77,14 @@ def throughput(tables: Tables) -> Figure | None:
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
         right.annotate(text, (mean, place - 0.28), ha="center", va="bottom", fontsize=8, bbox=box)
     left.set(xlabel="baseline, tokens/s", ylabel="arm, tokens/s", xlim=(0, top), ylim=(0, top))
+    left.locator_params(nbins=5)
     left.set_title("Groups of prompts; dashed: the baseline's speed")
     farthest = np.nanmax([frame["speedup"].max(), means["high"].max(), 1.0])
     right.set(xlabel=style.SPEEDUP, xlim=(0, farthest * 1.06))
+    right.locator_params(axis="x", nbins=5)
     right.set_title("Speed-up, 95 % interval; dots: ratios of groups")
     style.rows(right, names)
     right.set_ylim(len(others) - 0.5, -0.75)
-    for label, arm in zip(right.get_yticklabels(), others, strict=True):
-        label.set_color(colour[arm])
     return figure
 
 
@@ -93,8 +95,8 @@ def phases(tables: Tables) -> Figure | None:
     if not len(frame):
         return None
     widths = frame.pivot(index="arm", columns="phase", values="ms_per_token").loc[frame["arm"].unique()]
-    widths = widths[[phase for phase in style.PHASES if widths[phase].max() > 0]]
-    parts = {phase: (metrics.PHASES[phase], colour) for phase, colour in style.PHASES.items()}
+    widths = widths[[phase for phase in palette.PHASES if widths[phase].max() > 0]]
+    parts = {phase: (metrics.PHASES[phase], colour) for phase, colour in palette.PHASES.items()}
     shares = frame.drop_duplicates("arm")["overhead"]
     texts = [f"{ms:.2f} ms, overhead {share:.1%}" for ms, share in zip(widths.sum(axis=1), shares, strict=True)]
     figure, axes = style.stacked_bars(widths, parts, texts, right=2.0, bottom=1.35)
@@ -139,19 +141,20 @@ def tokens(tables: Tables) -> Figure | None:
     frame = frames.tokens_per_step(tables)
     if not len(frame):
         return None
-    last = len(style.SEQUENCE) - 1
+    last = len(palette.SEQUENCE) - 1
     frame["count"] = frame["tokens"].clip(upper=last)
     shares = frame.pivot_table(index="arm", columns="count", values="share", aggfunc="sum", fill_value=0.0)
     labels = [*map(str, range(last)), f"{last} or more"]
     texts = [f"tau {tau:.2f}" for tau in frame.drop_duplicates("arm")["tau"]]
-    parts = dict(enumerate(zip(labels, style.SEQUENCE, strict=True)))
+    parts = dict(enumerate(zip(labels, palette.SEQUENCE, strict=True)))
     figure, axes = style.stacked_bars(shares.loc[frame["arm"].unique()], parts, texts, right=0.9, bottom=1.1)
     axes.set(title="Tokens emitted per step", xlabel="share of steps")
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     for count, bars in zip(shares, axes.containers, strict=True):
         assert isinstance(bars, BarContainer)
         shown = [f"{bar.get_width():.0%}" if bar.get_width() > 0.06 else "" for bar in bars]
-        axes.bar_label(bars, shown, label_type="center", color="white" if count > 3 else "#222222", fontsize=8)
+        axes.bar_label(bars, shown, label_type="center", fontsize=8,
+                       color="black" if count < palette.LIGHT_SEQUENCE else "white")  # fmt: skip
     return figure
 
 
@@ -165,10 +168,10 @@ def cost(tables: Tables) -> Figure | None:
     if not len(frame):
         return None
     most_rounds = sorted(frame.groupby("live")["rounds"].sum().nlargest(3).index, reverse=True)
-    arms, colour = list(frame["arm"].unique()), style.colours(metrics.arms(tables))
-    names = style.short(arms)
-    width, legend = {1: 5.2, 2: 7.4, 3: 8.6}[len(most_rounds)], style.text_width(names.values()) + 0.4
-    figure, axes = style.panels(len(most_rounds), width, 2.9, right=0.2 + legend, between=0.3, sharey=True)
+    arms, colour = list(frame["arm"].unique()), palette.colours(metrics.arms(tables))
+    names, width = style.short(arms), {1: 5.2, 2: 7.4, 3: 8.6}[len(most_rounds)]
+    legend, height = style.legend_width(names.values()), style.legend_height(2.9, names)
+    figure, axes = style.panels(len(most_rounds), width, height, right=legend, between=0.3, sharey=True)
     for panel, live in zip(axes, most_rounds, strict=True):
         for arm in arms:
             one = frame[(frame["arm"] == arm) & (frame["live"] == live)]
@@ -176,7 +179,7 @@ def cost(tables: Tables) -> Figure | None:
             panel.errorbar(one["nodes"], one["ms"], yerr=spread, fmt="o", ms=4, lw=1, color=colour[arm],
                            label=names[arm])  # fmt: skip
         panel.set(xlabel="drafted nodes per sequence", title=f"{live} live sequence{'s' * (live != 1)}")
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        number_axis(panel, frame.loc[frame["live"] == live, "nodes"], log=False)
     axes[0].set_ylabel("target, milliseconds: median, quartiles")
     axes[0].set_ylim(0, None)
     style.legend_right(axes[-1])
@@ -198,7 +201,7 @@ def accepted_trees(tables: Tables, trees: Mapping[str, Collection[Ranks]] | None
     if not accepted:
         return None
     places = {arm: tree_layout(frame["path"]) for arm, frame in accepted.items()}
-    colour, names, columns = style.colours(arms), style.short(accepted), min(2, len(accepted))
+    colour, names, columns = palette.colours(arms), style.short(accepted, 24), min(2, len(accepted))
     filled, title, line = [0.0] * columns, 0.42, 0.25  # inches: used of each column, of a title, of a leaf
     boxes = {}
     for arm in accepted:
@@ -210,7 +213,7 @@ def accepted_trees(tables: Tables, trees: Mapping[str, Collection[Ranks]] | None
         box = (column + 0.03) / columns, (total - top - height) / total, 0.94 / columns, height / total
         axes = figure.add_axes(box, label=arm)
         _draw_tree(axes, accepted[arm], places[arm], colour[arm])
-        axes.set_title(f"{names[arm]}: share of steps that accepted each node", fontsize=9)
+        axes.set_title(f"{names[arm]}: share of steps", fontsize=9)
     return figure
 
 

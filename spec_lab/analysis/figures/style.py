@@ -1,54 +1,20 @@
-"""Colours, fonts and layout that all figures share. Margins are computed in inches, so each figure is drawn once."""
+"""Fonts and layout that all figures share. Margins are computed in inches, so each figure is drawn once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import pandas as pd
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.textpath import TextPath
 
+from spec_lab.analysis.figures.palette import GREY, GRID
 from spec_lab.core.terminal import visible
-
-COLOURS = (
-    "#1f6fb2", "#d1662a", "#2f8f57", "#8457a8", "#b03a5b", "#7a6a3c", "#3aa0a8", "#e0a100", "#5b6fd6", "#a05a2c",
-    "#4f7f1f", "#c050a0",
-)  # fmt: skip
-GREY = "#8a8a8a"
-BASELINE = "#4d4d4d"
-
-PROPOSERS = {
-    "medusa": COLOURS[0], "draft_chain": COLOURS[1], "draft_model": COLOURS[1], "draft_tree": COLOURS[4],
-    "draft_best_first": "#ee9090", "draft_reranked": "#f0284f",
-    "ngram": COLOURS[2], "ngram_chain": COLOURS[2], "ngram_tree": COLOURS[6],
-    "eagle": "#500a8c", "eagle3": "#c478f5", "hydra": "#a5b800", "mtp": "#10bb58", "pard": "#f0309a",
-    "block": "#12306a", "suffix": "#6b4226", "sam": "#b5843c", "rest": "#d9c27a", "recycling": "#00a0a0",
-    "jacobi": "#5f8f8f", "lookahead": "#7ad0d0", "pld_plus": "#8fc31f", "union": "#d00000", "best_of": "#ff7f50",
-    "cascade": "#8a2be2", "early_exit": "#006d5b", "kangaroo": "#c04a00", "skip": "#9e5f8a",
-}  # fmt: skip
-"""Fixed colours of the bundled proposers, by the name in their records or of their config."""
-
-PHASES = {
-    "target_forward": "#1f6fb2",
-    "propose_forward": "#2f8f57",
-    "target_rest": "#8fb8d8",
-    "propose_rest": "#97c7ab",
-    "mask_wait": "#c9b458",
-    "probabilities": "#d1662a",
-    "verify": "#b03a5b",
-    "commit": "#8457a8",
-    "between": "#8a8a8a",
-}
-"""Colour of each phase (``metrics.PHASES``), in stacking order."""
-
-DASHES = ("-", "--", ":", "-.")
-
-SEQUENCE = ("#dfe5ea", "#b9d3ea", "#8fb8dc", "#629bcb", "#3d7fb8", "#22639c", "#114a7d", "#06315c")
-"""Colours of 0, 1, 2, ... tokens; the last one stands for all larger numbers."""
 
 STYLE = {
     "figure.dpi": 100,
@@ -59,7 +25,7 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": "#e6e6e6",
+    "grid.color": GRID,
     "axes.axisbelow": True,
     "axes.formatter.useoffset": False,  # ticks show true values
     "legend.frameon": False,
@@ -70,28 +36,8 @@ STYLE = {
 SPEEDUP = "speed-up (ratio of sums)"
 """Label of ``metrics.speedup``: total tokens per total seconds over the baseline's."""
 
-LETTER = 0.078
-"""Approximate width of a letter at nine points, in inches."""
-
 ROW = 0.34
 """Height of a row of bars, in inches."""
-
-
-def colours(arms: Iterable[str]) -> dict[str, str]:
-    """Return the colour of each arm; a proposer has the same colour in every figure of every run.
-
-    Bundled proposers have fixed colours (``PROPOSERS``), the baseline is grey. Any other arm has a colour that its name
-    determines; if two arms of one figure would share it, the later one gets the next free colour.
-    """
-    names = [arm for arm in dict.fromkeys(arms) if arm != "baseline"]
-    chosen = {arm: PROPOSERS[arm] for arm in names if arm in PROPOSERS} | {"baseline": BASELINE}
-    others = [colour for colour in COLOURS if colour not in PROPOSERS.values()]
-    for arm in names:
-        if arm not in chosen:
-            start = crc32(arm.encode()) % len(others)
-            order = [*others[start:], *others[:start], *COLOURS]
-            chosen[arm] = next((one for one in order if one not in chosen.values()), order[0])
-    return {arm: chosen[arm] for arm in (*names, "baseline")}
 
 
 def shortened(name: str, length: int = 32) -> str:
@@ -112,16 +58,33 @@ def short(names: Iterable[str], length: int = 32) -> dict[str, str]:
         length += 8
 
 
-def text_width(names: Iterable[str]) -> float:
-    """Return the approximate width of the longest name at nine points, in inches."""
-    return max(map(len, names), default=0) * LETTER + 0.1
+def text_width(names: Iterable[str], size: float = 9) -> float:
+    """Return the width of the longest name, in inches.
+
+    Args:
+        names: the names.
+        size: of their letters, in points.
+    """
+    with rc_context(STYLE):
+        widths = [TextPath((0, 0), name, size=size).get_extents().width / 72 for name in names if name.strip()]
+    return 1.05 * max(widths, default=0.0) + 0.1  # hinted letters are wider than their outlines
+
+
+def legend_width(names: Iterable[str]) -> float:
+    """Return the width that ``legend_right`` requires, in inches."""
+    return text_width(names, 8.5) + 0.6
+
+
+def legend_height(least: float, names: Collection[str]) -> float:
+    """Return a height of the axes on which the legend of these names has room, in inches."""
+    return max(least, 0.18 * len(names) + 0.1)
 
 
 def panels(
     count: int,
     width: float,
     height: float,
-    left: float = 0.65,
+    left: float = 0.75,
     right: float = 0.2,
     top: float = 0.35,
     bottom: float = 0.6,
@@ -197,19 +160,19 @@ def curve(axes: Axes, x: Any, value: Any, low: Any, high: Any, colour: str, labe
     return line
 
 
+def interval_text(mean: float, low: float, high: float) -> str:
+    """Return a mean with its interval as text; without one the mean alone."""
+    return f"{mean:.2f}" if np.isnan(low) or np.isnan(high) else f"{mean:.2f} [{low:.2f}, {high:.2f}]"
+
+
 def interval_mark(axes: Axes, mean: float, low: float, high: float, place: float, colour: str) -> str:
     """Draw a mean with its interval into a row; returns both as text."""
     known = not (np.isnan(low) or np.isnan(high))
     whiskers = np.array([[mean - low], [high - mean]]) if known else None
     axes.errorbar(mean, place, xerr=whiskers, fmt="D", color=colour, ms=5, capsize=3, lw=1.4, zorder=5)
-    return f"{mean:.2f} [{low:.2f}, {high:.2f}]" if known else f"{mean:.2f}"
+    return interval_text(mean, low, high)
 
 
 def one_line(axes: Axes, axis: str = "x") -> None:
     """Mark the baseline's speed, a speed-up of 1."""
     (axes.axvline if axis == "x" else axes.axhline)(1.0, color=GREY, linestyle="--", linewidth=1)
-
-
-def option_colours(categories: Sequence[str]) -> dict[str, str]:
-    """Return a colour for each value of an option."""
-    return {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(categories)}

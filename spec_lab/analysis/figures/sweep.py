@@ -9,10 +9,10 @@ import pandas as pd
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
-from spec_lab.analysis.figures import style
+from spec_lab.analysis.figures import palette, style
 from spec_lab.analysis.figures.style import STYLE
+from spec_lab.analysis.figures.ticks import number_axis
 from spec_lab.analysis.metrics import sweeps
 from spec_lab.core.terminal import visible
 
@@ -37,11 +37,13 @@ def forest(table: pd.DataFrame, keys: Sequence[str]) -> Figure | None:
     shown = frame.head(MAX_ROWS)
     cut = style.short(shown["label"], 48)
     names = [cut[label] for label in shown["label"]]
+    intervals = shown[["speedup", "speedup_low", "speedup_high"]].to_numpy(dtype=float)
+    right = style.text_width([style.interval_text(*one) for one in intervals], 8) + 0.15
     figure, (axes,) = style.panels(
-        1, 4.2, 0.24 * len(shown) + 0.2, left=style.text_width(names) + 0.1, right=1.4, bottom=0.5
+        1, 4.2, 0.24 * len(shown) + 0.2, left=style.text_width(names, 8) + 0.15, right=right, bottom=0.5
     )
     style.one_line(axes)
-    colour = style.colours(sweeps.compared_arms(table))
+    colour = palette.colours(sweeps.compared_arms(table))
     for place, row in enumerate(shown.to_dict("records")):
         mean, low, high = (float(row[name]) for name in ("speedup", "speedup_low", "speedup_high"))
         text = style.interval_mark(axes, mean, low, high, place, colour[row["arm"]])
@@ -68,11 +70,13 @@ def tau_and_speedup(table: pd.DataFrame, keys: Sequence[str], by: str) -> Figure
     names = style.short(words, 40)
     arms = [list(frame.loc[categories[by] == word, "arm"].unique()) for word in words]
     if len({tuple(one) for one in arms}) == sum(map(len, arms)):  # each word stands for an arm
-        of_arm = style.colours(sweeps.compared_arms(table))
+        of_arm = palette.colours(sweeps.compared_arms(table))
         colour = {word: of_arm[arm] for word, (arm,) in zip(words, arms, strict=True)}
     else:
-        colour = style.option_colours(words)
-    figure, (axes,) = style.panels(1, 4.4, 3.2, right=style.text_width(names.values()) + 0.5)
+        colour = palette.option_colours(words)
+    figure, (axes,) = style.panels(
+        1, 4.4, style.legend_height(3.2, names), left=0.95, right=style.legend_width(names.values())
+    )
     style.one_line(axes, "y")
     for word in words:
         rows_of_word = frame[categories[by] == word]
@@ -96,25 +100,24 @@ def lines(table: pd.DataFrame, keys: Sequence[str], key: str) -> Figure | None:
     if not values:
         return None
     lines_of = frame.drop_duplicates("line")[["line", "arm"]].to_numpy().tolist()
-    names, colour = style.short(frame["line"], 40), style.colours(sweeps.compared_arms(table))
-    options = style.option_colours(list(names))
+    names, colour = style.short(frame["line"], 40), palette.colours(sweeps.compared_arms(table))
+    options = palette.option_colours(list(names))
     several_arms = len({arm for _, arm in lines_of}) > 1 or len(lines_of) == 1
-    right = style.text_width(names.values()) + 0.5 if len(names) > 1 else 0.2
-    figure, axes = style.panels(len(values), 3.7 * len(values), 2.9, right=right, between=0.65)
+    right = style.legend_width(names.values()) if len(names) > 1 else 0.2
+    height = style.legend_height(2.9, names)
+    figure, axes = style.panels(len(values), 3.7 * len(values), height, right=right, between=0.65)
     drawn: dict[str, Line2D] = {}
     for panel, value in zip(axes, values, strict=True):
         used = Counter[str]()
         for line, arm in lines_of:
             points = frame[(frame["what"] == value) & (frame["line"] == line)]
-            ink, dash = (
-                (colour[arm], style.DASHES[used[arm] % len(style.DASHES)]) if several_arms else (options[line], "-")
-            )
-            used[arm] += 1
+            ink = colour[arm] if several_arms else options[line]
+            dash = palette.DASHES[used[ink] % len(palette.DASHES)]
+            used[ink] += 1
             x, value_at, low, high = (points[name] for name in ("x", "value", "low", "high"))
             drawn[names[line]] = style.curve(panel, x, value_at, low, high, ink, names[line], dash)
         panel.set(xlabel=visible(key), ylabel="95 % bands over groups", title=VALUES[value])
-        if (frame["x"] % 1 == 0).all():
-            panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        number_axis(panel, frame["x"])
         if value == "speedup":
             style.one_line(panel, "y")
     if len(names) > 1:

@@ -42,7 +42,7 @@ from spec_lab.analysis.metrics.acceptance import (
     tau_pooled_raw,
     tau_with_forced,
 )
-from spec_lab.analysis.metrics.accuracy import accuracy, correct
+from spec_lab.analysis.metrics.accuracy import accuracy, correct, correct_totals
 from spec_lab.analysis.metrics.intervals import (
     Interval,
     cluster_interval,

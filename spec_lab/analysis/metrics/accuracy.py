@@ -47,6 +47,16 @@ def correct(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> tup
     return _share(own), _change(own, base if arm != baseline else base.iloc[:0]), _cut(own)
 
 
+def correct_totals(requests: pd.DataFrame, arm: str) -> pd.DataFrame:
+    """Return ``top`` (correct answers) and ``bottom`` (checked answers) of each prompt, indexed by request.
+
+    Their figure (``paired.Totals``) is the share of correct answers; empty without checked answers.
+    """
+    known = _checked(requests)
+    own = known[known["arm"] == arm].assign(correct=lambda rows: rows["correct"].astype(float))
+    return own.groupby("request")["correct"].agg(top="sum", bottom="count").astype(float)
+
+
 def _checked(requests: pd.DataFrame) -> pd.DataFrame:
     """Return the checked answers of kept sequences, in groups that did not break."""
     if "correct" not in requests:

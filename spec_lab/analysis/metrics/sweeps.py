@@ -62,24 +62,29 @@ def tau_and_speedup(table: pd.DataFrame, keys: Sequence[str]) -> tuple[pd.DataFr
     if _arm_tells(frame, options) or not options:
         categories["arm"] = pd.Series(pd.Categorical(frame["arm"], arms), frame.index)
     for key in options:
-        texts = ["" if pd.isna(value) else _text(value) for value in frame[key]]
+        texts = ["" if pd.isna(value) else text(value) for value in frame[key]]
         names = {text: f"{key}={text}" if text else f"{key} not set" for text in sorted(set(texts), key=_natural)}
         values = pd.Categorical([names[text] for text in texts], list(names.values()))
         categories[key] = pd.Series(values, frame.index)
     return frame, categories
 
 
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Return each option cut to its last part ("sampling.temperature" to "temperature") where that is unambiguous."""
+    last = Counter(key.rpartition(".")[2] for key in keys)
+    return {key: key if last[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2] for key in keys}
+
+
 def labels(table: pd.DataFrame, keys: Sequence[str]) -> list[str]:
     """Return a name for each row from the values of ``keys`` and, where they do not tell several arms apart, its arm.
 
-    Keys are cut to their last part ("sampling.temperature" to "temperature") where that is unambiguous.
+    Keys are cut as in ``short_names``.
     """
-    last = Counter(key.rpartition(".")[2] for key in keys)
-    short = {key: key if last[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2] for key in keys}
+    short = short_names(keys)
     with_arm = _arm_tells(table, keys)
     names = []
     for row in table.to_dict("records"):
-        parts = [f"{short[key]}={_text(row[key])}" for key in keys if not pd.isna(row[key])]
+        parts = [f"{short[key]}={text(row[key])}" for key in keys if not pd.isna(row[key])]
         names.append(", ".join([str(row["arm"])] * with_arm + parts) or str(row.get("run", row["arm"])))
     return names
 
@@ -139,7 +144,10 @@ def _numbers(values: pd.Series) -> pd.Series:
     return pd.to_numeric(values, errors="coerce")
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """Return the value of an option as text: 0.5 is "0.5", an absent one is empty."""
+    if pd.isna(value):
+        return ""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

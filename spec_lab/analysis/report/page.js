@@ -11,7 +11,7 @@ if (arm) {
 // Sort a table by a click on a heading: numbers by value, the rest by text, empty cells last.
 for (const table of document.querySelectorAll("table.sortable")) {
   const headings = [...table.tHead.rows[0].cells];
-  headings.forEach((heading, column) => heading.addEventListener("click", () => {
+  const sort = (heading, column) => {
     const before = heading.getAttribute("aria-sort"); // numbers begin with the largest
     const ascending = before ? before === "descending" : !heading.classList.contains("number");
     headings.forEach((other) => other.removeAttribute("aria-sort"));
@@ -27,20 +27,32 @@ for (const table of document.querySelectorAll("table.sortable")) {
       return (ascending ? 1 : -1) * (numbers ? a.value - b.value : a.text.localeCompare(b.text));
     });
     table.tBodies[0].append(...keyed.map((one) => one.row));
-  }));
+  };
+  headings.forEach((heading, column) => {
+    heading.tabIndex = 0;
+    heading.addEventListener("click", () => sort(heading, column));
+    heading.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault();
+      sort(heading, column);
+    });
+  });
 }
-// Show the rows that contain every word of the filter.
-for (const filter of document.querySelectorAll(".filter")) {
-  const section = filter.closest("section");
-  const rows = [...section.querySelectorAll("tbody tr")];
+// Show the rows that contain every word of the filter and have the chosen values.
+for (const data of document.querySelectorAll(".data")) {
+  const inputs = [...data.querySelectorAll(".filter")];
+  const choices = [...data.querySelectorAll(".choice")];
+  if (!inputs.length && !choices.length) continue;
+  const rows = [...data.querySelectorAll("tbody tr")];
   const show = () => {
-    const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const words = inputs.flatMap((input) => input.value.toLowerCase().split(/\s+/).filter(Boolean));
     for (const row of rows) {
       const text = row.textContent.toLowerCase();
-      row.hidden = !words.every((word) => text.includes(word));
+      const chosen = choices.every((one) => !one.selectedIndex || row.cells[one.dataset.column].textContent.trim() === one.value.trim());
+      row.hidden = !chosen || !words.every((word) => text.includes(word));
     }
-    section.querySelector(".shown").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length}`;
+    data.querySelector(".shown").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length}`;
   };
-  filter.addEventListener("input", show);
+  for (const one of [...inputs, ...choices]) one.addEventListener("input", show);
   show();
 }

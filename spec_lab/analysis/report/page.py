@@ -14,6 +14,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from spec_lab.analysis import figures
+from spec_lab.analysis.figures.palette import on_dark
+from spec_lab.analysis.figures.themed import dark_colours
 from spec_lab.analysis.text import COLUMNS
 from spec_lab.core.terminal import visible
 
@@ -49,11 +51,21 @@ class DataTable:
         columns: headings, each with whether it holds numbers.
         rows: the cells.
         searchable: whether an input filters its rows.
+        filters: headings of columns by whose values a list filters the rows, where there are several values.
     """
 
     columns: Sequence[tuple[str, bool]]
     rows: Sequence[Sequence[Cell]]
     searchable: bool = False
+    filters: Sequence[str] = ()
+
+    @property
+    def choices(self) -> dict[int, list[str]]:
+        """The values of each column of ``filters``, by the column's number."""
+        headings = [name for name, _ in self.columns]
+        places = [headings.index(name) for name in self.filters if name in headings]
+        values = {place: list(dict.fromkeys(row[place].text for row in self.rows)) for place in places}
+        return {place: found for place, found in values.items() if len(found) > 1}
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,7 @@ class Page:
         warnings: what a reader must know first.
         drawn: figures by name.
         facts: configuration and machine; empty values are left out.
+        files: the folder of the figures' files, beside the page.
     """
 
     title: str
@@ -73,6 +86,42 @@ class Page:
     warnings: Sequence[str]
     drawn: figures.Figures
     facts: Mapping[str, Any] = field(default_factory=dict)
+    files: str = "figures"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page of ``sections.html.j2``.
+
+    Args:
+        title: its heading.
+        how: what it shows, and how it was measured.
+        table: its table.
+        drawn: names of its figures, of those that the page has.
+        notes: sentences below.
+        failures: what contradicts what was declared.
+        missing: what stands in place of figures where there are none.
+    """
+
+    title: str
+    how: str = ""
+    table: DataTable | None = None
+    drawn: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    failures: Sequence[str] = ()
+    missing: str = ""
+
+
+def value_cell(value: Mapping[str, float | None] | float | None, form: str = ".2f", scale: float = 1.0) -> Cell:
+    """Return the cell of a number, or of an interval, which sorts by its mean; empty for None and NaN."""
+    number = value.get("mean") if isinstance(value, Mapping) else value
+    if number is None or number != number:
+        return Cell("", float("nan"))
+    text = f"{scale * number:{form}}"
+    low, high = (value.get("low"), value.get("high")) if isinstance(value, Mapping) else (None, None)
+    if low is not None and high is not None and low == low and high == high:
+        text += f" [{scale * low:{form}}, {scale * high:{form}}]"
+    return Cell(text, number)
 
 
 def figure_cell(name: str, value: Mapping[str, float] | float | None) -> Cell:
@@ -89,7 +138,7 @@ def render(
     styles: Sequence[str] = ("page.css",),
     **facts: Any,
 ) -> str:
-    """Return the page's text, and write its figures to ``figures/``.
+    """Return the page's text, and write its figures to ``page.files``.
 
     Args:
         template: its name, without ending.
@@ -98,11 +147,11 @@ def render(
         scripts: files of this package, in order; ``styles``: likewise.
         facts: what else the template requires.
     """
-    figures.save(page.drawn, folder / "figures")
+    figures.save(page.drawn, folder / page.files)
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["visible"] = visible
+    environment.filters |= {"visible": visible, "on_dark": on_dark, "dark_colours": dark_colours}
     code, looks = ([(HERE / name).read_text(encoding="utf-8") for name in names] for names in (scripts, styles))
     shown = {name: Markup(figures.svg(figure, name)) for name, figure in page.drawn.items()}
     return environment.get_template(f"{template}.html.j2").render(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,11 +21,15 @@ from spec_lab.results import sweep
 MAX_UNFINISHED = 200
 
 FIGURES = (
-    "speedup", "speedup_low", "speedup_high", "tau_pooled", "expected_tau", "tokens_per_second",
+    "speedup", "speedup_low", "speedup_high", "correct", "correct_change", "correct_cut", "tau_pooled", "expected_tau",
+    "tokens_per_second",
     "baseline_tokens_per_second", "nodes_per_step", "draft_token_rate", "overhead", "roofline_share",
-    "baseline_roofline_share", "repeated_8gram_share", "correct", "correct_change", "correct_cut", "requests",
+    "baseline_roofline_share", "repeated_8gram_share", "requests",
 )  # fmt: skip
 """Columns of the table of rows."""
+
+ACCURACY = ("correct", "correct_change")
+"""Columns whose interval stands in the same cell."""
 
 
 def page(folder: Path) -> str:
@@ -86,15 +91,22 @@ def _rows(folder: Path, table: pd.DataFrame, varied: Sequence[str]) -> DataTable
     names = [name for name in FIGURES if name in rows and rows[name].notna().any()]
     state = "lossless" in rows and bool(rows["lossless"].notna().any())
     columns = [(name, False) for name in ("arm", *varied, *["losslessness"] * state)]
-    columns += [(COLUMNS[name].heading.removesuffix(" [95 %]"), True) for name in names] + [("run", False)]
+    headings = [COLUMNS[name].heading for name in names]
+    columns += [(one if name in ACCURACY else one.removesuffix(" [95 %]"), True)
+                for name, one in zip(names, headings, strict=True)]  # fmt: skip
+    columns.append(("run", False))
     reports = {name for name in rows["run"].unique() if os.path.isfile(folder / str(name) / "report.html")}
     cells = []
     for row in rows.to_dict("records"):
         one = [Cell(_text(row[name])) for name in ("arm", *varied)] + [Cell(losslessness(row)[0])] * state
-        one += [figure_cell(name, row[name]) for name in names]
+        one += [figure_cell(name, _with_bounds(row, name) if name in ACCURACY else row[name]) for name in names]
         link = f"{quote(str(row['run']))}/report.html" if row["run"] in reports else ""
         cells.append([*one, Cell(_text(row["run"]), link=link)])
     return DataTable(columns, cells, searchable=True)
+
+
+def _with_bounds(row: Mapping[str, Any], name: str) -> dict[str, float]:
+    return {"mean": row[name], "low": row.get(f"{name}_low", math.nan), "high": row.get(f"{name}_high", math.nan)}
 
 
 def _text(value: Any) -> str:

@@ -125,6 +125,18 @@ class Pair:
             )
         return None
 
+    @property
+    def result(self) -> str:
+        """The result in a few words."""
+        if self.failed:
+            return "FAILS"
+        if self.certified:
+            return {"exact": "lossless, proved", "sampled": "lossless, sampled"}[self.certified]
+        worst = self.proof.worst
+        biased = worst.tv > EXACT if worst else self.checks[0].p_value < ALPHA
+        found = "lossy" if biased else "no bias found"
+        return found if self.proof.own_target_tv is None else f"{found}, exact for its own target"
+
     def facts(self) -> dict[str, Any]:
         """Return the entry of ``certificate.json``."""
         return {
@@ -136,6 +148,7 @@ class Pair:
             "chains_only": chains_only(self.verifier),
             "certified": self.certified,
             "failed": self.failed,
+            "result": self.result,
             "exact": self.proof.facts(),
             "sampled_tv": self.distance,
             "sampled": [vars(check) for check in self.checks],

@@ -1,4 +1,4 @@
-"""What a certificate looks like: the table of results, and the convergence figure."""
+"""What a certificate looks like: the table of results, and the convergence of samples."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from spec_lab.analysis.figures import COLOURS, STYLE
 from spec_lab.tasks.certify.instances import every_instance
 from spec_lab.tasks.certify.outputs import EXACT
 from spec_lab.tasks.certify.pair import Check, Pair
@@ -49,7 +46,7 @@ def show(
     for name in ("TV", "p texts", "p model"):
         table.add_column(name, justify="right", no_wrap=True)
     for pair in pairs:
-        found = "masks are wrong" if masks and masks["failed"] and pair.verifier.lossless else result(pair)
+        found = "masks are wrong" if masks and masks["failed"] and pair.verifier.lossless else pair.result
         table.add_row(pair.proposer.name, pair.proposer.drawn, pair.verifier.name, found, *_numbers(pair))
     console.print(table)
     console.print(_notes(pairs, control, samples), highlight=False)
@@ -73,18 +70,6 @@ def show(
     if masks is not None and masks["failed"]:
         what = f"FAILS: {masks['failed']}. Where masks are wrong, no pair is lossless under this constraint."
         console.print(what, style="bold red", highlight=False, markup=False)
-
-
-def result(pair: Pair) -> str:
-    """Return the result of a pair in a few words."""
-    if pair.failed:
-        return "FAILS"
-    if pair.certified:
-        return {"exact": "lossless, proved", "sampled": "lossless, sampled"}[pair.certified]
-    worst = pair.proof.worst
-    biased = worst.tv > EXACT if worst else pair.checks[0].p_value < ALPHA
-    found = "lossy" if biased else "no bias found"
-    return found if pair.proof.own_target_tv is None else f"{found}, exact for its own target"
 
 
 def _numbers(pair: Pair) -> list[str]:
@@ -139,43 +124,27 @@ def _masks(masks: Mapping[str, Any]) -> str:
 # The figure ----------------------------------------------------------------------------------------------------------
 
 
-def convergence(pairs: Sequence[tuple[str, bool, Texts]], control: Texts) -> Figure:
-    """Draw the total variation between the empirical distribution and the target's against the number of samples.
-
-    Of a lossless pair it falls as 1 / sqrt(n); of a biased one it stops at the bias.
+def convergence(pairs: Sequence[tuple[str, bool, Texts]], control: Texts) -> dict[str, Any]:
+    """Return how the distance of sampled texts from the target's distribution falls with their number.
 
     Args:
-        pairs: for each its verifier's name, whether that is declared lossless, and the texts. Pairs of one verifier
-            share a colour.
+        pairs: for each its verifier's name, whether that is declared lossless, and the texts.
         control: texts of a wrong verifier.
+
+    Returns:
+        ``sizes``, numbers of samples; the total variation at each of them: ``expected`` of samples of the target's
+        distribution, ``pairs``, and ``control``.
     """
-    with rc_context(STYLE):
-        figure = Figure(figsize=(9, 5), layout="constrained")
-        axes = figure.add_subplot()
-        sizes = _sizes(len(control[0]))
-        (line,) = axes.plot(sizes, expected_distance(control[1], sizes), color="black", lw=6, alpha=0.15)
-        line.set_label("samples of the target's distribution: 1/sqrt(n)")
-        names = list(dict.fromkeys(name for name, _, _ in pairs))
-        several = {name: sum(other == name for other, _, _ in pairs) for name in names}
-        labelled = set()
-        for name, lossless, texts in pairs:
-            (line,) = axes.plot(
-                sizes, _distances(*texts, sizes), lw=1.2, color=COLOURS[names.index(name) % len(COLOURS)]
-            )
-            line.set_linestyle("-" if lossless else "--")
-            if name not in labelled:
-                more = f", {several[name]} pairs" if several[name] > 1 else ""
-                line.set_label(f"{name}{'' if lossless else ' (lossy)'}{more}")
-                labelled.add(name)
-        (line,) = axes.plot(sizes, _distances(*control, sizes), color="black", lw=2, ls=":")
-        line.set_label("control: emits from p after a rejection")
-        axes.set(
-            xscale="log", yscale="log", xlabel="sampled texts of four tokens (256 are possible)",
-            ylabel="total variation from the target's distribution",
-            title="Outputs of lossless pairs converge to the target's distribution",
-        )  # fmt: skip
-        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
+    sizes = _sizes(len(control[0]))
+    return {
+        "sizes": sizes.tolist(),
+        "expected": expected_distance(control[1], sizes).tolist(),
+        "pairs": [
+            {"verifier": name, "lossless": lossless, "distances": _distances(*texts, sizes)}
+            for name, lossless, texts in pairs
+        ],
+        "control": _distances(*control, sizes),
+    }
 
 
 def _sizes(samples: int) -> np.ndarray:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from tqdm import tqdm
 
-from spec_lab.core.files import own_folder, replacing
+from spec_lab.analysis import figures
 from spec_lab.core.options import whole
 from spec_lab.propose import Proposer, branches, draws_of
 from spec_lab.results.manifest import write_json
@@ -18,7 +17,7 @@ from spec_lab.tasks.certify.instances import PLAIN, every_instance
 from spec_lab.tasks.certify.masks import MaskComparison
 from spec_lab.tasks.certify.pair import Certifier, Check, Pair, histogram
 from spec_lab.tasks.certify.sampled import joint
-from spec_lab.tasks.certify.show import Texts, convergence, show
+from spec_lab.tasks.certify.show import convergence, show
 from spec_lab.tasks.certify.significance import ALPHA, POWER
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
@@ -95,10 +94,13 @@ def certify(
         control = joint("iid", Control(), samples, settings.seed, sampling)
         found = histogram(*control, settings.seed)
         certificate = _facts(pairs, broken, left_out, certifier, compared, facts, found)
+        certificate["convergence"] = convergence(
+            [(pair.verifier.name, pair.verifier.lossless, (pair.texts, pair.expected)) for pair in pairs], control
+        )
         masks = None if compared is None else certificate["constraint"]["masks"]
         return Done(
             certificate,
-            lambda: _draw(pairs, control, out),
+            lambda: figures.save(figures.certificate_figures(certificate), out / "figures", ("png",)),
             lambda _: show(pairs, broken, left_out, found, samples, masks, console),
             code=FAILED if certificate["failed"] or found.p_value >= ALPHA else 0,
         )
@@ -111,15 +113,6 @@ def certify(
         lab, settings, config, ["certify"], done, left, summary="certificate.json", leaves="Certificate and figure"
     )
     return task.run(console)
-
-
-def _draw(pairs: Sequence[Pair], control: Texts, out: Path) -> list[Path]:
-    drawn = [(pair.verifier.name, pair.verifier.lossless, (pair.texts, pair.expected)) for pair in pairs]
-    figure = convergence(drawn, control)
-    file = own_folder(out / "figures") / "convergence.png"
-    with replacing(file) as stream:
-        figure.savefig(stream, bbox_inches="tight", dpi=150)
-    return [file]
 
 
 def _pairs(lab: Lab) -> tuple[list[tuple[Proposer, Verifier]], list[str]]:

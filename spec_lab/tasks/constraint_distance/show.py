@@ -6,15 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from spec_lab.analysis.figures import COLOURS, STYLE
-from spec_lab.core.files import own_folder, replacing
+from spec_lab.analysis import figures
 
 GUARANTEES = {
     "exact": "every valid output enumerated; exact up to the rounding of the target's probabilities",
@@ -70,21 +66,5 @@ def _number(value: Any) -> str:
 
 def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     """Draw the total variation of every prompt; nothing where none was measured."""
-    rows = [row for row in rows if "tv" in row]
-    if not rows:
-        return []
-    with rc_context(STYLE):
-        figure = Figure(figsize=(7, 1.2 + 0.3 * len(rows)), layout="constrained")
-        axes = figure.add_subplot()
-        place = np.arange(len(rows))[::-1]
-        middle = np.array([row["tv"]["mean"] if isinstance(row["tv"], Mapping) else row["tv"] for row in rows])
-        axes.barh(place, middle, color=COLOURS[0], height=0.7)
-        for at, row in zip(place, rows, strict=True):
-            if isinstance(row["tv"], Mapping):
-                axes.plot([row["tv"]["low"], row["tv"]["high"]], [at, at], color="black", lw=1)
-        axes.set_yticks(place, [row["prompt"] for row in rows])
-        axes.set(xlim=(0, 1), xlabel="total variation between masked outputs and the model's given a valid output")
-        file = own_folder(folder) / "distance.png"
-        with replacing(file) as stream:
-            figure.savefig(stream, bbox_inches="tight", dpi=150)
-    return [file]
+    figure = figures.distance(rows)
+    return [] if figure is None else figures.save({"distance": figure}, folder, ("png",))

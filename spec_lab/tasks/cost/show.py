@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from spec_lab.analysis.figures import COLOURS, GREY, STYLE
+from spec_lab.analysis import figures
 from spec_lab.analysis.roofline_text import roofline_notes
-from spec_lab.core.files import own_folder, replacing
 from spec_lab.core.roofline import Roofline
 from spec_lab.tasks.cost.predict import OF_ARM, OF_NODES
 
@@ -89,32 +86,4 @@ def _table(title: str) -> Table:
 
 def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
     """Write the figure of t(n) into ``folder``; return its path."""
-    own_folder(folder)
-    with rc_context(STYLE), replacing(folder / "cost.png") as stream:
-        nodes(summarise(frame)["nodes"]).savefig(stream, bbox_inches="tight")
-    return [folder / "cost.png"]
-
-
-def nodes(rows: list[dict[str, Any]]) -> Figure:
-    """Plot t(n): a column of panels for each context, a line for each batch size.
-
-    The upper panels show milliseconds with the quartiles over repeats, the lower ones t(n) / t(0).
-    """
-    frame = pd.DataFrame(rows)
-    contexts = sorted(frame["context"].unique())
-    figure = Figure(figsize=(3.6 * len(contexts) + 0.6, 6.2), layout="constrained")
-    grid = figure.subplots(2, len(contexts), squeeze=False, sharex=True, sharey="row")
-    for panels, context in zip(grid.T, contexts, strict=True):
-        for colour, (batch, own) in zip(COLOURS, frame[frame["context"] == context].groupby("batch"), strict=False):
-            own = own.sort_values("nodes")
-            look = {"color": colour, "marker": "o", "markersize": 3.5, "label": f"batch {batch}"}
-            panels[0].plot(own["nodes"], 1e3 * own["seconds"], **look)
-            panels[0].fill_between(own["nodes"], 1e3 * own["low"], 1e3 * own["high"], color=colour, alpha=0.2, lw=0)
-            panels[1].plot(own["nodes"], own["seconds"] / own["seconds"].iloc[0], **look)
-        panels[1].axhline(1, color=GREY, linestyle="--", linewidth=1)
-        panels[0].set_title(f"{context} tokens of context", fontsize=10)
-        panels[1].set_xlabel("draft nodes n per sequence")
-    grid[0][0].set(ylabel="t(n), milliseconds of a step", ylim=(0, None))
-    grid[1][0].set(ylabel="t(n) / t(0)", ylim=(0, None))
-    grid[0][0].legend(fontsize=9)
-    return figure
+    return figures.save({"cost": figures.step_costs(summarise(frame)["nodes"])}, folder, ("png",))

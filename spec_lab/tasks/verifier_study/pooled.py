@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from spec_lab.analysis.figures.verifiers import OUTCOME
 from spec_lab.analysis.metrics import Interval
 
 MICRO = 1e6
-OUTCOME = "sampled outcome"
 EXACT = "exact"
 
 

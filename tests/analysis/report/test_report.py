@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -22,11 +21,9 @@ from spec_lab.core.terminal import visible
 from spec_lab.results import sweep
 from spec_lab.results.manifest import write_json
 from spec_lab.tasks.benchmark import run
+from tests.analysis.report.parsed import HOSTILE, Parsed
 from tests.labs import Repeat, lab, settings
 
-HOSTILE = (
-    "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>\u2028\u202eRTL\x00]]>--><!--{{7*7}}"
-)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -90,33 +87,6 @@ def test_a_run_that_drafted_nothing_has_a_report(ran, tmp_path):
         one["tree"] = "none"  # of a Medusa run on a machine where no tree pays
     write_json(out / "manifest.json", facts)
     assert report.write(out).is_file()
-
-
-class Parsed(HTMLParser):
-    """Tags with their attributes, and the text outside scripts and styles."""
-
-    def __init__(self, page: Path):
-        super().__init__()
-        self.tags: list[tuple[str, dict]] = []
-        self.text = self.scripts = ""
-        self.inside = ""
-        self.feed(page.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        self.inside = tag
-
-    def handle_endtag(self, tag):
-        self.inside = ""
-
-    def handle_data(self, data):
-        if self.inside == "script":
-            self.scripts += data
-        elif self.inside != "style":
-            self.text += data
-
-    def values(self, attribute: str) -> list[str]:
-        return [found[attribute] for _, found in self.tags if attribute in found]
 
 
 def charts_in(folder: Path) -> int:
@@ -215,7 +185,8 @@ def test_the_variance_that_exact_acceptance_saves_has_a_column(ran, tmp_path):
 
 def columns(page: Path) -> list[str]:
     """Headings of the page's first table."""
-    return re.findall(r"<th[^>]*>([^<]*)</th>", page.read_text().partition("</thead>")[0])
+    headings = re.findall(r"<th[^>]*>([^<]*)</th>", page.read_text().partition("</thead>")[0])
+    return [one.replace("\u00a0", " ") for one in headings]
 
 
 def arm_row(page: Path, arm: str) -> dict[str, str]:

@@ -1,0 +1,167 @@
+"""The tables of a sweep in the terminal: the state of its runs, and their main figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+
+from spec_lab.analysis.text import COLUMNS, WIDE
+from spec_lab.core.terminal import visible
+from spec_lab.results import sweep
+
+FIGURES = ("speedup", "tokens_per_second", "tau_pooled", "expected_tau")
+"""Columns of a sweep's table on the screen."""
+
+MORE_FIGURES = ("draft_token_rate", "time_to_first_token", "time_per_output_token", "overhead")
+
+MOST = 40
+"""Maximum number of rows of that table."""
+
+
+def print_sweep(folder: Path, console: Console | None = None, every: bool = False) -> None:
+    """Print how many runs of a sweep are in which state, and a table of runs.
+
+    Args:
+        folder: the sweep's directory.
+        console: default standard output.
+        every: whether the table has every run; else only those that are not done or ended with another code than 0.
+
+    Raises:
+        ValueError: the folder holds no sweep.
+    """
+    console = console or Console(markup=False)
+    found = sweep.runs(folder)
+    label = _short_labels(found)
+    table = _table("run", "state", right=("groups", "seconds"))
+    table.add_column("", overflow="fold")
+    for one in found:
+        if every or one.state != "done" or one.code:
+            groups = f"{one.groups}/{'?' if one.of is None else one.of}"
+            note = one.error or (f"exit code {one.code}" if one.code else "")
+            if one.unreadable:
+                note = f"unreadable: {one.unreadable}"
+            seconds = "" if one.seconds is None else f"{one.seconds:.1f}"
+            table.add_row(*map(visible, (label[one.folder.name], one.state, groups, seconds, note)))
+    if table.row_count:
+        console.print(table, highlight=False)
+    count = {state: sum(one.state == state for one in found) for state in ("done", "running", "failed", "pending")}
+    said = ", ".join(f"{number} {state}" for state, number in count.items() if number)
+    say(console, f"{folder}: {said or 'no runs'}")
+    for name, values in sweep.mixed(found).items():
+        console.print(visible(f"Its runs differ in {name}: {' | '.join(values)}; do not compare their figures."))
+    if count["pending"]:
+        console.print("The same command resumes the pending runs.", highlight=False)
+    if count["failed"]:
+        console.print("retry=true runs the failed ones again; tracebacks are in ended.json.", highlight=False)
+
+
+def print_results(folder: Path, console: Console | None = None, verbose: bool = False) -> None:
+    """Print the main figures of each arm but the baseline, of a sweep's runs that are done; at most ``MOST`` rows.
+
+    Rows are told apart by the options that vary, a column for each; where these do not fit the terminal's width, by
+    numbers that are explained below the table. With ``verbose``, and on a terminal of ``WIDE`` columns or more, a
+    second table has ``MORE_FIGURES``.
+
+    Raises:
+        ValueError: the folder holds no sweep.
+    """
+    from spec_lab.analysis.metrics import sweeps
+    from spec_lab.analysis.roofline_text import baselines_in_words
+
+    console, table = console or Console(markup=False), sweeps.named(sweep.collect(folder))
+    if "tau_pooled" not in table or not len(table):
+        return
+    shown = table[(table["arm"] != "baseline") | (table.groupby("run")["arm"].transform("nunique") == 1)]
+    keys = list(dict.fromkeys(sweep.key(one) for run in sweep.runs(folder) for one in run.overrides))
+    varied = sweeps.varied(table, keys)
+    heads = [*(sweeps.short_names(varied)[key] for key in varied)] or ["run"]
+    heads += ["arm"] * (shown["arm"].nunique() > 1)
+    rows = shown.head(MOST).to_dict("records")
+    names = [
+        [*(sweeps.text(row[key]) for key in varied or ["run"]), *[str(row["arm"])] * (heads[-1] == "arm")]
+        for row in rows
+    ]
+    for figures in (
+        (_with_accuracy(FIGURES, shown), MORE_FIGURES)
+        if verbose or console.width >= WIDE
+        else (_with_accuracy(FIGURES, shown),)
+    ):
+        _print_rows(heads, names, rows, figures, console)
+    base = table[table["arm"] == "baseline"].reindex(columns=["roofline_share", "memory_bound_steps"])
+    if len(base):
+        known = base.dropna()
+        console.print(baselines_in_words(*(list(known[name]) for name in known)), highlight=False)
+    if len(shown) > MOST:
+        console.print(f"The first {MOST} of {len(shown)}; collect writes all to a file.")
+
+
+def _print_rows(
+    heads: Sequence[str],
+    names: Sequence[Sequence[str]],
+    rows: Sequence[Mapping[str, Any]],
+    figures: Sequence[str],
+    console: Console,
+) -> None:
+    """Print a table of figures; rows are told apart by ``names``, or by numbers where these do not fit."""
+    cells = [[_figure(row, name) for name in figures] for row in rows]
+    headings = [COLUMNS[name].heading for name in figures]
+    lines = [[*heads, *headings], *([*map(visible, own), *found] for own, found in zip(names, cells, strict=True))]
+    fits = sum(max(map(cell_len, column)) + 1 for column in zip(*lines, strict=True)) - 1 <= console.width
+    printed = _table(*(heads if fits else [""]), right=headings)
+    for place, (own, found) in enumerate(zip(names, cells, strict=True), start=1):
+        printed.add_row(*(map(visible, own) if fits else [str(place)]), *found)
+    console.print(printed, highlight=False)
+    if not fits:
+        for place, own in enumerate(names, start=1):
+            parts = (f"{head}={value}" for head, value in zip(heads, own, strict=True) if value)
+            console.print(visible(f"{place}: {', '.join(parts)}"), highlight=False)
+
+
+def _with_accuracy(figures: Sequence[str], table: Any) -> tuple[str, ...]:
+    """Return the figures, with the share of correct answers where answers were checked."""
+    checked = "correct" in table and table["correct"].notna().any()
+    return (*figures, *["correct"] * checked)
+
+
+def _short_labels(found: Sequence[sweep.Run]) -> dict[str, str]:
+    """Return the options of each run that not all runs share, by folder, cut to their last parts where unambiguous."""
+    from spec_lab.analysis.metrics import sweeps
+
+    label = sweep.labels({one.folder.name: one.overrides for one in found})
+    short = sweeps.short_names(list(dict.fromkeys(sweep.key(one) for run in found for one in run.overrides)))
+    given = {one.folder.name: {f"{one}": one for one in one.overrides} for one in found}
+    shortened = {}
+    for name, text in label.items():
+        own = [one for one in given[name] if one in text.split(" ")]
+        whole = " ".join(own) == text
+        cut = (f"{short[sweep.key(one)]}={one.partition('=')[2]}" for one in own)
+        shortened[name] = " ".join(cut) if whole else text
+    return shortened
+
+
+def _figure(row: Mapping[str, Any], name: str) -> str:
+    """A figure of a row of ``sweep.collect`` as text; a speed-up has its interval."""
+    if name in ("speedup", "correct"):
+        return COLUMNS[name].text({"mean": row[name], "low": row[f"{name}_low"], "high": row[f"{name}_high"]})
+    return COLUMNS[name].text(row.get(name))
+
+
+def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """An empty table; the columns of ``right`` come last, and hold numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for column in right:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def say(console: Console, what: str) -> None:
+    """Print a line without wrapping."""
+    console.print(visible(what), soft_wrap=True, highlight=False)
