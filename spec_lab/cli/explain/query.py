@@ -56,7 +56,7 @@ def find(reference: Reference, query: str) -> tuple[Answer, ...]:
     above, _, last = name.rpartition(".")
     option = reference.option(above.replace(".", "/"), last)
     found = (*((option,) if option and not equals else ()), *_keys(reference, canonical(name)))
-    return found or _unknown(name, names(reference))
+    return found or _unknown(name or query, names(reference))
 
 
 def _keys(reference: Reference, name: str) -> tuple[KeyMatch, ...]:

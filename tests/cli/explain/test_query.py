@@ -58,7 +58,7 @@ def test_a_key_is_found_by_its_name_or_its_end(known, query, paths):
     [
         ("proposer.dept", "proposer.depth"), ("verifier=toke", "verifier=token"), ("proposr", "proposer"),
         ("max_new_token", "max_new_tokens"), ("tempreature", "temperature"),
-        ("+experiment=certfy", "experiment=certify"), ("out", "output_dir"),
+        ("+experiment=certfy", "experiment=certify"), ("out", "output_dir"), ("=", "no option =;"),
     ],
 )  # fmt: skip
 def test_an_unknown_name_is_refused_with_the_nearest(known, query, near):
