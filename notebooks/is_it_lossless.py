@@ -143,6 +143,7 @@ assert control.failure.wrong.startswith("after [")
 # %%
 from IPython.display import display
 
+from spec_lab.analysis import figures
 from spec_lab.tasks.certify.sampled import joint
 from spec_lab.tasks.certify.show import convergence
 from spec_lab.tasks.certify.significance import distance, expected_distance
@@ -166,8 +167,8 @@ print("multiples of the noise floor:", {name: round(one, 2) for name, one in dis
 assert distances["token"] < 1.3
 assert distances["control"] > 2
 assert distances["lenient"] > 2
-figure = convergence([("token", True, lossless), ("lenient", False, lossy)], broken)
-figure.set_size_inches(7, 3.4)
+curves = convergence([("token", True, lossless), ("lenient", False, lossy)], broken)
+figure = figures.convergence(curves)
 display(figure)
 
 # %% [markdown]
