@@ -135,6 +135,7 @@ print(f"{control.failure.instance}: {control.failure.wrong}")
 # %%
 from IPython.display import display
 
+from spec_lab.analysis import figures
 from spec_lab.tasks.certify.sampled import joint
 from spec_lab.tasks.certify.show import convergence
 from spec_lab.tasks.certify.significance import distance, expected_distance
@@ -155,8 +156,8 @@ distances = {
     name: relative_distance(*one) for name, one in (("token", lossless), ("lenient", lossy), ("control", broken))
 }
 print("multiples of the noise floor:", {name: round(one, 2) for name, one in distances.items()})
-figure = convergence([("token", True, lossless), ("lenient", False, lossy)], broken)
-figure.set_size_inches(7, 3.4)
+curves = convergence([("token", True, lossless), ("lenient", False, lossy)], broken)
+figure = figures.convergence(curves)
 display(figure)
 
 # %% [markdown]

@@ -112,7 +112,7 @@ def _print_rows(
     cells = [[_figure(row, name) for name in figures] for row in rows]
     headings = [COLUMNS[name].heading for name in figures]
     lines = [[*heads, *headings], *([*map(visible, own), *found] for own, found in zip(names, cells, strict=True))]
-    fits = sum(max(map(cell_len, column)) + 1 for column in zip(*lines, strict=True)) - 1 <= console.width
+    fits = sum(max(map(cell_len, column)) + 1 for column in zip(*lines, strict=True)) + 1 <= console.width
     printed = _table(*(heads if fits else [""]), right=headings)
     for place, (own, found) in enumerate(zip(names, cells, strict=True), start=1):
         printed.add_row(*(map(visible, own) if fits else [str(place)]), *found)
@@ -125,7 +125,7 @@ def _print_rows(
 
 def _with_accuracy(figures: Sequence[str], table: Any) -> tuple[str, ...]:
     """Return the figures, with the share of correct answers where answers were checked."""
-    checked = "correct" in table and table["correct"].notna().any()
+    checked = "correct" in table and bool(table["correct"].notna().any())
     return (*figures, *["correct"] * checked)
 
 
@@ -154,7 +154,7 @@ def _figure(row: Mapping[str, Any], name: str) -> str:
 
 def _table(*columns: str, right: Sequence[str] = ()) -> Table:
     """An empty table; the columns of ``right`` come last, and hold numbers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for column in columns:
         table.add_column(column, overflow="fold")
     for column in right:

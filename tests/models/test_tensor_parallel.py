@@ -17,7 +17,7 @@ from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spec_lab.analysis.report.run_page import device_text
+from spec_lab.analysis.report.facts import device_text
 from spec_lab.core.draft import Draft, chain, empty, forest
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.models import loading, placement

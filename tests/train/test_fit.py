@@ -107,6 +107,23 @@ def test_the_curve_states_means_since_its_last_line_and_the_estimated_length(pat
     assert len(lines[0]["loss"]) == 2
 
 
+@pytest.mark.parametrize("stop", [None, 7])
+def test_held_out_texts_are_measured_once_in_each_tenth_of_the_steps_and_at_the_end(paths, tmp_path, stop):
+    plan, calls = replace(PLAN, every=1), []
+
+    def measure():
+        calls.append(len(calls))
+        return {"accepted_length": float(len(calls))}
+
+    for end in dict.fromkeys((stop, None)):
+        own = trainer()
+        fit(own, Objective(own.model), paths, tmp_path / "out", plan, {}, stop_after=end, measure=measure)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "learning.jsonl").read_text().splitlines()]
+    measured = [line["step"] for line in lines if "held_out" in line]
+    assert measured == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12] and len(calls) == len(measured)
+    assert [line["held_out"]["accepted_length"] for line in lines if "held_out" in line][-1] == len(calls)
+
+
 @pytest.mark.parametrize("changed", ["facts", "plan", "files"])
 def test_a_checkpoint_of_another_training_is_refused(paths, tmp_path, changed):
     own = trainer()

@@ -1,0 +1,69 @@
+"""The tables of a sweep at 80 columns: every row on one line, and rows told apart."""
+
+import io
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from spec_lab.cli.sweep_tables import print_results, print_sweep
+from spec_lab.results import sweep
+
+
+def swept(folder, jobs, monkeypatch, arms=("speculative",), **more) -> list[str]:
+    """What is printed of a sweep of these runs, all of them done."""
+    sweep.plan(folder, jobs)
+    rows = []
+    for place, job in enumerate(jobs):
+        one = folder / sweep.folder_name(job)
+        one.mkdir()
+        sweep.end(one, job, "", 0, 1.0)
+        options = {sweep.key(each): sweep._value(each.partition("=")[2]) for each in job}
+        rows += [{"run": one.name, "arm": arm, "proposer_name": "medusa", "speedup": 1.5, "speedup_low": 1.25,
+                  "speedup_high": 1.75, "tokens_per_second": 1234.5, "tau_pooled": 2.5 + place, "expected_tau": 2.25,
+                  **options, **more} for arm in (*arms, "baseline")]  # fmt: skip
+    monkeypatch.setattr(sweep, "collect", lambda _: pd.DataFrame(rows))
+    console = Console(file=io.StringIO(), width=80)
+    print_results(folder, console)
+    return console.file.getvalue().splitlines()
+
+
+def test_each_varied_option_has_a_column_and_each_run_a_line(tmp_path, monkeypatch):
+    jobs = [[f"arms.chain.depth={depth}", f"prompts={text}", "max_new_tokens=24", f"sampling.temperature={heat}"]
+            for depth, text, heat in ((1, "code", 0.5), (12, "json", 1))]  # fmt: skip
+    lines = swept(tmp_path, jobs, monkeypatch, arms=("speculative", "ngram"))
+    table = [line.split() for line in lines if line.strip("─ ")]
+    assert " ".join(table[0]) == "depth prompts temperature arm speed-up [95 %] tokens/s tau expected tau"
+    assert [row[:4] for row in table[1:5]] == [
+        ["1", "code", "0.5", "medusa"], ["1", "code", "0.5", "ngram"], ["12", "json", "1", "medusa"],
+        ["12", "json", "1", "ngram"],
+    ]  # fmt: skip
+    assert all(row[4:7] == ["1.50", "[1.25,", "1.75]"] for row in table[1:5]) and max(map(len, lines)) <= 80
+
+
+def test_options_that_do_not_fit_are_explained_below_by_number(tmp_path, monkeypatch):
+    jobs = [[f"prompts.path=a/rather/long/path/of/prompts/{name}.jsonl", f"target.path=another/long/path/{name}"]
+            for name in ("first", "second")]  # fmt: skip
+    lines = swept(tmp_path, jobs, monkeypatch)
+    table = [line.split() for line in lines if line.strip("─ ")]
+    assert table[0][0] == "speed-up" and [row[:2] for row in table[1:3]] == [["1", "1.50"], ["2", "1.50"]]
+    said = " ".join(" ".join(lines).split())
+    assert "2: prompts.path=a/rather/long/path/of/prompts/second.jsonl, target.path=another/long/path/second" in said
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_accuracy_stands_beside_speed_where_answers_were_checked(tmp_path, monkeypatch, checked):
+    more = {"correct": 0.5, "correct_low": 0.25, "correct_high": 0.75} if checked else {}
+    text = "\n".join(swept(tmp_path, [["seed=1"], ["seed=2"]], monkeypatch, **more))
+    assert ("50.0% [25.0%, 75.0%]" in text and "correct [95 %]" in text) == checked
+
+
+def test_the_state_of_each_run_is_on_one_line(tmp_path):
+    jobs = [[f"arms.draft_chain.confidence=0.{one}", "max_new_tokens=24", "prompts=code"] for one in range(1, 4)]
+    sweep.plan(tmp_path, jobs)
+    console = Console(file=io.StringIO(), width=80)
+    print_sweep(tmp_path, console, every=True)
+    lines = console.file.getvalue().splitlines()
+    assert [line.split()[:2] for line in lines if "pending" in line and "confidence" in line] == [
+        [f"confidence=0.{one}", "pending"] for one in range(1, 4)
+    ]
