@@ -91,6 +91,7 @@ def test_a_view_holds_report_figures_and_tables(tracked, seen):
 def test_a_view_says_what_the_run_was(tracked, seen):
     first, last = seen["run"][0], seen["run"][-1]
     assert (first["run_group"], first["job_type"], first["display_name"]) == ("toy", "benchmark", "run")
+    assert not first.get("host")
     assert last["tags"] == ["proposer=repeat", "verifier=token", "constraint=none", "lossless"]
     config = first["config"]["update"]
     assert config["proposer"] == {"name": "repeat", "depth": 2, "drawn": "point"}
