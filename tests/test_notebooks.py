@@ -66,6 +66,7 @@ def test_the_claims_of_a_notebook_are_checked_where_readers_do_not_see_it(source
     assert not [text for _, text in cells(source) if "assert" in text]
 
 
+@pytest.mark.nightly
 def test_a_check_runs_after_the_last_cell_and_is_not_shown(tmp_path):
     source = notebook_of(tmp_path, "found = 3\nprint(found)")
     made = render(source, "print(found)\nassert found == 3")

@@ -73,6 +73,7 @@ def begin(folder: Path, manifest: Mapping[str, Any], project: str, entity: str |
         x_disable_stats=True,  # no sampling while the run is timed
         x_disable_meta=True,  # the command line may contain a secret; the manifest describes the run
         x_disable_machine_info=True,
+        host="",  # its name may identify a person
         x_save_requirements=False,
         disable_git=True,
         disable_code=True,
