@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from spec_lab.core.cache_argument import cache_argument
+from spec_lab.core.options import brief
 from spec_lab.engine.attention import SPANS, layer_kinds
 from spec_lab.models.checkpoint import one_line
 from spec_lab.models.services import TargetServices
@@ -53,6 +54,8 @@ class DraftLayers(nn.Module):
     def __init__(self, fields: Mapping[str, Any], count: int, whole: bool = False) -> None:
         super().__init__()
         kind = fields.get("model_type")
+        if not isinstance(kind, str):
+            raise ValueError(f"model_type must be a text, not {brief(kind)}")
         if kind in NOT_FULL_ATTENTION | MAMBA:
             raise Unsupported(
                 f"layers of model_type '{kind}' are not supported in a drafter: they have no full attention"

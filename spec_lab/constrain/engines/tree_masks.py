@@ -92,7 +92,8 @@ def brief(error: str) -> str:
     for rest in ("<state>", "<grammar>", "<backtrace>"):
         error = error.partition(rest)[0]
     error = " ".join(error.split())
-    return error if len(error) <= 300 else f"{error[:300]} ..."
+    error = error if len(error) <= 300 else f"{error[:300]} ..."
+    return f"the engine llguidance fails on it ({error}): write it in another way" if "panic:" in error else error
 
 
 def masks(

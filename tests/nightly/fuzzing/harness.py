@@ -75,11 +75,14 @@ BARE = re.compile(
 )
 """Messages that say no more than what Python says. In parentheses, after what is wrong, they may."""
 
+ERROR = re.compile(r"^[\w.]+(?:Error|Exception)\b.*", re.MULTILINE)
+"""The last line of a traceback."""
+
 
 def fault(code: int, output: str) -> str:
     """How an outcome breaks the rule; empty if it does not."""
     if "Traceback (most recent call" in output:
-        return f"a traceback: {output.strip().splitlines()[-1]}"[:80]
+        return f"a traceback: {' '.join(ERROR.findall(output)[-1:])}"[:80]
     if found := BARE.search(re.sub(r"\(.*\)", "", output)):
         return f"a bare message: {found[0].strip()}"
     if any(ord(one) < 32 and one not in "\n\t\r" for one in output):
@@ -123,10 +126,7 @@ class Worker:
         output = log.read_text(errors="replace")
         if self._outside() != {"mine": "mine", "folder": ""}:
             return "a file outside was changed", output
-        how = (
-            "the process ended or hung: too long, too much memory, or a crash" if code is None else fault(code, output)
-        )
-        return how, output
+        return (ENDED if code is None else fault(code, output)), output
 
     def close(self) -> None:
         """End the process, and all that it has started."""
