@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 from rich.console import Console
 
+from spec_lab.analysis import figures
 from spec_lab.analysis.metrics import speedup
-from spec_lab.analysis.serving import draw, print_summary, summarise
+from spec_lab.analysis.serving import draw, latencies, print_summary, summarise
 from spec_lab.analysis.text import WIDE
 
 
@@ -65,13 +65,12 @@ def test_requests_without_a_further_token_have_no_time_per_further_token_and_are
     assert np.isnan(list(alone["tpot"].values())).all() and alone["goodput"] == pytest.approx(2 / 1)
 
 
-def test_the_figure_shows_every_arm_also_one_without_further_tokens(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr("spec_lab.analysis.serving.Figure", lambda **given: drawn.append(Figure(**given)) or drawn[-1])
+def test_the_figure_shows_every_arm_also_one_without_further_tokens(tmp_path):
     one, two = ("a", 0, 0.0, 0.0, 1.0, 1.0, 1), ("b", 0, 0.0, 0.0, 1.0, 3.0, 2)
-    (file,) = draw(frame(one, two, ("b", 1, 0.0, 0.0, 1.0, 1.0, 1)), tmp_path / "figures")
+    rows = frame(one, two, ("b", 1, 0.0, 0.0, 1.0, 1.0, 1))
+    (file,) = draw(rows, tmp_path / "figures")
     assert file.stat().st_size > 5_000
-    first, further = drawn[0].axes
+    first, further = figures.latency(latencies(rows)).axes
     assert [text.get_text() for text in further.get_legend().get_texts()] == ["a", "b"]
     places = [[sorted({*line.get_xdata()} - {-np.inf}) for line in axes.get_lines()] for axes in (first, further)]
     assert places == [[[1000.0], [1000.0]], [[], [2000.0]]]
