@@ -132,10 +132,10 @@ def arms(named: dict[str, runs.Arm]) -> list[str]:
     return ["proposer=none", *chosen, *own]
 
 
-def measured(folder: Path, arm: str) -> Interval:
-    """Return tau of an arm, with its bootstrap interval over prompts."""
+def measured(folder: Path, arm: str) -> tuple[Interval, int]:
+    """Return tau of an arm, with its bootstrap interval over prompts, and the number of prompts."""
     steps = decode_steps(metrics.load(folder).steps, arm)
-    return cluster_interval(steps["emitted_kept"], np.ones(len(steps)), steps["request"])
+    return cluster_interval(steps["emitted_kept"], np.ones(len(steps)), steps["request"]), steps["request"].nunique()
 
 
 def predicted(trees: RecordedTrees, case: Case) -> Estimate:
@@ -153,14 +153,15 @@ def results(out: Path) -> pd.DataFrame:
     rows = []
     for one in cases():
         which, arm = one.recording
-        guess, own = predicted(recorded[which][arm], one), measured(out / f"measured_{one.verifier}", one.name)
+        guess = predicted(recorded[which][arm], one)
+        own, prompts = measured(out / f"measured_{one.verifier}", one.name)
         both = np.hypot((guess.high - guess.low) / 2, (own.high - own.low) / 2)
         rows.append(
             {
                 "design": one.name, "verifier": one.verifier, "method": guess.method, "predicted": guess.tau,
                 "predicted_low": guess.low, "predicted_high": guess.high,
                 "not_recorded": guess.bound_high - guess.bound_low,
-                "measured": own.mean, "measured_low": own.low, "measured_high": own.high,
+                "measured": own.mean, "measured_low": own.low, "measured_high": own.high, "prompts": prompts,
                 "difference": guess.tau - own.mean, "half_width": both,
                 "agrees": abs(guess.tau - own.mean) <= both, "inside": guess.low <= own.mean <= guess.high,
             }
@@ -172,8 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Record, measure what is missing, and compare."""
     parser = runs.parser(__doc__, "outputs/replay", 60)
     parser.add_argument("--top", type=int, default=128, help="recorded tokens of each row (128)")
+    parser.add_argument("--finished", action="store_true", help="run nothing: compare with the finished groups of runs")
     chosen = parser.parse_args(arguments)
-    for out, options in commands(chosen):
+    for out, options in () if chosen.finished else commands(chosen):
         run(out, *options)
     table = results(chosen.out)
     table.to_csv(chosen.out / "results.csv", index=False)
