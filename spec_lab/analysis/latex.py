@@ -30,15 +30,11 @@ def latex_table(table: pd.DataFrame, keys: Sequence[str]) -> str:
         raise ValueError(f"the runs have none of the figures {', '.join(FIGURES)}: a LaTeX table has nothing to show")
     shown = table[table["arm"] != "baseline"] if (table["arm"] != "baseline").any() else table
     names = [*sweeps.varied(table, keys), *(["arm"] if shown["arm"].nunique() > 1 else [])]
-    columns = {
-        name: [visible(f"{one:g}" if isinstance(one, float) else str(one)) for one in shown[name]] for name in names
-    }
+    columns = {name: [visible(sweeps.text(one)) for one in shown[name]] for name in names}
+    rows = shown.to_dict("records")
     for name in figures:
-        if name == "speedup":
-            bounds = zip(shown["speedup"], shown["speedup_low"], shown["speedup_high"], strict=True)
-            values = [COLUMNS[name].text(dict(zip(("mean", "low", "high"), one, strict=True))) for one in bounds]
-        else:
-            values = [COLUMNS[name].text(one) for one in shown[name]]
-        columns[COLUMNS[name].heading] = values
+        columns[COLUMNS[name].heading] = [
+            COLUMNS[name].text(sweeps.with_bounds(row, name) if name == "speedup" else row[name]) for row in rows
+        ]
     layout = "l" * len(names) + "r" * len(figures)
     return pd.DataFrame(columns).to_latex(index=False, escape=True, column_format=layout)

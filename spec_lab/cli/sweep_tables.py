@@ -135,7 +135,7 @@ def _short_labels(found: Sequence[sweep.Run]) -> dict[str, str]:
 
     label = sweep.labels({one.folder.name: one.overrides for one in found})
     short = sweeps.short_names(list(dict.fromkeys(sweep.key(one) for run in found for one in run.overrides)))
-    given = {one.folder.name: {f"{one}": one for one in one.overrides} for one in found}
+    given = {one.folder.name: dict.fromkeys(one.overrides) for one in found}
     shortened = {}
     for name, text in label.items():
         own = [one for one in given[name] if one in text.split(" ")]
@@ -146,10 +146,10 @@ def _short_labels(found: Sequence[sweep.Run]) -> dict[str, str]:
 
 
 def _figure(row: Mapping[str, Any], name: str) -> str:
-    """A figure of a row of ``sweep.collect`` as text; a speed-up has its interval."""
-    if name in ("speedup", "correct"):
-        return COLUMNS[name].text({"mean": row[name], "low": row[f"{name}_low"], "high": row[f"{name}_high"]})
-    return COLUMNS[name].text(row.get(name))
+    """A figure of a row of ``sweep.collect`` as text; speed-up and accuracy have their intervals."""
+    from spec_lab.analysis.metrics import sweeps
+
+    return COLUMNS[name].text(sweeps.with_bounds(row, name) if name in ("speedup", "correct") else row.get(name))
 
 
 def _table(*columns: str, right: Sequence[str] = ()) -> Table:

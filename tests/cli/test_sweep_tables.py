@@ -10,8 +10,8 @@ from spec_lab.cli.sweep_tables import print_results, print_sweep
 from spec_lab.results import sweep
 
 
-def swept(folder, jobs, monkeypatch, arms=("speculative",), **more) -> list[str]:
-    """What is printed of a sweep of these runs, all of them done."""
+def swept(folder, jobs, monkeypatch, arms=("speculative",), without=(), **more) -> list[str]:
+    """What is printed of a sweep of these runs, all of them done; without some figures."""
     sweep.plan(folder, jobs)
     rows = []
     for place, job in enumerate(jobs):
@@ -22,7 +22,7 @@ def swept(folder, jobs, monkeypatch, arms=("speculative",), **more) -> list[str]
         rows += [{"run": one.name, "arm": arm, "proposer_name": "medusa", "speedup": 1.5, "speedup_low": 1.25,
                   "speedup_high": 1.75, "tokens_per_second": 1234.5, "tau_pooled": 2.5 + place, "expected_tau": 2.25,
                   **options, **more} for arm in (*arms, "baseline")]  # fmt: skip
-    monkeypatch.setattr(sweep, "collect", lambda _: pd.DataFrame(rows))
+    monkeypatch.setattr(sweep, "collect", lambda _: pd.DataFrame(rows).drop(columns=list(without)))
     console = Console(file=io.StringIO(), width=80)
     print_results(folder, console)
     return console.file.getvalue().splitlines()
@@ -49,6 +49,14 @@ def test_options_that_do_not_fit_are_explained_below_by_number(tmp_path, monkeyp
     assert table[0][0] == "speed-up" and [row[:2] for row in table[1:3]] == [["1", "1.50"], ["2", "1.50"]]
     said = " ".join(" ".join(lines).split())
     assert "2: prompts.path=a/rather/long/path/of/prompts/second.jsonl, target.path=another/long/path/second" in said
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_a_sweep_without_intervals_or_speed_ups_has_a_table(tmp_path, monkeypatch, mean):
+    without = ["speedup_low", "speedup_high", *["speedup"] * (not mean)]
+    lines = swept(tmp_path, [["seed=1"], ["seed=2"]], monkeypatch, without=without)
+    table = [line.split() for line in lines if line.strip("─ ")][1:3]
+    assert table == [[seed, *["1.50"] * mean, "1234.5", tau, "2.25"] for seed, tau in (("1", "2.50"), ("2", "3.50"))]
 
 
 @pytest.mark.parametrize("checked", [True, False])

@@ -14,16 +14,18 @@ from spec_lab.analysis.figures.ticks import log_axis
 
 
 @rc_context(STYLE)
-def convergence(curves: Mapping[str, Any]) -> Figure:
+def convergence(curves: Mapping[str, Any]) -> Figure | None:
     """Draw the total variation between the empirical distribution and the target's against the number of samples.
 
     Of a lossless pair it falls as 1 / sqrt(n); of a biased one it stops at the bias. Pairs of one verifier share a
-    colour; the control is a wrong verifier.
+    colour; the control is a wrong verifier. None without a distance above 0, which logarithmic axes need.
 
     Args:
         curves: ``convergence`` of ``certificate.json``.
     """
     sizes, pairs = curves["sizes"], curves["pairs"]
+    if not any([*curves["expected"], *curves["control"], *(value for one in pairs for value in one["distances"])]):
+        return None
     names = list(dict.fromkeys(one["verifier"] for one in pairs))
     of_name = {name: [one for one in pairs if one["verifier"] == name] for name in names}
     labels, cut = {}, style.short(names)
@@ -53,12 +55,14 @@ def convergence(curves: Mapping[str, Any]) -> Figure:
 
 @rc_context(STYLE)
 def detectable(pairs: Sequence[Mapping[str, Any]]) -> Figure | None:
-    """Draw the smallest bias that each sampled test of each pair would have detected; None without a test.
+    """Draw the smallest bias that each sampled test of each pair would have detected; None without one.
 
     Args:
         pairs: ``pairs`` of ``certificate.json``.
     """
-    tests = list(dict.fromkeys(check["name"] for pair in pairs for check in pair["sampled"]))
+    known = [(pair_name(pair), check["name"], check["detectable"]) for pair in pairs for check in pair["sampled"]
+             if check["detectable"] is not None]  # fmt: skip
+    tests = list(dict.fromkeys(test for _, test, _ in known))
     if not tests:
         return None
     names = style.short(dict.fromkeys(pair_name(pair) for pair in pairs), 48)
@@ -69,8 +73,7 @@ def detectable(pairs: Sequence[Mapping[str, Any]]) -> Figure | None:
     )
     colour = palette.option_colours(tests)
     for test in tests:
-        found = {pair_name(pair): check["detectable"] for pair in pairs for check in pair["sampled"]
-                 if check["name"] == test}  # fmt: skip
+        found = {pair: detected for pair, name, detected in known if name == test}
         places = [list(names).index(name) for name in found]
         axes.plot([100 * one for one in found.values()], places, "D", ms=5, color=colour[test], label=labels[test])
     style.rows(axes, list(names.values()))

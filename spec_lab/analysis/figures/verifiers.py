@@ -40,15 +40,17 @@ def _three(name: str, middle: str = "mean") -> Callable[[Mapping[str, Any]], tup
     return lambda one: (one[name][middle], one[name]["low"], one[name]["high"])
 
 
+def _percent(one: Mapping[str, Any]) -> float | None:
+    return None if one["share_of_forward"] is None else 1e2 * one["share_of_forward"]
+
+
 ACCEPTED = (
     Column("Expected accepted tokens", "tokens per draft, 95 % interval over prompts", _three("expected_accepted")),
     Column("At least one accepted", "times the transport bound, 95 % interval", _three("share_of_bound"), line=1.0),
 )
 TIME = (
     Column("Verification and choice", "microseconds: median and middle half", _three("verify_us", "median")),
-    Column(
-        "The same, relative to the target's forward", "percent of it", lambda one: (1e2 * one["share_of_forward"],) * 3
-    ),
+    Column("The same, relative to the target's forward", "percent of it", lambda one: (_percent(one),) * 3),
 )
 
 
@@ -83,7 +85,8 @@ def panels(proposers: Mapping[str, Mapping[str, Any]], columns: tuple[Column, ..
         grid[-1][place].set_xlabel(f"{column.title}\n{column.unit}")
     names = style.short(proposers)
     for axes, (name, one) in zip(grid[:, 0], proposers.items(), strict=True):
-        title = f"{names[name]}: drawn {one['drawn']}, {one['drafted_per_draft']:.3g} nodes"
+        nodes = "" if one["drafted_per_draft"] is None else f", {one['drafted_per_draft']:.3g} nodes"
+        title = f"{names[name]}: drawn {one['drawn']}{nodes}"
         axes.set_title(title, loc="left", fontsize=10)
     figure.suptitle(_legend(proposers, columns), fontsize=9, x=0.01, ha="left")
     return figure

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import nan
 from typing import Any
 
 import pandas as pd
@@ -149,6 +150,11 @@ def text(value: Any) -> str:
     if pd.isna(value):
         return ""
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def with_bounds(row: Mapping[str, Any], name: str) -> dict[str, float]:
+    """Return a figure of a row of ``sweep.collect`` as an interval; NaN for what it lacks."""
+    return {end: row.get(key, nan) for end, key in (("mean", name), ("low", f"{name}_low"), ("high", f"{name}_high"))}
 
 
 def _natural(text: str) -> tuple[bool, float, str]:

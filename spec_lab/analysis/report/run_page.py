@@ -111,7 +111,7 @@ def _refuse_other_task(folder: Path) -> None:
         ValueError: another task wrote it, or it ended without rows; names the files there.
     """
     every = [file for place in (".", "parts", "figures") for file in (folder / place).glob("*.*") if file.is_file()]
-    expected = re.compile(r"\.|(manifest|ended)\.json$|report\.html$|(rounds|steps|requests|tokens)[-.]")
+    expected = re.compile(r"\.|(manifest|ended)\.json$|report\.html$|(rounds|steps|requests|tokens|replay)[-.]")
     others = sorted(str(file.relative_to(folder)) for file in every if not expected.match(file.name))
     ended = sweep.ended(folder)
     if others or (ended and ended["state"] == "done"):

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from spec_lab.analysis import figures
 from spec_lab.analysis.report.facts import ended_summary, facts
@@ -14,7 +16,7 @@ from spec_lab.analysis.report.page import Cell, DataTable, Page, Section, render
 from spec_lab.analysis.roofline_text import roofline_notes
 from spec_lab.analysis.serving import PERCENTILES, latencies
 from spec_lab.analysis.text import cache_notes, kv_notes
-from spec_lab.core.files import Unreadable
+from spec_lab.core.files import Unreadable, open_regular
 from spec_lab.results.manifest import begun
 
 REAL = (float, None)
@@ -31,8 +33,11 @@ SUMMARY = {
 }  # fmt: skip
 """What is read of ``summary.json``."""
 
-COLUMNS = ("arm", "segment", "arrival", "admitted", "first_token", "end", "tokens")
-"""Columns that are read of ``served.parquet``."""
+COLUMNS = {
+    "arm": str, "segment": "int64", "arrival": float, "admitted": float, "first_token": float, "end": float,
+    "tokens": "int64",
+}  # fmt: skip
+"""Columns that are read of ``served.parquet``, and their types."""
 
 ARMS = (
     "Continuous batching of the same requests by every arm. Speed-up: total tokens/s over the baseline's on the same "
@@ -83,10 +88,11 @@ def _rows(folder: Path) -> pd.DataFrame:
     """
     file = folder / "served.parquet"
     try:
-        rows = pd.read_parquet(file, partitioning=None)
+        with open_regular(file) as stream:
+            rows = pq.read_table(stream).to_pandas().astype(COLUMNS)
         broken = rows.loc[rows["error"] != "", "segment"].unique()
         return rows.loc[~rows["segment"].isin(broken), list(COLUMNS)]
-    except (OSError, ValueError, KeyError) as error:
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise Unreadable(f"{file} is not the table of a served stream ({error})") from error
 
 

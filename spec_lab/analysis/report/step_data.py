@@ -107,7 +107,7 @@ def _step(
     """Return one step for the page's script. The script's comments explain the keys."""
     facts = [
         f"{row['nodes']} drafted tokens, depth {row['depth']}" if row["nodes"] else "",
-        f"{row['accepted']} accepted (expected {row['expected_accepted']:.2f})" if row["nodes"] else "",
+        _accepted(row) if row["nodes"] else "",
         f"{row['emitted']} emitted",
         f"one forward with {forward['live'] - 1} other sequences" if forward.get("live", 1) > 1 else "",
         "the prompt's own forward" if row["prefill"] else "",
@@ -132,6 +132,16 @@ def _step(
             "emitted_p": _short(tree.emitted_p),
         }
     return step
+
+
+def _accepted(row: Mapping[str, Any]) -> str:
+    """How many drafted tokens were accepted, and how many were expected: these are without forced ones."""
+    forced, expected = row["forced_accepted"], row["expected_accepted"]
+    of_them = f", {forced} of them forced" if forced else ""
+    others = " of the others" if row["forced"] else ""
+    return f"{row['accepted']} accepted{of_them}" + (
+        f" (expected{others} {expected:.2f})" if isfinite(expected) else ""
+    )
 
 
 def _milliseconds(seconds: float) -> float:

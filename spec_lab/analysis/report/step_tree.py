@@ -17,6 +17,9 @@ SAME = 1e-4
 KINDS = {"bonus": "bonus token", "recovered": "recovered token"}
 """What the token after an accepted path is called, by its origin."""
 
+WHOLE = ("draft_tokens", "draft_parents", "emitted_tokens")
+"""Columns of whole numbers that are needed for a tree."""
+
 MOST_NAMED = 3
 """Most rejected tokens that a sentence names."""
 
@@ -83,6 +86,8 @@ def read_tree(row: Mapping[str, Any]) -> StepTree | None:
         return None
     nodes, emitted = listed["draft_tokens"] or [], listed["emitted_tokens"] or []
     lengths = [len(listed[name] or []) for name in listed if name.startswith("draft_")]
+    if not all(isfinite(one) for name in WHOLE for one in listed[name] or []):  # a null is read as NaN
+        return None
     parents = [int(one) for one in listed["draft_parents"] or []]
     if set(lengths) != {len(nodes)} or len(listed["emitted_origins"] or []) != len(emitted):
         return None
@@ -120,8 +125,11 @@ def _number(value: Any) -> float | None:
 def _path(parents: Sequence[int], ranks: Sequence[Any]) -> list[int] | None:
     """The nodes of a path of child ranks; None where the tree has no such path."""
     path: list[int] = []
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
     for rank in ranks:
-        below = [node for node, parent in enumerate(parents) if parent == (path[-1] if path else -1)]
+        below = children.get(path[-1] if path else -1, [])
         if not 0 <= rank < len(below):
             return None
         path.append(below[int(rank)])
@@ -158,7 +166,8 @@ def _rejection(
     row: Mapping[str, Any], tree: StepTree, rejected: Sequence[int], text: Callable[[int], str], how: Verification
 ) -> str:
     """The sentence about the drafted tokens that were rejected."""
-    legal = [node for node in rejected if node not in tree.illegal]
+    illegal = set(tree.illegal)
+    legal = [node for node in rejected if node not in illegal]
     named = _names([text(tree.tokens[node]) for node in rejected])
     one = len(rejected) == 1
     was, it = ("was", "it") if one else ("were", "them")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
@@ -98,19 +96,11 @@ def _rows(folder: Path, table: pd.DataFrame, varied: Sequence[str]) -> DataTable
     reports = {name for name in rows["run"].unique() if os.path.isfile(folder / str(name) / "report.html")}
     cells = []
     for row in rows.to_dict("records"):
-        one = [Cell(_text(row[name])) for name in ("arm", *varied)] + [Cell(losslessness(row)[0])] * state
-        one += [figure_cell(name, _with_bounds(row, name) if name in ACCURACY else row[name]) for name in names]
+        one = [Cell(sweeps.text(row[name])) for name in ("arm", *varied)] + [Cell(losslessness(row)[0])] * state
+        one += [figure_cell(name, sweeps.with_bounds(row, name) if name in ACCURACY else row[name]) for name in names]
         link = f"{quote(str(row['run']))}/report.html" if row["run"] in reports else ""
-        cells.append([*one, Cell(_text(row["run"]), link=link)])
+        cells.append([*one, Cell(sweeps.text(row["run"]), link=link)])
     return DataTable(columns, cells, searchable=True)
-
-
-def _with_bounds(row: Mapping[str, Any], name: str) -> dict[str, float]:
-    return {"mean": row[name], "low": row.get(f"{name}_low", math.nan), "high": row.get(f"{name}_high", math.nan)}
-
-
-def _text(value: Any) -> str:
-    return "" if pd.isna(value) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _warnings(runs: Sequence[sweep.Run], table: pd.DataFrame) -> list[str]:

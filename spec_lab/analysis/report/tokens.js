@@ -43,7 +43,10 @@
     const accepted = new Set(tree.path), illegal = new Set(tree.illegal), forced = new Set(tree.forced);
     const end = tree.path.length ? tree.path[tree.path.length - 1] : -1;
     const below = new Map();
-    tree.parents.forEach((parent, node) => below.set(parent, [...(below.get(parent) ?? []), node]));
+    tree.parents.forEach((parent, node) => {
+      if (!below.has(parent)) below.set(parent, []);
+      below.get(parent).push(node);
+    });
     const outcome = (node) => {
       if (accepted.has(node)) return tree.path.indexOf(node) < tree.kept ? "accepted" : "cut";
       if (illegal.has(node)) return "illegal";

@@ -10,7 +10,7 @@ from typing import Any
 from spec_lab.analysis import figures
 from spec_lab.analysis.report.facts import facts, read_summary
 from spec_lab.analysis.report.page import DataTable, Page, Section, render, short_path, value_cell
-from spec_lab.core.files import Unreadable, expect
+from spec_lab.core.files import Unreadable, expect, read_text
 from spec_lab.results.manifest import begun
 
 SUMMARY = {
@@ -78,7 +78,7 @@ def learning_curve(folder: Path) -> list[dict[str, Any]]:
     """
     file = folder / "training" / "learning.jsonl"
     try:
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+        lines = [json.loads(line) for line in read_text(file).splitlines()] if file.is_file() else []
         expect(lines, [LINE], "")
         if lines:
             depths = {len(line[key]) for line in lines for key in ("loss", "accepted", "agreed")}
@@ -87,7 +87,7 @@ def learning_curve(folder: Path) -> list[dict[str, Any]]:
             }
             if len(depths) != 1:
                 raise ValueError("its lines have different numbers of draft positions")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Unreadable(
             f"{file} is not a learning curve ({error}); run the same command again to write it anew"
         ) from error

@@ -54,6 +54,9 @@ def test_a_tree_has_its_path_and_its_end():
         {"emitted_tokens": np.array([4, 2])},  # another token than the accepted one
         {"draft_tokens": None},
         {"draft_accept": float("nan")},
+        {"draft_parents": np.array([-1, np.nan])},  # nulls
+        {"draft_tokens": np.array([1, np.nan])},
+        {"emitted_tokens": np.array([1, np.nan])},
     ],
 )
 def test_columns_that_do_not_fit_together_are_no_tree(changes):

@@ -1,8 +1,11 @@
 """The pages about runs of every task but the benchmark, and about comparisons, from files written by hand."""
 
 import copy
+import importlib
 import json
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -146,17 +149,60 @@ def test_files_of_another_shape_are_refused_by_name(task, tmp_path):
         assert not (folder / "report.html").exists()
 
 
+def without_numbers(value, shape):
+    """A summary with None wherever its page allows it in place of a number."""
+    if isinstance(shape, Mapping):
+        known = {key.removeprefix("?"): one for key, one in shape.items() if isinstance(key, str)}
+        return {key: without_numbers(one, known.get(key, shape.get(str))) for key, one in value.items()}
+    if isinstance(shape, list):
+        return [without_numbers(one, shape[0]) for one in value]
+    if isinstance(shape, tuple):
+        inner = next((one for one in shape if isinstance(one, Mapping)), None)
+        return None if shape == (float, None) else value if inner is None else without_numbers(value, inner)
+    return value
+
+
+@pytest.mark.parametrize("task", [CERTIFY, COST, VERIFIERS, DISTANCE, SERVE])
+def test_figures_that_are_not_known_are_left_out(task, tmp_path):
+    page = importlib.import_module(report.PAGES[task].__module__)
+    bare = without_numbers(SUMMARIES[task], page.SUMMARY)
+    if task == DISTANCE:
+        bare["prompts"] = [one | dict.fromkeys(("z", "tv", "kl")) for one in bare["prompts"]]
+    assert bare != SUMMARIES[task]
+    assert "None" not in Parsed(report.write(folder_of(tmp_path / "run", task, bare))).text
+
+
 @pytest.mark.parametrize("task", SUMMARIES)
 def test_a_task_that_has_not_ended_shows_what_is_there_or_says_so(task, tmp_path):
     folder = folder_of(tmp_path / "run", task)
     if task == TRAIN:
         text = Parsed(report.write(folder)).text
         assert "This training has not ended: 40 steps" in text and "training step" in text
-        (folder / "training" / "learning.jsonl").write_text('{"step": "one"}\n')
-        with pytest.raises(Unreadable, match="not a learning curve"):
-            report.write(folder)
+        for line in ('{"step": "one"}', "[" * 100_000, '{"step": ' + "1" * 5000 + "}"):
+            (folder / "training" / "learning.jsonl").write_text(f"{line}\n")
+            with pytest.raises(Unreadable, match="not a learning curve"):
+                report.write(folder)
         (folder / "training" / "learning.jsonl").unlink()
     with pytest.raises(ValueError, match=r"has no (summary|certificate)\.json|no line in training"):
+        report.write(folder)
+
+
+@pytest.mark.parametrize("column", ["arrival", "segment", "tokens", "error"])
+def test_a_table_of_another_shape_is_refused_by_name(column, tmp_path):
+    folder = folder_of(tmp_path / "run", SERVE, SUMMARIES[SERVE])
+    file = folder / "served.parquet"
+    rows = pd.read_parquet(file)
+    for wrong in (rows.drop(columns=column), rows.assign(**{column: [["a", "list"]] * len(rows)})):
+        wrong.to_parquet(file)
+        with pytest.raises(Unreadable, match=r"served\.parquet is not the table of a served stream"):
+            report.write(folder)
+
+
+def test_a_pipe_in_place_of_a_table_is_refused(tmp_path):
+    folder = folder_of(tmp_path / "run", SERVE, SUMMARIES[SERVE])
+    (folder / "served.parquet").unlink()
+    os.mkfifo(folder / "served.parquet")
+    with pytest.raises(Unreadable, match=r"served\.parquet"):
         report.write(folder)
 
 

@@ -144,6 +144,21 @@ def test_rows_without_the_newer_columns_have_a_page(runs, tmp_path):
     assert "record=drafts" in note
 
 
+def test_forced_tokens_are_no_part_of_the_expected_number(runs):
+    tables = metrics.load(runs("sampled"))
+    row = tables.steps[(tables.steps["arm"] == "speculative") & (tables.steps["accepted"] == 1)].iloc[:1]
+    row = row.assign(expected_accepted=0.25)
+
+    def facts(**changes):
+        steps = step_data(replace(tables, steps=row.assign(**changes)), [0, 1, 2], ["speculative"], HOW, {})[0]
+        return next(iter(steps["outputs"].values()))[0]["facts"]
+
+    assert ", 1 accepted (expected 0.25), " in facts()
+    assert ", 1 accepted, 1 of them forced (expected of the others 0.25), " in facts(forced=1, forced_accepted=1)
+    assert ", 1 accepted (expected of the others 0.25), " in facts(forced=1)
+    assert ", 1 accepted, " in facts(expected_accepted=float("nan"))  # of a failed step
+
+
 def test_the_block_is_bounded_and_says_what_is_left_out(runs, monkeypatch):
     _, whole, _ = data_of(runs("sampled"))
     size = len(str(embedded(whole)))
