@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from spec_lab.analysis.figures.style import BASELINE, COLOURS, GREY, STYLE
+from spec_lab.analysis.figures import BASELINE, COLOURS, GREY, STYLE
 from spec_lab.core.terminal import visible
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
@@ -122,7 +123,8 @@ def check_overrides(arguments: Sequence[str]) -> None:
                 if not isinstance(name, dict) and not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME):
                     raise ValueError(_not_an_option(option.lstrip("+"), group, name))
                 for folder in own if isinstance(name, str) else ():
-                    _check_own(Path(folder, group, f"{name}.yaml"), folder, f"{option}={name}")
+                    quoted = QuotedString(name, Quote.single).with_quotes()
+                    _check_own(Path(folder, group, f"{name}.yaml"), folder, f"{option}={quoted}")
 
 
 def _check_own(file: Path, folder: str, choice: str) -> None:

@@ -55,12 +55,21 @@ def texts_under(allowed) -> list[tuple[int, ...]]:
     return sorted(found, key=lambda text: max(order[found.index(text[:end])] for end in range(len(text) + 1)))
 
 
+def learn(futures: ExpectedFutures, allowed, text, followed) -> None:
+    """Score a text, or add the tokens that followed it since."""
+    tokens = np.array(allowed(text), dtype=np.int64)
+    may = tokens[futures.may_follow(text, tokens)].tolist()
+    rest = sum(p_after(text)[token] for token in may if token not in followed)
+    futures.learn(text, rest, {token: p_after(text)[token] for token in followed})
+
+
 def learned(allowed, count: int | None) -> ExpectedFutures:
-    """The bounds after so many texts; None for all."""
+    """The bounds after so many texts, of which each stores the tokens that followed it; None for all texts."""
     futures = ExpectedFutures(frozenset({STOP}), LENGTH)
     for text in texts_under(allowed)[:count]:
-        tokens = np.array(allowed(text), dtype=np.int64)
-        futures.learn(text, tokens, p_after(text)[tokens])
+        if text:
+            learn(futures, allowed, text[:-1], [*futures.known[text[:-1]].p, text[-1]])
+        learn(futures, allowed, text, [])
     return futures
 
 
@@ -71,8 +80,8 @@ def test_bounds_are_upper_bounds_and_only_fall(allowed):
     assert futures.upper == 1 and futures.lower == 0 and 0 < z < 1
     for text in texts:
         tokens = np.array(allowed(text), dtype=np.int64)
-        futures.learn(text, tokens, p_after(text)[tokens])
-        futures.learn(text, tokens, 0 * p_after(text)[tokens])  # known already: nothing changes
+        learn(futures, allowed, text, tokens.tolist())
+        futures.learn(text, 9.0, dict.fromkeys(tokens.tolist(), 0.0))  # known already: nothing changes
         if STOP in tokens:
             futures.add((*text, STOP), p_of((*text, STOP)))
         now = {known: one.total for known, one in futures.known.items()}

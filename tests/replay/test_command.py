@@ -283,7 +283,7 @@ def test_constraints_and_wrong_options_are_refused(tmp_path):
     with pytest.raises(ValueError, match="record=replay supports no constraint yet"):
         lab(applied=object()).arms(settings(tmp_path, record="replay"))
     for changes, why in (
-        ({"record": "all"}, "record must be one of drafts, replay"),
+        ({"record": "all"}, "record must be one of auto, drafts, replay, none"),
         ({"record_top": 0}, "record_top must be a whole number"),
         ({"record_share": 0.0}, "record_share must be above 0"),
     ):

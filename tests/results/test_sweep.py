@@ -521,11 +521,11 @@ def test_state_and_collect_list_all_runs(cli, tiny, tmp_path, decoded):
     assert code == 0, errors
     (table, _, summed) = output.partition("swept: ")
     told = {words[0]: words[1:] for line in table.splitlines() if (words := line.split())}
-    assert told["prompts.limit=1"][:2] == ["done", "1/1"]
-    assert told["prompts.limit=nothing"][:2] == ["failed", "0/?"]
+    assert told["limit=1"][:2] == ["done", "1/1"]
+    assert told["limit=nothing"][:2] == ["failed", "0/?"]
     assert "prompts.limit must be a whole number" in output
-    assert told["prompts.limit=2"] == ["pending", "1/2"]
-    assert told["prompts.limit=3"][:1] == ["running"]
+    assert told["limit=2"] == ["pending", "1/2"]
+    assert told["limit=3"][:1] == ["running"]
     assert summed.startswith("1 done, 1 running, 1 failed, 1 pending")
     assert "The same command resumes" in summed
 
