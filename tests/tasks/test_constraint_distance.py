@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from spec_lab.analysis.tracking import Files
 from spec_lab.cli.main import main
 from spec_lab.constrain import AppliedConstraint, ConstraintError
 from spec_lab.constrain.potential import explore
@@ -260,6 +261,19 @@ def interrupted_at(monkeypatch, name, number):
 
     monkeypatch.setattr(task, name, interrupted)
     return calls
+
+
+def test_a_resumed_run_uploads_all_prompts(tmp_path, monkeypatch):
+    class Sent(Files):
+        def group(self, number, figures):
+            sent.append(number)
+
+    sent = []
+    one = replace(toy_lab(), tracker=Sent())
+    interrupted_at(monkeypatch, "exact", 2)
+    assert run(tmp_path, one)[0] == 130 and sent == [0]
+    sent.clear()
+    assert run(tmp_path, one)[0] == 0 and sent == [0, 1]
 
 
 @pytest.mark.parametrize(("name", "most"), [("exact", 4096), ("estimate", 2)])

@@ -156,9 +156,9 @@ def show(run: Any, summary: Mapping[str, Any], files: list[Path]) -> None:
 
 
 def show_training(run: Any, lines: Collection[Mapping[str, Any]], logged: Collection[int] = ()) -> None:
-    """Log the lines of a learning curve (``headline.training``) whose steps are not logged yet."""
+    """Log the lines of a learning curve (``headline.training``) with a loss, whose steps are not logged yet."""
     for line in lines:
-        if line["step"] not in logged:
+        if line["loss"] and line["step"] not in logged:
             run.log({series.TRAIN_STEP: line["step"], **headline.training(line)})
 
 

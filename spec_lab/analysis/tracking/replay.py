@@ -89,7 +89,7 @@ def _learning(folder: Path, summary: Mapping[str, Any] | None) -> list[dict[str,
         expect({"learning": curve}, {"learning": [LINE]}, "")
     except ValueError as error:
         raise Unreadable(f"{folder / SUMMARIES[0]} is not readable ({error})") from error
-    return [line for line in curve if line["loss"]]
+    return list(curve)
 
 
 def track_all(folder: Path, project: str = "spec_lab", entity: str | None = None, mode: Mode = "auto") -> Iterator[str]:

@@ -68,6 +68,8 @@ def measure(
     def work(_: Mapping[str, Any]) -> Done:
         found = tables.entries(written)
         todo = [one for one in requests if one.id not in found]
+        for number, entry in found.items():  # a resumed upload begins anew
+            lab.tracker.group(number, _tracked(entry))
         for request in tqdm(todo, desc=settings.name, unit="prompt", disable=None):
             entry = {"prompt": request.name, **_distance(lab, settings, request, method, sampler, samples, attempts)}
             written.write(f"{request.id:06d}", {"distances": tables.row(request.id, entry)})

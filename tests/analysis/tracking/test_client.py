@@ -295,6 +295,7 @@ def test_a_training_shows_its_curve_as_it_goes_on_and_once(tmp_path, monkeypatch
     tracker = Wandb(mode="offline")
     tracker.start("train", {}, tmp_path)
     tracker.training(lines[0])
+    tracker.training({**lines[0], "step": 30, "loss": []})  # a drafter without draft positions
     assert [(one["trainer/global_step"], one["train/loss"], one["train/tau"]) for one in fake.calls] == [(20, 3, 1.625)]
     tracker.finish({"learning": lines, "accepted": [0.5, 0.25], "measured_length": 0.6, "estimated_length": 0.625}, [])
     assert [one["trainer/global_step"] for one in fake.calls] == [20, 40]

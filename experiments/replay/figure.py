@@ -1,0 +1,48 @@
+"""Draw predicted against measured tau from results.csv: python -m experiments.replay.figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from spec_lab.analysis.figures import COLOURS, GREY, STYLE
+
+HERE = Path(__file__).parent
+MARKERS = {"token": "o", "kseq": "s", "match": "^", "traversal": "D"}
+
+
+def draw(table: pd.DataFrame) -> Figure:
+    """Return predicted against measured tau, a point with its 95 % intervals for each design."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(5.6, 5.2), layout="constrained")
+        axes = figure.subplots()
+        ends = (
+            table[["predicted_low", "measured_low"]].min().min() - 0.05,
+            table[["predicted_high", "measured_high"]].max().max() + 0.05,
+        )
+        axes.plot(ends, ends, color=GREY, ls="--", lw=1, zorder=1)
+        for number, (verifier, marker) in enumerate(MARKERS.items()):
+            own = table[table["verifier"] == verifier]
+            across, up = (
+                [own[name] - own[f"{name}_low"], own[f"{name}_high"] - own[name]] for name in ("measured", "predicted")
+            )
+            look = {"color": COLOURS[number], "marker": marker, "ms": 4, "ls": "", "lw": 0.8, "alpha": 0.75}
+            label = f"{verifier}, {len(own)} designs"
+            axes.errorbar(own["measured"], own["predicted"], xerr=across, yerr=up, label=label, **look)
+        axes.set(xlim=ends, ylim=ends, aspect="equal")
+        axes.set(xlabel="measured tau, tokens per step", ylabel="predicted tau, tokens per step")
+        axes.set_title("Designs that were not run: 95 % intervals over prompts")
+        axes.legend(title="verifier", loc="upper left")
+        return figure
+
+
+def main() -> None:
+    """Draw the figure beside this file."""
+    draw(pd.read_csv(HERE / "results.csv")).savefig(HERE / "replay.png", dpi=150)
+
+
+if __name__ == "__main__":
+    main()
