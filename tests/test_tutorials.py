@@ -105,6 +105,7 @@ def test_a_page_s_command_does_what_the_page_says(quick_cli, tmp_path, monkeypat
         assert "chain_rejection" in errors and "draft_tree" in errors
 
 
+@pytest.mark.nightly
 def test_the_constraint_forbids_repeated_n_grams_and_the_controller_ends_after_its_lines(quick_cli, tmp_path, package):
     package("write_a_constraint")
     short = ["prompts.limit=2", "max_new_tokens=40", "warmup=0", "threads=1", "target.dtype=float32", "baseline=false"]

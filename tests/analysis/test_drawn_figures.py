@@ -25,6 +25,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", CASES)
 def test_the_figures_of_a_run(case):
     drawn = figures.run_figures(tables(**CASES[case]), {"medusa": [(0,), (1,), (0, 0)]})
@@ -217,6 +218,7 @@ def colour_in(figure: Figure, label: str) -> str:
     raise AssertionError(f"nothing has the label {label}")
 
 
+@pytest.mark.nightly
 def test_an_arm_has_one_colour_in_all_figures_whatever_stands_beside_it():
     for arm in ("eagle3", "my_proposer", "draft_depth_7"):
         for others in ([], ["medusa"], TWELVE, ["a", "b", "c", "d", "e"]):

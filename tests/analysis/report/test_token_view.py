@@ -81,6 +81,7 @@ def data_of(folder):
     return tables, *step_data(tables, requests, metrics.arms(tables), HOW, load_token_texts(folder))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", RUNS)
 def test_every_step_has_its_accepted_tokens_and_its_texts(name, runs):
     tables, data, note = data_of(runs(name))
@@ -105,6 +106,7 @@ def test_every_step_has_its_accepted_tokens_and_its_texts(name, runs):
     assert json.loads(str(embedded(data))) == data
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", RUNS)
 def test_every_shaded_token_leads_to_its_step(name, runs):
     page = report.write(runs(name))
