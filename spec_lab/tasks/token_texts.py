@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from spec_lab.constrain.vocabulary import text_bytes
 from spec_lab.models.target import Target
 from spec_lab.results.parts import Rows
+
+LOG = logging.getLogger(__name__)
 
 MAX_LETTERS = 64
 
@@ -30,7 +33,8 @@ class TokenTexts:
         """Return the texts of a target's tokens."""
         try:
             return TokenTexts(target.tokenizer, text_bytes(target))
-        except Exception:  # tokens without bytes of their own, or an unknown kind: no run may fail for its report
+        except Exception as error:  # tokens without bytes, or an unknown kind: no run may fail for its report
+            LOG.warning("The bytes of tokens are not known (%s): tokens.parquet has their decoded texts", error)
             return TokenTexts(target.tokenizer, None)
 
     def text(self, token: int) -> str:

@@ -10,7 +10,7 @@ from spec_lab.results import sweep
 MANIFEST = {
     "config": {
         "name": "toy",
-        "target": {"_target_": "spec_lab.models.target.Target.load", "path": "/home/someone/models/toy", "dtype": None},
+        "target": {"_target_": "spec_lab.models.target.Target.load", "path": "/absolute/models/toy", "dtype": None},
         "proposer": {
             "_target_": "spec_lab.propose.medusa.Medusa.load",
             "depth": 4,
@@ -27,7 +27,7 @@ MANIFEST = {
         "batch_size": 2,
         "stop_strings": [],
         "seed": 1,
-        "output_dir": "/home/someone/outputs",
+        "output_dir": "/absolute/outputs",
         "tracker": {"project": "secret-project"},
     },
     "seed": 1,

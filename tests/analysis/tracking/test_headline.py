@@ -27,7 +27,7 @@ def test_lists_are_numbered_and_bounded_and_only_single_values_are_shown():
     found = headline.figures(
         {
             "survival": [0.5] * 99, "nan": math.nan, "none": None, "lossless": True, "rows": [{"a": 1}],
-            "target": "/home/someone/models/toy", "finish": {"length": 3}, "text": "x" * 9999, "errors": ["secret"],
+            "target": "/absolute/models/toy", "finish": {"length": 3}, "text": "x" * 9999, "errors": ["secret"],
         }
     )  # fmt: skip
     assert [name for name in found if name.startswith("survival")] == [f"survival/{k}" for k in range(1, 17)]

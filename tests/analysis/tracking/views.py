@@ -14,7 +14,7 @@ from spec_lab.results.writer import Recorder
 CONFIG = {
     "name": "toy",
     "max_new_tokens": 12,
-    "target": {"path": "/home/someone/models/toy", "dtype": "float32"},
+    "target": {"path": "/absolute/models/toy", "dtype": "float32"},
     "proposer": {"depth": 2, "store": None},
     "tracker": {"api_key": "hush"},
 }
