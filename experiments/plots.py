@@ -359,7 +359,7 @@ def fill(readme: Path, text: str, part: str = "results") -> None:
 
 
 def study(
-    file: str,
+    script: str,
     results: Callable[[Path], pd.DataFrame],
     draw: Callable[[pd.DataFrame], Figure],
     written: Callable[[pd.DataFrame], str],
@@ -367,24 +367,30 @@ def study(
 ) -> pd.DataFrame:
     """Run a study's command: write results, figure and the README's table from the files of its runs.
 
+    With ``--redraw`` only the figure is written, from the results that are there.
+
     Args:
-        file: the script in the study's folder, whose name is also the default of the runs' directory.
+        script: the file in the study's folder, whose name is also the default of the runs' directory.
         results: the table of the runs in a directory.
         draw: its figure.
         written: its table as Markdown.
         arguments: of the command line.
     """
-    here = Path(file).resolve().parent
+    here = Path(script).resolve().parent
     parser = argparse.ArgumentParser(description=f"Results, figure and table of the study {here.name}.")
     parser.add_argument(
         "runs", type=Path, nargs="?", default=Path("outputs", here.name), help="output_dir= of the study's runs"
     )
     parser.add_argument("--folder", type=Path, default=here, help="where results, figure and README are")
+    parser.add_argument("--redraw", action="store_true", help="draw the figure from results.csv, without the runs")
     chosen = parser.parse_args(arguments)
-    table = results(chosen.runs)
-    table.to_csv(chosen.folder / "results.csv", index=False, float_format="%.4g")
+    file = chosen.folder / "results.csv"
+    table = pd.read_csv(file) if chosen.redraw else results(chosen.runs)
     with rc_context(STYLE):
         draw(table).savefig(chosen.folder / f"{here.name}.png", bbox_inches="tight", dpi=110)
+    if chosen.redraw:
+        return table
+    table.to_csv(file, index=False, float_format="%.4g")
     text = f"{written(table)}\n\n{baseline_share(chosen.runs)}"
     fill(chosen.folder / "README.md", text)
     print(text)

@@ -11,7 +11,7 @@ request's sampling, and others, follow from it. q is the draft distribution that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -89,8 +89,9 @@ class Recorded:
         argmax: ``[R]`` the target's arg max of each row, where it settles p and stop.
         last: ``[B]`` the token emitted after each accepted path; -1 for none.
         last_p: ``[B]`` its target probability; None where the target's arg max settles it.
-        legal: ``[R]`` whether the constraint allows each row; None without one.
+        legal: ``[R]`` whether the constraint allows each row; None without a constraint on the target.
         forced: ``[R]`` whether one token only is allowed after each row; None without a constraint on the target.
+        broken: trees that were not verified, since their forward or draft failed.
     """
 
     token: list[int]
@@ -102,6 +103,7 @@ class Recorded:
     last_p: np.ndarray | None
     legal: np.ndarray | None
     forced: np.ndarray | None
+    broken: Collection[int] = ()
 
     def columns(self, shape: Shape, committed: Sequence[Committed]) -> list[dict[str, Any]]:
         """Return ``schema.DRAFT_COLUMNS`` of each tree."""
@@ -123,7 +125,7 @@ class Recorded:
                     "draft_parents": shape.places[parent[own]].tolist(),
                     "draft_p": _listed(p, own),
                     "draft_q": _listed(self.q, own),
-                    "draft_accept": _listed(accept, own),
+                    "draft_accept": _listed(None if tree in self.broken else accept, own),
                     "draft_legal": None if self.legal is None else self.legal[own + shape.roots].tolist(),
                     "draft_forced": None if forced is None else forced[own].tolist(),
                     "emitted_tokens": [one.token for one in got.tokens],

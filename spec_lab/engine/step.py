@@ -309,7 +309,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
     if parts.record.drafts:
         recorded = Recorded(
             drafted, host.get("p"), host.get("q"), host.get("stop"), best, token, host.get("last_p"),
-            None if masks is None else masks.legal, forced,
+            None if masks is None or not on_target else masks.legal, forced, broken,
         )  # fmt: skip
     distributions = None
     if "recorded_p" in host:

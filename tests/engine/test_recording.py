@@ -173,6 +173,33 @@ def test_nodes_outside_the_constraint_are_marked_and_have_no_probability():
     assert all(row["forced"] == sum(row["draft_forced"]) for one in rows for row in one)
 
 
+def test_a_constraint_on_the_draft_alone_marks_nothing():
+    """The target may accept what the constraint does not allow."""
+    target = target_on("cpu")
+    applied = AppliedConstraint(EvenTokens(), placement="none")
+    _, _, rows = recorded(target, PROPOSERS["draft_without"](target), Token(), short_requests(0.8, 2), applied)
+    steps = [row for one in rows for row in one]
+    assert any(token % 2 for row in steps for token in row["emitted_tokens"])
+    assert all(row["draft_legal"] is row["draft_forced"] is None for row in steps)
+
+
+@pytest.mark.parametrize("sampling", [COLD, WARM])
+def test_what_was_not_verified_has_no_acceptance(target, monkeypatch, sampling):
+    run, computed = target.lm.run, []
+
+    def fails_at_the_third(*arguments, **options):
+        output = run(*arguments, **options)
+        computed.append(output)
+        if len(computed) == 3:
+            output.logits[0] = torch.nan
+        return output
+
+    monkeypatch.setattr(target.lm, "run", fails_at_the_third)
+    _, _, rows = recorded(target, draft_model("2x1", "point"), Token(), requests(sampling, new=8))
+    failed = [row for one in rows for row in one if not row["expected_kind"]]
+    assert len(failed) == 1 and len(failed[0]["draft_tokens"]) == 4 and set(failed[0]["draft_accept"]) == {None}
+
+
 @pytest.mark.parametrize(
     ("name", "temperature"),
     [

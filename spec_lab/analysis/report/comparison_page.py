@@ -15,7 +15,7 @@ from spec_lab.analysis.metrics import Interval
 from spec_lab.analysis.report.page import Cell, DataTable, Page, Section, render, short_path
 from spec_lab.core.files import write_text
 
-BADGES = {"significant": "good", "too few": "warn"}
+BADGES = {"significant": "strong", "too few": "warn"}
 
 CHANGES = (
     "Each row is one figure of an arm in another run against the reference's, paired over the prompts or groups that "

@@ -17,6 +17,7 @@ from spec_lab.analysis import figures
 from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.report.step_tree import StepTree, Verification, read_tree, reason
 from spec_lab.core.terminal import visible
+from spec_lab.engine.request import BROKEN
 
 MAX_DATA = 4_000_000
 """Most characters of the JSON block of steps."""
@@ -130,6 +131,8 @@ def _step(
             "origins": tree.origins,
             "kept": int(row["emitted_kept"]),
             "emitted_p": _short(tree.emitted_p),
+            "noise": row["expected_kind"] == "noise",
+            "failed": row["finish"] in BROKEN and not tree.emitted,
         }
     return step
 
@@ -139,9 +142,8 @@ def _accepted(row: Mapping[str, Any]) -> str:
     forced, expected = row["forced_accepted"], row["expected_accepted"]
     of_them = f", {forced} of them forced" if forced else ""
     others = " of the others" if row["forced"] else ""
-    return f"{row['accepted']} accepted{of_them}" + (
-        f" (expected{others} {expected:.2f})" if isfinite(expected) else ""
-    )
+    known = isfinite(expected) and row["expected_kind"] != "noise"  # given the noise it is what was accepted
+    return f"{row['accepted']} accepted{of_them}" + (f" (expected{others} {expected:.2f})" if known else "")
 
 
 def _milliseconds(seconds: float) -> float:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isclose, isfinite
 from typing import Any
 
 import numpy as np
 
 from spec_lab.engine.request import BROKEN, FINISHES
 
-SAME = 1e-4
-"""Probabilities that differ by less are called equal: columns are float32."""
+SAME = 1e-3
+"""Probabilities that differ by a smaller share are called equal: columns are float32."""
 
 KINDS = {"bonus": "bonus token", "recovered": "recovered token"}
 """What the token after an accepted path is called, by its origin."""
@@ -158,6 +158,8 @@ def reason(row: Mapping[str, Any], tree: StepTree, text: Callable[[int], str], h
         first = f"{what} accepted, down to a leaf."
     else:
         first = "Nothing was drafted."
+    if row["finish"] in BROKEN and tree.last is None:
+        return f"{first} Then the step failed: {FINISHES[row['finish']]}."
     then = _emission(row, tree, text, how, bool(rejected))
     return " ".join(one for one in (first, then, *_afterwards(row, tree)) if one)
 
@@ -187,17 +189,18 @@ def _rejection(
     if not how.lossless:
         by = f"the lossy verifier {how.verifier} accepts" if how.lossless is False else "the verifier accepts"
         return f"{start}: {by} {'it' if one else 'one of them'} with probability {chance}."
-    if all(abs(a - b) <= SAME for a, b in zip(p, accept, strict=True)):
+    if all(isclose(a, b, rel_tol=SAME) for a, b in zip(p, accept, strict=True)):
         if one:
-            return f"{start}: it is accepted with its target probability, p {chance}."
-        return f"{start}: one of them is accepted with the sum of their target probabilities, {chance}."
+            return f"{start}: it is accepted with its target probability, p {_shown(p[0])}."
+        return f"{start}: one of them is accepted with the sum of their target probabilities, {_shown(min(1.0, sum(p)))}."
     if not one:
         return f"{start}: one of them is accepted with probability {chance}."
     q = tree.q[legal[0]]
+    if q is not None and p[0] < q and isclose(accept[0], p[0] / q, rel_tol=SAME):
+        return f"{start}: target p {_shown(p[0])} < draft q {_shown(q)}, so its acceptance probability was {chance}."
     drafted = "" if q is None else f", draft q {_shown(q)}"
-    if q is not None and p[0] < q and abs(accept[0] - p[0] / q) <= SAME:
-        drafted = f" < draft q {_shown(q)}"
-    return f"{start}: target p {_shown(p[0])}{drafted}, so its acceptance probability was {chance}."
+    by = how.verifier or "the verifier"
+    return f"{start}: target p {_shown(p[0])}{drafted}; {by} accepts it with probability {chance}, given the path above."
 
 
 def _emission(

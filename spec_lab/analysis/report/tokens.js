@@ -6,7 +6,8 @@
 //   texts    the text of each token
 //   outputs  the steps of each output, by REQUEST/ARM/SEQUENCE: round, why, facts, ms and, where it was recorded, tree:
 //            tokens, parents (-1: the root), p, q, accept of each node; illegal, forced and path (the accepted ones) are
-//            places of nodes; emitted, origins, kept (how many are left) and emitted_p are those of the emitted tokens
+//            places of nodes; emitted, origins, kept (how many are left) and emitted_p are those of the emitted tokens;
+//            noise: whether accept is given the noise that draft and target share; failed: the step was not verified
 {
   const SVG = "http://www.w3.org/2000/svg";
   const ROW = 28, MARK = 13; // px: a row of the tree, the x of the root's mark
@@ -49,6 +50,7 @@
     });
     const outcome = (node) => {
       if (accepted.has(node)) return tree.path.indexOf(node) < tree.kept ? "accepted" : "cut";
+      if (tree.failed) return "below";
       if (illegal.has(node)) return "illegal";
       const parent = tree.parents[node];
       if (parent === end) return "rejected";
@@ -140,7 +142,8 @@
     const titles = [
       ["token", "drafted token; siblings stand in the order drawn"], ["p", "target probability given the path above"],
       ["q", "draft probability given the path above; empty where the token was not sampled"],
-      ["accept", "probability that the token is accepted, given that its parent is"], ["outcome", "what the step did"],
+      ["accept", `probability that the token is accepted, given ${tree.noise ? "the shared noise and " : ""}that its parent is`],
+      ["outcome", "what the step did"],
     ];
     const head = make("tr", {}, ...titles.map(([name, title]) => make("th", { scope: "col", title }, name)));
     return make("div", { class: "tree", tabindex: "0", role: "group", "aria-label": "Draft tree" },

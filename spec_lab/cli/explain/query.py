@@ -60,10 +60,11 @@ def find(reference: Reference, query: str) -> tuple[Answer, ...]:
 
 
 def _keys(reference: Reference, name: str) -> tuple[KeyMatch, ...]:
-    """Return the keys with this name; if there are none, those that end with it. Equal ones of a group are one."""
+    """Return the keys with this name; if there are none, those that end with it, also of experiments. Equal ones of a
+    group are one."""
     exact = [one for one in reference.each_key() if one[0] == name]
     found: dict[tuple[str, ConfigKey], list[ConfigOption]] = {}
-    for path, option, key in exact or _settings(reference, name) or reference.each_key():
+    for path, option, key in exact or (*reference.each_key(), *_settings(reference, name)):
         if path == name or f".{path}".endswith(f".{name}"):
             found.setdefault((path, key), []).append(option)
     return tuple(KeyMatch(path, key, tuple(options)) for (path, key), options in found.items())

@@ -84,7 +84,22 @@ def test_a_probability_that_is_not_the_ratio_is_not_said_to_be_it():
     """As of block verification, where a token's acceptance depends on the path above it."""
     sampled = {"draft_p": [0.5, 0.02], "draft_q": [0.5, 0.31], "draft_accept": [1.0, 0.5]}
     said = why(row(**CHAIN, **sampled), Verification("traversal", True, 1.0))
-    assert "<" not in said and "0.50" in said and "0.02" in said and "0.31" in said
+    assert "<" not in said and ", so" not in said and "0.02" in said and "0.31" in said
+    assert "traversal accepts it with probability 0.50, given the path above" in said
+
+
+def test_small_probabilities_are_compared_by_their_ratio():
+    """A token that is accepted with probability p/q is not said to be accepted with p, however small both are."""
+    sampled = {"draft_p": [0.5, 1e-6], "draft_q": [0.5, 0.02], "draft_accept": [1.0, 5e-5]}
+    said = why(row(**CHAIN, **sampled), TOKEN)
+    assert "target p 1.0e-6 < draft q 0.02, so its acceptance probability was 5.0e-5" in said
+    other = why(row(**CHAIN, **sampled | {"draft_accept": [1.0, 6e-5]}), TOKEN)
+    assert "<" not in other and ", so" not in other
+
+
+def test_a_step_that_fails_after_its_accepted_tokens_says_so():
+    said = why(row([-1], [1], [0], [1], ["accepted"], finish="stuck"), TOKEN)
+    assert "accepted, down to a leaf. Then the step failed" in said and "No token follows" not in said
 
 
 @pytest.mark.parametrize("verifier", ["token", "match", "traversal"])

@@ -159,6 +159,7 @@ def test_forced_tokens_are_no_part_of_the_expected_number(runs):
     assert ", 1 accepted, 1 of them forced (expected of the others 0.25), " in facts(forced=1, forced_accepted=1)
     assert ", 1 accepted (expected of the others 0.25), " in facts(forced=1)
     assert ", 1 accepted, " in facts(expected_accepted=float("nan"))  # of a failed step
+    assert ", 1 accepted, " in facts(expected_kind="noise")  # the expectation is what was accepted
 
 
 def test_the_block_is_bounded_and_says_what_is_left_out(runs, monkeypatch):

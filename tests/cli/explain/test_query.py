@@ -47,6 +47,7 @@ def test_a_key_is_found_in_every_option_that_has_it(known):
         ("max_new_tokens", {"max_new_tokens"}), ("seed=3", {"seed"}), ("arms.mine.max_ngram", {"proposer.max_ngram"}),
         ("recipe.loss", {"task.recipe.loss"}), ("hydra.launcher.minutes", {"hydra.launcher.minutes"}),
         ("proposer.inner", {"proposer.inner"}), ("arms", {"arms"}),
+        ("depth", {"proposer.depth", "policy.depth", "task.recipe.depth"}),
     ],
 )  # fmt: skip
 def test_a_key_is_found_by_its_name_or_its_end(known, query, paths):
