@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_lab.analysis.figures import Figures
-from spec_lab.analysis.names import names_in_manifest, renamed
+from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.report.page import Page, short_path
 from spec_lab.analysis.roofline_text import limits_in_words
 from spec_lab.core.files import Unreadable, expect, read_json
@@ -92,6 +92,7 @@ def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: An
     sampling = {key: value for key, value in sampling.items() if key[0] != "_"}
     chat = manifest.get("chat") or {}
     target, prompts = config.get("target") or {}, config.get("prompts") or {}
+    proposers = manifest["proposers"]
     device = (target.get("dtype"), device_text(target, manifest.get("ranks", 1)), target.get("attention"))
     memory = f", {machine['memory_gib']} GiB" if machine.get("memory_gib") else ""
     return {
@@ -100,7 +101,9 @@ def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: An
         "precision, device, attention": ", ".join(str(one) for one in device if one),
         "proposers": "; ".join(
             arm if one.get("name") in (None, arm) else f"{arm}: {one['name']}"
-            for arm, one in renamed(manifest["proposers"], names_in_manifest(manifest)).items()
+            for arm, one in renamed(
+                proposers, arm_names({arm: one.get("name") for arm, one in proposers.items()})
+            ).items()
         ),
         "constraint": constraint,
         "sampling": ", ".join(f"{key} {value}" for key, value in sampling.items()),
