@@ -93,6 +93,7 @@ def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: An
     chat = manifest.get("chat") or {}
     target, prompts = config.get("target") or {}, config.get("prompts") or {}
     proposers = manifest["proposers"]
+    names = arm_names({arm: one.get("name") for arm, one in proposers.items()})
     device = (target.get("dtype"), device_text(target, manifest.get("ranks", 1)), target.get("attention"))
     memory = f", {machine['memory_gib']} GiB" if machine.get("memory_gib") else ""
     return {
@@ -101,9 +102,7 @@ def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: An
         "precision, device, attention": ", ".join(str(one) for one in device if one),
         "proposers": "; ".join(
             arm if one.get("name") in (None, arm) else f"{arm}: {one['name']}"
-            for arm, one in renamed(
-                proposers, arm_names({arm: one.get("name") for arm, one in proposers.items()})
-            ).items()
+            for arm, one in renamed(proposers, names).items()
         ),
         "constraint": constraint,
         "sampling": ", ".join(f"{key} {value}" for key, value in sampling.items()),
