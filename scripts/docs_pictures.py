@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,18 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from spec_lab.analysis.figures import BASELINE, COLOURS, GREY, STYLE
+from spec_lab.analysis.figures.palette import DARK_PAGE, GRID, on_dark
 from spec_lab.core.terminal import visible
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 5.3  # inches: at 390 pixels letters are still as large as in the text
 INK, ACCEPTED, REJECTED, UNUSED = "#222222", "#2f8f57", "#b03a5b", "#c9ccd1"
 P, Q = COLOURS[0], COLOURS[1]
+DARK = {
+    "#000000": "#e8e8e8", INK: "#e8e8e8", "#ffffff": DARK_PAGE, GRID: "#3a3f46", "#555555": "#a4abb3",
+    "#eef0f2": "#2a2f36", UNUSED: "#5a616a", "#d5dae0": "#3f454d", "#9aa3ad": "#626a74",
+}  # fmt: skip
+"""Greys in the dark scheme, the background's included; any other colour is that of ``palette.on_dark``."""
 
 
 @dataclass(frozen=True)
@@ -341,9 +349,25 @@ def draw_speedups(results: Path) -> Figure:
 
 
 def written(figure: Figure, file: Path) -> None:
-    """Save a figure as SVG on white, so that it is legible on light and dark pages; letters are drawn as paths."""
-    figure.savefig(file, metadata={"Date": None, "Creator": None}, facecolor="white")
+    """Save a figure as SVG on white, and on a dark background where the page is dark; letters are drawn as paths."""
+    stream = StringIO()
+    figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None}, facecolor="white")
+    file.write_text(with_dark_scheme(stream.getvalue()), encoding="utf-8")
     print(file)
+
+
+def with_dark_scheme(svg: str) -> str:
+    """Return an SVG of matplotlib with a style that changes its colours in the dark colour scheme of a browser.
+
+    An image follows the scheme of the page that shows it, on the site and on a forge. Its background is its own, so
+    that it stays legible in readers that know no scheme.
+    """
+    colours = sorted(set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", svg)))
+    dark = {one: DARK.get(one) or on_dark(one) for one in colours}
+    rules = [f'[style*="{what}: {one}"]{{{what}:{dark[one]}!important}}' for what in ("fill", "stroke")
+             for one in colours if dark[one] != one and f"{what}: {one}" in svg]  # fmt: skip
+    style = f"@media (prefers-color-scheme: dark){{svg{{fill:{DARK['#000000']}}}{''.join(rules)}}}"
+    return svg.replace("</style>", f"{style}</style>", 1)
 
 
 def word(text: str) -> str:

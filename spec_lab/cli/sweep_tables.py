@@ -35,9 +35,11 @@ def print_sweep(folder: Path, console: Console | None = None, every: bool = Fals
     Raises:
         ValueError: the folder holds no sweep.
     """
+    from spec_lab.analysis.metrics import sweeps
+
     console = console or Console(markup=False)
     found = sweep.runs(folder)
-    label = _short_labels(found)
+    label = sweeps.run_labels(found)
     table = _table("run", "state", right=("groups", "seconds"))
     table.add_column("", overflow="fold")
     for one in found:
@@ -127,22 +129,6 @@ def _with_accuracy(figures: Sequence[str], table: Any) -> tuple[str, ...]:
     """Return the figures, with the share of correct answers where answers were checked."""
     checked = "correct" in table and bool(table["correct"].notna().any())
     return (*figures, *["correct"] * checked)
-
-
-def _short_labels(found: Sequence[sweep.Run]) -> dict[str, str]:
-    """Return the options of each run that not all runs share, by folder, cut to their last parts where unambiguous."""
-    from spec_lab.analysis.metrics import sweeps
-
-    label = sweep.labels({one.folder.name: one.overrides for one in found})
-    short = sweeps.short_names(list(dict.fromkeys(sweep.key(one) for run in found for one in run.overrides)))
-    given = {one.folder.name: dict.fromkeys(one.overrides) for one in found}
-    shortened = {}
-    for name, text in label.items():
-        own = [one for one in given[name] if one in text.split(" ")]
-        whole = " ".join(own) == text
-        cut = (f"{short[sweep.key(one)]}={one.partition('=')[2]}" for one in own)
-        shortened[name] = " ".join(cut) if whole else text
-    return shortened
 
 
 def _figure(row: Mapping[str, Any], name: str) -> str:

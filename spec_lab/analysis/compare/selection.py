@@ -156,15 +156,21 @@ def setting_values(
     """Return the settings that are not the same in all runs, given as manifests by label.
 
     Returns:
-        Of the configuration, without options that only say where results go; and of code, machine, weights, prompts and
-        draft trees, as far as all runs have them.
+        Of the configuration, without options that only say where results go, with the draft trees that runs chose; and
+        of code, machine, weights and prompts, as far as all runs have them.
     """
     configuration = {
         label: {key: value for key, value in manifest["config"].items() if key not in sweep.PLACES}
         for label, manifest in manifests.items()
     }
-    provenance = _differing({label: _provenance(manifest) for label, manifest in manifests.items()})
-    return tuple(_differing(configuration)), tuple(one for one in provenance if ABSENT not in dict(one.values))
+    options = {one.key: one for one in _differing(configuration)}
+    trees, provenance = (_in_all({label: of(one) for label, one in manifests.items()}) for of in (_trees, _provenance))
+    return (*options.values(), *(one for one in trees if one.key not in options)), provenance
+
+
+def _in_all(settings: Mapping[str, Mapping[str, Any]]) -> tuple[SettingValues, ...]:
+    """Return the settings that differ, without those that some runs do not have."""
+    return tuple(one for one in _differing(settings) if ABSENT not in dict(one.values))
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -189,11 +195,15 @@ def _provenance(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "threads": manifest["threads"],
         "weights_sha256": {key: value[:12] for key, value in manifest["weights_sha256"].items()},
         "prompts_sha256": manifest["prompts_sha256"][:12],
-        **{
-            "proposer.tree" if arm == MAIN else f"arms.{arm}.tree": one["tree"]
-            for arm, one in manifest["proposers"].items()
-            if "tree" in one
-        },
+    }
+
+
+def _trees(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the draft tree of each arm, by its option: as the run chose it where the option leaves it open."""
+    return {
+        "proposer.tree" if arm == MAIN else f"arms.{arm}.tree": one["tree"]
+        for arm, one in manifest["proposers"].items()
+        if "tree" in one
     }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -16,7 +17,7 @@ class TextSpan(NamedTuple):
     Args:
         text: the piece.
         kind: 'accepted' (drafted and accepted), 'bonus' (the bonus or recovered token of a step), 'forced' (its
-            constraint allowed one token only; accepted drafts are 'accepted' unless all of the step were forced),
+            constraint allowed one token only, drafted or not),
             'prefill' (sampled by the prompt's own forward), 'unknown' (a peer, or tables without
             ``ends``).
         round: the step that emitted it; -1: before any, or unknown.
@@ -30,7 +31,8 @@ class TextSpan(NamedTuple):
 def spans(tables: Tables, request: int, arm: str, sequence: int = 0) -> list[TextSpan]:
     """Return the output of one sequence in spans, in order; joined, they are its ``text``.
 
-    Where tokens of an accepted path were partly forced, rows hold how many and not which: the span is 'accepted'.
+    Of accepted tokens that were partly forced, the column ``emitted_origins`` says which. Without it (``record=drafts``
+    writes it) rows hold only how many: they are all 'accepted' unless all of a step were forced.
 
     Raises:
         ValueError: the arm has no such sequence.
@@ -71,17 +73,24 @@ def _origins(rows: pd.DataFrame, steps: pd.DataFrame, sequence: int, count: int)
     prompt = int(rows.loc[sequence, "prompt_tokens"])
     for step in steps[steps["sequence"] == sequence].sort_values("round").to_dict("records"):
         _resize(origins, max(0, int(step["context"]) - prompt))
-        accepted, others = step["accepted_kept"], step["emitted_kept"] - step["accepted_kept"]
+        others = step["emitted_kept"] - step["accepted_kept"]
         appended = step["forced_emitted_kept"] - step["forced_accepted_kept"]  # forced, after the accepted ones
         number, sampled = int(step["round"]), "prefill" if step["prefill"] else "bonus"
-        all_forced = 0 < accepted == step["forced_accepted_kept"]
-        origins += [("forced" if all_forced else "accepted", number)] * accepted
+        origins += [(kind, number) for kind in _accepted(step)]
         origins += [(sampled, number)] * (others - appended)
         if step["taken_back"]:  # before anything is appended
             del origins[max(0, len(origins) - step["taken_back"]) :]
         origins += [("forced", number)] * appended
     _resize(origins, count)
     return origins
+
+
+def _accepted(step: Mapping[str, Any]) -> list[str]:
+    """Return 'accepted' or 'forced' for each accepted token of a step that was kept."""
+    count, recorded = int(step["accepted_kept"]), step.get("emitted_origins")
+    if isinstance(recorded, np.ndarray | list) and len(recorded) >= count:
+        return ["forced" if one == "forced" else "accepted" for one in recorded[:count]]
+    return ["forced" if count == step["forced_accepted_kept"] else "accepted"] * count
 
 
 def _resize(origins: list[tuple[str, int]], count: int) -> None:

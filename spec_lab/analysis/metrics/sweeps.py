@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from spec_lab.analysis.names import arm_names
+from spec_lab.results import sweep
 
 
 def varied(table: pd.DataFrame, keys: Sequence[str]) -> list[str]:
@@ -74,6 +75,23 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     """Return each option cut to its last part ("sampling.temperature" to "temperature") where that is unambiguous."""
     last = Counter(key.rpartition(".")[2] for key in keys)
     return {key: key if last[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2] for key in keys}
+
+
+def run_labels(runs: Sequence[sweep.Run]) -> dict[str, str]:
+    """Return the options of each run that not all runs share, by its folder's name; keys are cut as in ``short_names``.
+
+    The folder's name where all are shared.
+    """
+    label = sweep.labels({one.folder.name: one.overrides for one in runs})
+    short = short_names(list(dict.fromkeys(sweep.key(one) for run in runs for one in run.overrides)))
+    given = {one.folder.name: dict.fromkeys(one.overrides) for one in runs}
+    shortened = {}
+    for name, text in label.items():
+        own = [one for one in given[name] if one in text.split(" ")]
+        whole = " ".join(own) == text
+        cut = (f"{short[sweep.key(one)]}={one.partition('=')[2]}" for one in own)
+        shortened[name] = " ".join(cut) if whole else text
+    return shortened
 
 
 def labels(table: pd.DataFrame, keys: Sequence[str]) -> list[str]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from spec_lab.analysis import figures
-from spec_lab.analysis.report.facts import facts, read_summary
-from spec_lab.analysis.report.page import Cell, DataTable, Page, Section, render, value_cell
+from spec_lab.analysis.report.facts import page_of_run, read_summary
+from spec_lab.analysis.report.page import Cell, DataTable, Section, render, value_cell
 from spec_lab.results.manifest import begun
 
 REAL = (float, None)
@@ -30,6 +30,9 @@ SUMMARY = {
         "failed": (str, None), "first": (None, {"text": str, "request": str})})}),
 }  # fmt: skip
 """What is read of ``certificate.json``."""
+
+JOINT_DISTRIBUTION = "joint distribution of four tokens"
+"""The name of the test of sampled texts; all others are of the real target."""
 
 BADGES = {"FAILS": "bad", "lossy": "warn", "no bias found": "plain", "masks are wrong": "bad"}
 
@@ -63,14 +66,13 @@ def page(folder: Path) -> str:
     if not found:
         raise ValueError(f"{folder} has no certificate.json: no pair of proposer and verifier is finished yet")
     pairs = found["pairs"]
-    content = Page(
-        title=f"{manifest['config'].get('name', 'certificate')}: {folder.resolve().name}",
+    content = page_of_run(
+        folder, manifest,
         lead=_lead(found),
         warnings=[] if found["complete"] else [
             "This certificate is not complete: its pairs are those examined so far, unconfirmed and without a control."
         ],
         drawn=figures.certificate_figures(found),
-        facts=facts(manifest),
     )  # fmt: skip
     masks = (found.get("constraint") or {}).get("masks")
     sections = [
@@ -95,7 +97,9 @@ def _lead(found: Mapping[str, Any]) -> str:
 def _verdicts(pairs: Sequence[Mapping[str, Any]], masks: Mapping[str, Any] | None) -> DataTable:
     rows = []
     for pair in pairs:
-        exact, (texts, *scored) = pair["exact"], pair["sampled"] or [{}]
+        exact = pair["exact"]
+        texts = next((test for test in pair["sampled"] if test["name"] == JOINT_DISTRIBUTION), {})
+        scored = (test for test in pair["sampled"] if test["name"] != JOINT_DISTRIBUTION)
         wrong = masks and masks["failed"] and pair["declared_lossless"]
         word = "masks are wrong" if wrong else pair.get("result") or _word(pair)
         drafts = "" if exact["drafts"] == "proposer" else ", reference drafts"

@@ -8,8 +8,8 @@ from typing import Any
 
 from spec_lab.analysis import figures
 from spec_lab.analysis.names import names_in_manifest
-from spec_lab.analysis.report.facts import ended_summary, facts
-from spec_lab.analysis.report.page import Cell, DataTable, Page, Section, render, value_cell
+from spec_lab.analysis.report.facts import ended_summary, page_of_run
+from spec_lab.analysis.report.page import Cell, DataTable, Section, render, value_cell
 from spec_lab.analysis.roofline_text import roofline_notes
 from spec_lab.results.manifest import begun
 
@@ -38,13 +38,12 @@ def page(folder: Path) -> str:
     manifest, summary = begun(folder) or {}, ended_summary(folder, SUMMARY)
     drawn = {"cost": figures.step_costs(summary["nodes"])} if summary["nodes"] else {}
     cases = {f"batch {one['batch']}, context {one['context']}: baseline": one for one in summary.get("baseline", ())}
-    content = Page(
-        title=f"{manifest['config'].get('name', 'cost')}: {folder.resolve().name}",
+    content = page_of_run(
+        folder,
+        manifest,
         lead=f"Step costs, temperature {summary['temperature']:g}, medians of {summary['turns']} repeats of "
         f"{summary['rounds']} steps",
-        warnings=[],
         drawn=drawn,
-        facts=facts(manifest),
     )
     sections = [
         Section(

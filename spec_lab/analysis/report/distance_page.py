@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from spec_lab.analysis import figures
-from spec_lab.analysis.report.facts import ended_summary, facts
-from spec_lab.analysis.report.page import Cell, DataTable, Page, Section, render, value_cell
+from spec_lab.analysis.report.facts import ended_summary, page_of_run
+from spec_lab.analysis.report.page import Cell, DataTable, Section, render, value_cell
 from spec_lab.results.manifest import begun
 
 REAL = (float, None)
@@ -38,12 +38,12 @@ def page(folder: Path) -> str:
     rows = [row | {key: _value(row.get(key)) for key in ("z", "tv", "kl")} for row in summary["prompts"]]
     figure = figures.distance(rows)
     name = (summary["constraint"] or {}).get("name", "none")
-    content = Page(
-        title=f"{manifest['config'].get('name', 'constraint distance')}: {folder.resolve().name}",
+    content = page_of_run(
+        folder,
+        manifest,
         lead=f"Constraint {name}, temperature {summary['temperature']:g}, up to {summary['max_new_tokens']} tokens",
-        warnings=[],
         drawn={} if figure is None else {"distance": figure},
-        facts=facts(manifest, name),
+        constraint=name,
     )
     used = dict.fromkeys(row.get("sampler", row["method"]) for row in rows)
     notes = [f"{one}: {summary.get('guarantee', {})[one]}." for one in used if one in summary.get("guarantee", {})]

@@ -1,12 +1,14 @@
-"""Configuration and machine of a run, from its manifest, and the contents of its summary."""
+"""The beginning of a run's page, its configuration and machine from its manifest, and the contents of its summary."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spec_lab.analysis.report.page import short_path
+from spec_lab.analysis.figures import Figures
+from spec_lab.analysis.names import arm_names, renamed
+from spec_lab.analysis.report.page import Page, short_path
 from spec_lab.analysis.roofline_text import limits_in_words
 from spec_lab.core.files import Unreadable, expect, read_json
 
@@ -54,6 +56,29 @@ def temperature(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> floa
     return float(summary.get("temperature", sampling.get("temperature", 0.0)) or 0.0)
 
 
+def page_of_run(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    lead: str,
+    drawn: Figures,
+    warnings: Sequence[str] = (),
+    constraint: str | None = None,
+    **more: Any,
+) -> Page:
+    """Return what every page about a run has: its name and folder, a lead, figures, configuration and machine.
+
+    Args:
+        folder: of the run.
+        manifest: of the run.
+        lead: the line below the heading.
+        drawn: figures by name.
+        warnings: what a reader must know first.
+        constraint: its name; ``more``: further facts, both as of ``facts``.
+    """
+    title = f"{manifest['config'].get('name', 'run')}: {folder.resolve().name}"
+    return Page(title, lead, warnings, drawn, facts(manifest, constraint, **more))
+
+
 def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: Any) -> dict[str, Any]:
     """Return configuration and machine by name; empty values are for the page to leave out.
 
@@ -67,6 +92,8 @@ def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: An
     sampling = {key: value for key, value in sampling.items() if key[0] != "_"}
     chat = manifest.get("chat") or {}
     target, prompts = config.get("target") or {}, config.get("prompts") or {}
+    proposers = manifest["proposers"]
+    names = arm_names({arm: one.get("name") for arm, one in proposers.items()})
     device = (target.get("dtype"), device_text(target, manifest.get("ranks", 1)), target.get("attention"))
     memory = f", {machine['memory_gib']} GiB" if machine.get("memory_gib") else ""
     return {
@@ -75,7 +102,7 @@ def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: An
         "precision, device, attention": ", ".join(str(one) for one in device if one),
         "proposers": "; ".join(
             arm if one.get("name") in (None, arm) else f"{arm}: {one['name']}"
-            for arm, one in manifest["proposers"].items()
+            for arm, one in renamed(proposers, names).items()
         ),
         "constraint": constraint,
         "sampling": ", ".join(f"{key} {value}" for key, value in sampling.items()),

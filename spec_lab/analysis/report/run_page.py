@@ -11,8 +11,8 @@ from spec_lab.analysis import figures, metrics
 from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.metrics.frames import Ranks
 from spec_lab.analysis.names import names_in_manifest, renamed, with_names
-from spec_lab.analysis.report.facts import facts, read_summary, temperature
-from spec_lab.analysis.report.page import Page, render
+from spec_lab.analysis.report.facts import page_of_run, read_summary, temperature
+from spec_lab.analysis.report.page import render
 from spec_lab.analysis.report.run_tables import arms_table, bounds_table, peers_table
 from spec_lab.analysis.report.token_view import token_view, verifications
 from spec_lab.analysis.roofline_text import roofline_notes
@@ -70,12 +70,14 @@ def page(folder: Path) -> str:
     figures_of = {arm: metrics.summarise(tables, arm, roofline=roofline) for arm in arms}
     drafted = {arm: tree for arm, facts in manifest["proposers"].items() if (tree := _tree(facts.get("tree")))}
     bounds = renamed(summary.get("bounds", {}), names)
-    content = Page(
-        title=f"{manifest['config'].get('name', 'run')}: {folder.resolve().name}",
+    content = page_of_run(
+        folder,
+        manifest,
         lead=_lead(manifest, summary, tables),
         warnings=_warnings(manifest, summary, tables),
         drawn=figures.run_figures(tables, drafted, bounds),
-        facts=facts(manifest, summary.get("constraint"), groups=f"{tables.requests['group'].nunique()}"),
+        constraint=summary.get("constraint"),
+        groups=f"{tables.requests['group'].nunique()}",
     )
     return render(
         "run",
@@ -100,7 +102,6 @@ def page(folder: Path) -> str:
         view=token_view(folder, tables, arms, verifications(manifest, states, temperature(manifest, summary))),
         scripts=("page.js", "tokens.js"),
         styles=("page.css", "tokens.css"),
-        constrained=summary.get("constraint", "none") != "none",
     )
 
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spec_lab.analysis import figures
-from spec_lab.analysis.report.facts import ended_summary, facts
-from spec_lab.analysis.report.page import Cell, DataTable, Page, Section, render, value_cell
+from spec_lab.analysis.report.facts import ended_summary, page_of_run
+from spec_lab.analysis.report.page import Cell, DataTable, Section, render, value_cell
 from spec_lab.analysis.roofline_text import roofline_notes
 from spec_lab.analysis.serving import PERCENTILES, latencies
 from spec_lab.analysis.text import cache_notes, kv_notes
@@ -56,13 +56,13 @@ def page(folder: Path) -> str:
     rows = _rows(folder)
     warnings = [f"In {summary['broken_segments']} of {summary['segments']} segments a request broke: they are left out "
                 "of the figures of all arms."] * bool(summary["broken_segments"])  # fmt: skip
-    content = Page(
-        title=f"{manifest['config'].get('name', 'serving')}: {folder.resolve().name}",
+    content = page_of_run(
+        folder,
+        manifest,
         lead=f"Arrivals: {summary['arrivals']}, at most {summary['max_batch_size']} requests at once, temperature "
         f"{summary['temperature']:g}, {summary['segments']} segments",
         warnings=warnings + summary.get("errors", [])[:5],
         drawn={"latency": figures.latency(latencies(rows))} if len(rows) else {},
-        facts=facts(manifest),
     )
     shares = {
         name: {**own, "memory_bound_steps": own.get("memory_bound_share")} for name, own in summary["arms"].items()

@@ -14,6 +14,7 @@ from urllib.parse import quote
 from markupsafe import Markup
 
 from spec_lab.analysis import figures
+from spec_lab.analysis.figures.palette import on_dark
 from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.report.step_tree import StepTree, Verification, read_tree, reason
 from spec_lab.core.terminal import visible
@@ -70,7 +71,7 @@ def step_data(
         letters, count, trees, used = letters + size, count + 1, trees + (tree is not None), used | fresh
         outputs.setdefault(key, []).append(one)
     data = {
-        "phases": [list(one) for one in PHASES.values()],
+        "phases": [[label, colour, on_dark(colour)] for label, colour in PHASES.values()],
         "texts": {str(token): text(token) for token in sorted(used)},
         "outputs": outputs,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -38,6 +38,7 @@ def page(folder: Path) -> str:
     """
     runs, table = sweep.runs(folder), sweep.collect(folder)
     keys = list(dict.fromkeys(sweep.key(one) for run in runs for one in run.overrides))
+    names = sweeps.run_labels(runs)
     if not len(table):
         table = pd.DataFrame(columns=["run", "arm"])
     keys = [key for key in keys if key in table]
@@ -58,19 +59,19 @@ def page(folder: Path) -> str:
         content,
         folder,
         states={state: count[state] for state in ("done", "running", "failed", "pending") if count[state]},
-        unfinished=_unfinished(unfinished[:MAX_UNFINISHED]),
+        unfinished=_unfinished(unfinished[:MAX_UNFINISHED], names),
         unfinished_note=note,
-        rows=_rows(folder, table, varied),
+        rows=_rows(folder, table, varied, names),
         tau_speedup=[figures.file_name("tau_speedup", name) for name in sweeps.tau_and_speedup(table, keys)[1]],
         by_option={key: figures.file_name("by", key) for key in sweeps.numeric(table, keys)},
         max_rows=figures.MAX_ROWS,
     )
 
 
-def _unfinished(runs: Sequence[sweep.Run]) -> DataTable:
+def _unfinished(runs: Sequence[sweep.Run], names: Mapping[str, str]) -> DataTable:
     rows = [
         [
-            Cell(run.folder.name),
+            Cell(names[run.folder.name], title=run.folder.name),
             Cell(run.state, badge=run.state),
             Cell(f"{run.groups}/{run.of or '?'}"),
             Cell(run.error),
@@ -80,8 +81,8 @@ def _unfinished(runs: Sequence[sweep.Run]) -> DataTable:
     return DataTable([(name, False) for name in ("run", "state", "groups", "error")], rows)
 
 
-def _rows(folder: Path, table: pd.DataFrame, varied: Sequence[str]) -> DataTable:
-    """Return the table of all arms of all finished runs."""
+def _rows(folder: Path, table: pd.DataFrame, varied: Sequence[str], run_names: Mapping[str, str]) -> DataTable:
+    """Return the table of all arms of all finished runs; runs have their labels of ``sweeps.run_labels``."""
     rows = sweeps.over_sweep(table, varied)
     others = table[~table["run"].isin(rows["run"])]  # baselines alone, and tasks without arms
     parts = [one for one in (rows, others) if len(one)]
@@ -99,8 +100,9 @@ def _rows(folder: Path, table: pd.DataFrame, varied: Sequence[str]) -> DataTable
         one = [Cell(sweeps.text(row[name])) for name in ("arm", *varied)] + [Cell(losslessness(row)[0])] * state
         one += [figure_cell(name, sweeps.with_bounds(row, name) if name in ACCURACY else row[name]) for name in names]
         link = f"{quote(str(row['run']))}/report.html" if row["run"] in reports else ""
-        cells.append([*one, Cell(sweeps.text(row["run"]), link=link)])
-    return DataTable(columns, cells, searchable=True)
+        run = sweeps.text(row["run"])
+        cells.append([*one, Cell(run_names.get(run, run), link=link, title=run)])
+    return DataTable(columns, cells, searchable=True, filters=("arm", *varied, "losslessness"))
 
 
 def _warnings(runs: Sequence[sweep.Run], table: pd.DataFrame) -> list[str]:

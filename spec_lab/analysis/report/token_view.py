@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from markupsafe import Markup
 
 from spec_lab.analysis import metrics
@@ -36,12 +37,14 @@ class TokenView:
         shown: a note on how many prompts are shown.
         steps: a note on which steps can be opened, and how trees are recorded.
         data: the JSON block of the steps, safe inside a script element.
+        unknown_origins: whether accepted tokens of some step were partly forced, and it is not recorded which.
     """
 
     prompts: list[dict[str, Any]]
     shown: str
     steps: str
     data: Markup
+    unknown_origins: bool = False
 
 
 def token_view(folder: Path, tables: Tables, arms: list[str], how: Mapping[str, Verification]) -> TokenView:
@@ -59,7 +62,13 @@ def token_view(folder: Path, tables: Tables, arms: list[str], how: Mapping[str, 
     prompts, shown = _prompts(tables, arms)
     texts = load_token_texts(folder) if "draft_tokens" in tables.steps else {}
     data, note = step_data(tables, [one["request"] for one in prompts], arms, how, texts)
-    return TokenView(prompts, shown, note, embedded(data))
+    return TokenView(prompts, shown, note, embedded(data), _unknown_origins(tables.steps))
+
+
+def _unknown_origins(steps: pd.DataFrame) -> bool:
+    """Return whether the accepted tokens of some step were partly forced, and its row does not hold which."""
+    partly = steps[steps["forced_accepted_kept"].between(1, steps["accepted_kept"] - 1)]
+    return len(partly) > 0 and ("emitted_origins" not in partly or bool(partly["emitted_origins"].isna().any()))
 
 
 def verifications(

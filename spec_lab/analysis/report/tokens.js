@@ -2,7 +2,7 @@
 // The token view: a click on a token opens its step, with the draft tree that the step verified.
 //
 // The block #steps holds
-//   phases   [label, colour] of the numbers in a step's ms
+//   phases   [label, colour, colour on a dark page] of the numbers in a step's ms
 //   texts    the text of each token
 //   outputs  the steps of each output, by REQUEST/ARM/SEQUENCE: round, why, facts, ms and, where it was recorded, tree:
 //            tokens, parents (-1: the root), p, q, accept of each node; illegal, forced and path (the accepted ones) are
@@ -157,9 +157,9 @@
     const list = make("ul", { class: "phases" });
     ms.forEach((value, place) => {
       if (!value) return;
-      const [label, colour] = data.phases[place];
-      bar.append(make("i", { style: `width: ${(100 * value) / whole}%; background: ${colour}`, title: `${label} ${value} ms` }));
-      list.append(make("li", {}, make("i", { style: `background: ${colour}` }), `${label} ${value.toFixed(2)} ms`));
+      const [label, light, dark] = data.phases[place], colours = `--light: ${light}; --dark: ${dark}`;
+      bar.append(make("i", { style: `width: ${(100 * value) / whole}%; ${colours}`, title: `${label} ${value} ms` }));
+      list.append(make("li", {}, make("i", { style: colours }), `${label} ${value.toFixed(2)} ms`));
     });
     list.append(make("li", {}, `whole step ${whole.toFixed(2)} ms`));
     return whole ? [bar, list] : [];

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from spec_lab.analysis import figures
-from spec_lab.analysis.report.facts import facts, read_summary
-from spec_lab.analysis.report.page import DataTable, Page, Section, render, short_path, value_cell
+from spec_lab.analysis.report.facts import page_of_run, read_summary
+from spec_lab.analysis.report.page import DataTable, Section, render, short_path, value_cell
 from spec_lab.core.files import Unreadable, expect, read_text
 from spec_lab.results.manifest import begun
 
@@ -48,17 +48,15 @@ def page(folder: Path) -> str:
     recipe = task.get("recipe") or {}
     name = summary.get("drafter") or (manifest["arms"] or ["drafter"])[0]
     steps = summary.get("steps") or curve[-1]["step"]
-    content = Page(
-        title=f"{config.get('name', 'training')}: {folder.resolve().name}",
+    content = page_of_run(
+        folder,
+        manifest,
         lead=f"Training of {name} for {short_path((config.get('target') or {}).get('path'))}, {steps} steps",
         warnings=[] if summary else [f"This training has not ended: {steps} steps are on disk and shown here."],
         drawn=figures.training_figures(curve),
-        facts=facts(
-            manifest,
-            recipe=_options(recipe),
-            training=_options({key: value for key, value in task.items() if key != "recipe"}),
-            texts=summary.get("texts"),
-        ),
+        recipe=_options(recipe),
+        training=_options({key: value for key, value in task.items() if key != "recipe"}),
+        texts=summary.get("texts"),
     )
     sections = [
         Section("Acceptance on held-out prompts", HELD_OUT, _positions(summary), ["held_out"], _lengths(summary),

@@ -8,8 +8,8 @@ from typing import Any
 
 from spec_lab.analysis import figures
 from spec_lab.analysis.names import arm_names, renamed
-from spec_lab.analysis.report.facts import ended_summary, facts
-from spec_lab.analysis.report.page import Cell, DataTable, Page, Section, render, value_cell
+from spec_lab.analysis.report.facts import ended_summary, page_of_run
+from spec_lab.analysis.report.page import Cell, DataTable, Section, render, value_cell
 from spec_lab.results.manifest import begun
 
 REAL = (float, None)
@@ -45,13 +45,13 @@ def page(folder: Path) -> str:
     manifest, summary = begun(folder) or {}, ended_summary(folder, SUMMARY)
     names = arm_names({arm: one["name"] for arm, one in summary["proposers"].items()})
     proposers = {name: one for name, one in renamed(summary["proposers"], names).items() if one["drafts"]}
-    content = Page(
-        title=f"{manifest['config'].get('name', 'verifier study')}: {folder.resolve().name}",
+    content = page_of_run(
+        folder,
+        manifest,
         lead=f"{summary['requests']} prompts, {summary['tokens']} tokens of the target at temperature "
         f"{summary['temperature']:g}, a draft every {summary['every']} tokens",
         warnings=summary["errors"][:5],
         drawn=figures.verifier_figures(proposers),
-        facts=facts(manifest),
     )
     sections = [
         Section("Verifiers", ACCEPTED, _table(proposers), ["accepted", "time"], _notes(summary, names),

@@ -144,6 +144,17 @@ def test_spans_know_forced_tokens_before_within_and_after_a_step():
     ]  # fmt: skip
 
 
+def test_spans_know_which_accepted_tokens_were_forced_where_it_is_recorded():
+    origins = ["accepted", "forced", "accepted", "recovered"]
+    steps = [step([0, 0, 0], context=10, forced_accepted_kept=1, forced_emitted_kept=1)]
+    given = output("ABCD", [1, 2, 3, 4], steps)
+    assert frames.spans(given, 0, "speculative")[0] == Span("ABC", "accepted", 1)
+    recorded = Tables(given.rounds, given.steps.assign(emitted_origins=[origins]), given.requests)
+    assert frames.spans(recorded, 0, "speculative") == [
+        Span("A", "accepted", 1), Span("B", "forced", 1), Span("C", "accepted", 1), Span("D", "bonus", 1),
+    ]  # fmt: skip
+
+
 def test_spans_forget_what_was_taken_back():
     steps = [
         step([0, 0], context=10, taken_back=2, emitted_kept=4, forced_emitted_kept=1),  # A B C - - + f: A f

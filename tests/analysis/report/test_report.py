@@ -294,6 +294,16 @@ def test_a_sweep_says_where_its_runs_stand(swept):
     assert links == {"proposer.depth=2,proposer=a/report.html"}
 
 
+def test_a_sweep_has_filters_and_short_names_of_its_runs(swept, tmp_path):
+    parsed = Parsed(report.write(swept))
+    assert {"0", "1"} < {found["data-column"] for tag, found in parsed.tags if found.get("class") == "choice"}
+    shared = [[f"seed={seed}", "proposer=a", "sampling.temperature=1"] for seed in (1, 2)]
+    sweep.plan(tmp_path, shared)
+    parsed = Parsed(report.write(tmp_path))
+    assert "seed=1" in parsed.text and "proposer=a" not in parsed.text
+    assert sweep.folder_name(shared[0]) in parsed.values("title")
+
+
 def test_a_sweep_without_a_run_that_is_done_has_no_charts(tmp_path):
     sweep.plan(tmp_path, [["seed=1"]])
     parsed = Parsed(report.write(tmp_path))

@@ -16,7 +16,9 @@ import pytest
 from spec_lab.analysis import report
 from spec_lab.analysis.compare import as_frame, compare
 from spec_lab.analysis.figures.palette import DARK_PAGE, contrast, on_dark
+from spec_lab.analysis.report import certificate_page
 from spec_lab.core.files import Unreadable
+from spec_lab.tasks.certify.pair import JOINT_DISTRIBUTION
 from tests.analysis.report.parsed import HOSTILE, Parsed, cells
 from tests.analysis.test_compare import write as write_run
 
@@ -218,6 +220,22 @@ def test_a_task_without_a_page_is_refused_by_name(tmp_path):
     (folder / "others.csv").write_text("a")
     with pytest.raises(ValueError, match=r"holds no rows of a run.*others\.csv"):
         report.write(folder)
+
+
+def test_the_test_of_sampled_texts_is_found_by_its_name(tmp_path):
+    certificate = SUMMARIES[CERTIFY] | {"pairs": [PAIR | {"sampled": PAIR["sampled"][::-1]}]}
+    (row,) = cells(report.write(folder_of(tmp_path / "run", CERTIFY, certificate)))
+    assert (row["p, sampled texts"], row["smallest p, real target"]) == ("0.5", "1e-09")
+    assert certificate_page.JOINT_DISTRIBUTION == JOINT_DISTRIBUTION
+
+
+def test_pages_name_the_main_arm_by_its_proposer(tmp_path):
+    folder = folder_of(tmp_path / "run", SERVE, SUMMARIES[SERVE])
+    facts = json.loads((folder / "manifest.json").read_text())
+    facts |= {"arms": ["draft_chain", "baseline"], "proposers": {"speculative": {"name": "draft_chain"}}}
+    (folder / "manifest.json").write_text(json.dumps(facts))
+    text = Parsed(report.write(folder)).text
+    assert "draft_chain" in text and "speculative" not in text
 
 
 # Comparisons ---------------------------------------------------------------------------------------------------------

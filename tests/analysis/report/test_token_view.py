@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from spec_lab.analysis import metrics, report
+from spec_lab.analysis.figures.palette import DARK_PAGE, contrast
 from spec_lab.analysis.report import step_data as steps_of
 from spec_lab.analysis.report.step_data import embedded, output_key, step_data, token_text
 from spec_lab.analysis.report.step_tree import Verification
@@ -136,6 +137,11 @@ def test_a_run_without_recorded_drafts_says_how_to_record_them(runs, tmp_path):
     assert len(steps) == len(tables.steps) and not any("tree" in step for step in steps)
     assert "record=drafts" in note and all(step["ms"] for step in steps)
     assert "record=drafts" in Parsed(report.write(out)).text
+
+
+def test_phases_have_a_colour_for_each_theme(runs):
+    _, data, _ = data_of(runs("greedy"))
+    assert all(contrast(dark, DARK_PAGE) >= 4.5 for _, _, dark in data["phases"])
 
 
 def test_rows_without_the_newer_columns_have_a_page(runs, tmp_path):
