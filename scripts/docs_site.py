@@ -28,7 +28,7 @@ CODE = re.compile(r"^(?P<fence>```+|~~~+).*?^(?P=fence)\s*$|`[^`\n]+`", re.MULTI
 
 
 def links(text: str) -> Iterator[re.Match[str]]:
-    """The relative links of a page, outside of code."""
+    """Yield the relative links of a page, outside of code."""
     code = [found.span() for found in CODE.finditer(text)]
     for found in LINK.finditer(text):
         inside = any(start <= found.start("target") < end for start, end in code)
@@ -37,13 +37,13 @@ def links(text: str) -> Iterator[re.Match[str]]:
 
 
 def place(path: str) -> str:
-    """The file of the repository that a page of the site comes from."""
+    """Return the file of the repository that a page of the site comes from."""
     inside = ROOT / "docs" / path
     return f"docs/{path}" if inside.is_file() else path
 
 
 def linked(page: str, target: str) -> str | None:
-    """The file or folder of the repository that ``target`` names on the page ``page``; None if there is none."""
+    """Return the file or folder of the repository that ``target`` names on the page ``page``; None if there is none."""
     path = os.path.normpath(PurePosixPath(page).parent / unquote(target))
     if path.startswith("..") or not (ROOT / path).exists():
         return None
@@ -53,7 +53,7 @@ def linked(page: str, target: str) -> str | None:
 
 
 def site_file(path: str) -> str:
-    """The page or file of the site, relative to docs/, for a file or folder of the repository."""
+    """Return the page or file of the site, relative to docs/, for a file or folder of the repository."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     if path == "README.md":  # the home page of the site
@@ -69,7 +69,7 @@ def _shown(path: str) -> bool:
 
 
 def page_of(path: str) -> str:
-    """The Markdown of a page that shows a source file, or lists a folder."""
+    """Return the Markdown of a page that shows a source file, or lists a folder."""
     file = ROOT / path
     if file.is_dir():
         names = sorted(one.name + "/" * one.is_dir() for one in file.iterdir() if one.name[0] not in "._")
@@ -103,7 +103,7 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
 
 
 def _expanded(nav: Any, files: Files) -> Any:
-    """``nav`` with all pages of a folder in place of FOLDER/*.md."""
+    """Return ``nav`` with all pages of a folder in place of FOLDER/*.md."""
     text, pages = str(nav), [one.src_uri for one in files.documentation_pages()]
 
     def expanded(entry: Any) -> list[Any]:

@@ -447,7 +447,7 @@ def _convert(given: argparse.Namespace, console: Console) -> int:
 
 
 def _index(given: argparse.Namespace, console: Console) -> int:
-    """Write a store of text, in which the proposers rest and suffix look up what followed the last tokens."""
+    """Write a store of text, in which rest, suffix and sam look up what followed the last tokens."""
     from spec_lab.models.loading import describe, read_texts
     from spec_lab.propose.suffix_build import build
     from spec_lab.text.prompts import texts

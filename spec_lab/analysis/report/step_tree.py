@@ -65,16 +65,16 @@ class StepTree:
 
     @property
     def end(self) -> int:
-        """The node where the accepted path ends."""
+        """Return the node where the accepted path ends."""
         return self.path[-1] if self.path else -1
 
     @property
     def last(self) -> int | None:
-        """The place among ``emitted`` of the bonus, recovered or forced token after the path; None without one."""
+        """Return the index in ``emitted`` of the bonus, recovered or forced token after the path; None without one."""
         return len(self.path) if len(self.emitted) > len(self.path) else None
 
     def children(self, node: int) -> list[int]:
-        """The nodes below one, in the order drawn."""
+        """Return the children of a node, in the order drawn."""
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
 
@@ -114,7 +114,7 @@ def read_tree(row: Mapping[str, Any]) -> StepTree | None:
 
 
 def _values(value: Any) -> list[Any] | None:
-    """A list of a row; None where the row has none."""
+    """Return a list of a row; None where the row has none."""
     return list(value) if isinstance(value, np.ndarray | list | tuple) else None
 
 
@@ -123,7 +123,7 @@ def _number(value: Any) -> float | None:
 
 
 def _path(parents: Sequence[int], ranks: Sequence[Any]) -> list[int] | None:
-    """The nodes of a path of child ranks; None where the tree has no such path."""
+    """Return the nodes of a path of child ranks; None where the tree has no such path."""
     path: list[int] = []
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
@@ -167,7 +167,7 @@ def reason(row: Mapping[str, Any], tree: StepTree, text: Callable[[int], str], h
 def _rejection(
     row: Mapping[str, Any], tree: StepTree, rejected: Sequence[int], text: Callable[[int], str], how: Verification
 ) -> str:
-    """The sentence about the drafted tokens that were rejected."""
+    """Return the sentence about the drafted tokens that were rejected."""
     illegal = set(tree.illegal)
     legal = [node for node in rejected if node not in illegal]
     named = _names([text(tree.tokens[node]) for node in rejected])
@@ -206,7 +206,7 @@ def _rejection(
 def _emission(
     row: Mapping[str, Any], tree: StepTree, text: Callable[[int], str], how: Verification, rejected: bool
 ) -> str:
-    """The sentence about the token after the accepted path."""
+    """Return the sentence about the token after the accepted path."""
     if tree.last is None:
         return "No token follows: the constraint acts here."
     token, origin, p = text(tree.emitted[tree.last]), tree.origins[tree.last], tree.emitted_p
@@ -230,7 +230,7 @@ def _emission(
 
 
 def _afterwards(row: Mapping[str, Any], tree: StepTree) -> list[str]:
-    """Sentences about what happened after the verification."""
+    """Return sentences about what happened after the verification."""
     appended = len(tree.emitted) - len(tree.path) - 1 if tree.last is not None else 0
     found = [f"{appended} forced tokens were appended." if appended > 1 else "One forced token was appended."]
     found = found * (appended > 0)
@@ -245,14 +245,14 @@ def _afterwards(row: Mapping[str, Any], tree: StepTree) -> list[str]:
 
 
 def _names(names: Sequence[str]) -> str:
-    """Some names in a sentence."""
+    """Return names joined as in a sentence."""
     if len(names) > MOST_NAMED:
         return f"{', '.join(names[: MOST_NAMED - 1])} and {len(names) - MOST_NAMED + 1} other drafted tokens"
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _shown(probability: float) -> str:
-    """A probability as text: never 0 or 1 by rounding."""
+    """Return a probability as text: never 0 or 1 by rounding."""
     if 0 < probability < 0.001:
         return f"{probability:.1e}".replace("e-0", "e-")
     text = f"{probability:.2f}" if probability >= 0.1 else f"{probability:.2g}"

@@ -146,10 +146,23 @@ def test_phases_have_a_colour_for_each_theme(runs):
 
 def test_rows_without_the_newer_columns_have_a_page(runs, tmp_path):
     """Of runs that recorded tokens, p and q only."""
-    tables = metrics.load(runs("greedy"))
-    old = tables.steps.drop(columns=[one for one in tables.steps if one.startswith("emitted_") and "kept" not in one])
-    _, note = step_data(replace(tables, steps=old), [0], metrics.arms(tables), HOW, {})
+    from shutil import copytree
+
+    out = tmp_path / "old"
+    copytree(runs("greedy"), out)
+    steps = pd.read_parquet(out / "steps.parquet")
+    newer = [one for one in steps if one.startswith("emitted_") and "kept" not in one]
+    assert newer
+    steps.drop(columns=newer).to_parquet(out / "steps.parquet")
+    tables, data, note = data_of(out)
+    opened = [step for one in data["outputs"].values() for step in one]
+    assert len(opened) == len(tables.steps) and not any("tree" in step for step in opened)
     assert "record=drafts" in note
+    page = report.write(out)
+    raw = page.read_text(encoding="utf-8")
+    assert re.search(r'data-step="\d+/\d+"', raw)
+    assert len(json.loads(re.search(r'id="steps">(.*?)</script>', raw)[1])["outputs"]) == len(data["outputs"])
+    assert "record=drafts" in Parsed(page).text
 
 
 def test_forced_tokens_are_no_part_of_the_expected_number(runs):
