@@ -16,7 +16,7 @@ from spec_lab.analysis.tracking.client import Mode
 class Tracker(Protocol):
     """Receives the progress of a run."""
 
-    def start(self, name: str, manifest: Mapping[str, Any], out: Path) -> None:
+    def start(self, manifest: Mapping[str, Any], out: Path) -> None:
         """Start the run with the contents of its ``manifest.json``."""
 
     def group(self, number: int, figures: Mapping[str, float]) -> None:
@@ -35,7 +35,7 @@ class Tracker(Protocol):
 class Files:
     """Writes nothing: a run's own files are enough."""
 
-    def start(self, name: str, manifest: Mapping[str, Any], out: Path) -> None:
+    def start(self, manifest: Mapping[str, Any], out: Path) -> None:
         """Do nothing."""
 
     def group(self, number: int, figures: Mapping[str, float]) -> None:
@@ -94,7 +94,7 @@ class Wandb:
         self._steps: set[int] = set()
         self._complete, self._error = False, ""
 
-    def start(self, name: str, manifest: Mapping[str, Any], out: Path) -> None:
+    def start(self, manifest: Mapping[str, Any], out: Path) -> None:
         """See ``Tracker``.
 
         Raises:

@@ -276,7 +276,7 @@ def test_an_offline_run_prints_the_command_that_uploads_it_when_it_begins_and_en
     fake.offline, fake.disabled, fake.settings = True, False, SimpleNamespace(sync_dir=str(folder))
     monkeypatch.setattr(client, "begin", lambda *_: fake)
     tracker = Wandb(mode="offline")
-    tracker.start("toy", {}, tmp_path)
+    tracker.start({}, tmp_path)
     began = capsys.readouterr().err
     tracker.close()
     assert capsys.readouterr().err == began
@@ -293,7 +293,7 @@ def test_a_training_shows_its_curve_as_it_goes_on_and_once(tmp_path, monkeypatch
     fake.summary = {}
     monkeypatch.setattr(client, "begin", lambda *_: fake)
     tracker = Wandb(mode="offline")
-    tracker.start("train", {}, tmp_path)
+    tracker.start({}, tmp_path)
     tracker.training(lines[0])
     tracker.training({**lines[0], "step": 30, "loss": []})  # a drafter without draft positions
     assert [(one["trainer/global_step"], one["train/loss"], one["train/tau"]) for one in fake.calls] == [(20, 3, 1.625)]
@@ -306,7 +306,7 @@ def test_a_training_shows_its_curve_as_it_goes_on_and_once(tmp_path, monkeypatch
 
 def test_a_task_without_rows_shows_its_summary(tmp_path, monkeypatch):
     tracker = Wandb(mode="offline")
-    tracker.start("proof", {"config": {"name": "proof"}, "seed": 0}, tmp_path)
+    tracker.start({"config": {"name": "proof"}, "seed": 0}, tmp_path)
     tracker.group(0, {"distance": 0.5})
     tracker.finish({"lossless": True}, [])
     tracker.close()
@@ -342,7 +342,7 @@ def test_an_unknown_mode_is_refused():
 
 def test_files_only_does_nothing(tmp_path):
     tracker = Files()
-    tracker.start("name", {}, tmp_path)
+    tracker.start({}, tmp_path)
     tracker.group(0, {})
     tracker.finish({}, [])
     tracker.close()
