@@ -68,7 +68,7 @@ def jsonl(path: str, limit: int | None = None) -> list[Prompt]:
         path: the file, a regular file of at most 1 GiB, in lines of at most 64 MiB. Each object has ``prompt`` (or
             ``text``, at most 10 million characters) and optionally ``id``, ``workload``, ``source`` and
             ``constraint`` (text, or a JSON schema as an object); null means absent.
-        limit: number of prompts to read, from the first; None reads all, which may be at most 200,000.
+        limit: number of prompts to read, from the first; None reads all, which may be at most 100,000.
 
     Raises:
         OSError: the file does not exist, or is not readable.
@@ -103,7 +103,7 @@ def mixed(path: str, limit: int | None = None) -> list[Prompt]:
         limit: number of prompts to return, from the first; None returns all.
 
     Raises:
-        OSError, ValueError: no such folder, or no such file in it; more than 200,000 prompts in all; otherwise as
+        OSError, ValueError: no such folder, or no such file in it; more than 100,000 prompts in all; otherwise as
             ``jsonl``.
     """
     check_limit(limit)

@@ -1,7 +1,7 @@
 """Records of files: JSON Lines, also compressed with gzip, and Parquet. Every error names the file and the line or row.
 
 Files are untrusted input. Bounds: a text has at most 10 million characters, a line at most 64 MiB, and a file at most
-1 GiB, uncompressed, and 200,000 records unless a limit says how many are read; a file must be a regular file (no pipe
+1 GiB, uncompressed, and 100,000 records unless a limit says how many are read; a file must be a regular file (no pipe
 or device).
 """
 
@@ -25,7 +25,7 @@ MAX_LINE = 64 * 2**20
 """Maximum length of a line of a prompts file, in bytes."""
 MAX_FILE = 2**30
 """Maximum size of a prompts file, in bytes."""
-MAX_RECORDS = 200_000
+MAX_RECORDS = 100_000
 """Maximum number of records of a prompts file that is read without a limit, and of blank lines. (A million short
 conversations need more than a minute and 750 MB.)
 """

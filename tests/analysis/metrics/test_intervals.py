@@ -125,7 +125,9 @@ def test_a_bootstrap_in_chunks_draws_the_same(monkeypatch, most):
 @pytest.mark.parametrize("most", [1, 10**9])
 def test_a_resampler_gives_the_same_sums_and_draws_once(monkeypatch, most):
     drawn, weights = [], intervals._weights
-    monkeypatch.setattr(intervals, "_weights", lambda count, resamples: drawn.append(count) or weights(count, resamples))
+    monkeypatch.setattr(
+        intervals, "_weights", lambda count, resamples: drawn.append(count) or weights(count, resamples)
+    )
     monkeypatch.setattr(intervals, "MOST_DRAWS", most)
     resampled, every = intervals.Resampler(50), [np.random.default_rng(n).normal(size=(n, 3)) for n in (20, 30, 20)]
     found = [resampled(one) for one in every]

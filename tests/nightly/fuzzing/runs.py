@@ -48,10 +48,12 @@ def option_inputs(draw: Any, _: Path) -> Input:
     if draw(st.integers(0, 9)) == 0:
         text = draw(st.sampled_from(WORDS["yaml"]) | st.text(max_size=60))
         base = [one for one in SHORT if not one.startswith("proposer")]
-        return {
-            "edits": [["text", "own/proposer/mine.yaml", text, 1]],
-            "arguments": ["--config-dir=own", *base, "proposer=mine"],
-        }
+        edits = [["text", "own/proposer/mine.yaml", text, 1]]
+        if draw(st.booleans()):  # through another one, that includes it
+            chosen = draw(st.sampled_from(WORDS["including"]))
+            edits.append(["text", f"own/{chosen[0]}.yaml", chosen[1], 1])
+            return {"edits": edits, "arguments": ["--config-dir=own", *base, *chosen[2:]]}
+        return {"edits": edits, "arguments": ["--config-dir=own", *base, "proposer=mine"]}
     text = st.text(CHARACTERS.filter(lambda one: one != "\0"), max_size=20)
     values = st.sampled_from(WORDS["option"]) | text
     if draw(st.integers(0, 9)) == 0:  # whole numbers are valid and take too long, or start workers
