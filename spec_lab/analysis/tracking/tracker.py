@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -51,15 +50,6 @@ class Files:
         """Do nothing."""
 
 
-def _check_name(option: str, value: Any) -> None:
-    """Reject a name that Weights & Biases would reject only after the run has started."""
-    if not isinstance(value, str) or not re.fullmatch(r"[^/\\#?%:]{1,128}", value) or not value.isprintable():
-        shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:40]}..."
-        raise ValueError(
-            f"{option} must be a text of 1 to 128 printable characters without any of / \\ # ? % : (got {shown})"
-        )
-
-
 class Wandb:
     """Shows the run on Weights & Biases: each group's figures as it finishes, and the lines of a learning curve; at the
     end series, tables, figures, the report and the summary (``client.replay``).
@@ -82,9 +72,9 @@ class Wandb:
     def __init__(self, project: str = "spec_lab", entity: str | None = None, mode: Mode = "auto") -> None:
         if mode != "auto":
             client.resolved_mode(mode)
-        _check_name("tracker.project", project)
+        client.check_name("tracker.project", project)
         if entity is not None:
-            _check_name("tracker.entity", entity)
+            client.check_name("tracker.entity", entity)
         self.project, self.entity, self.mode = project, entity, mode
         self._run: Any = None
         self._reset()

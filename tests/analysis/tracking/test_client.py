@@ -355,3 +355,21 @@ def test_names_that_weights_and_biases_would_refuse_later_are_refused(name):
         Wandb(project=name)
     with pytest.raises(ValueError, match=r"tracker\.entity must be"):
         Wandb(entity=name)
+
+
+def test_a_login_that_cannot_be_used_is_refused_in_one_message(monkeypatch):
+    def refuses(**_):
+        raise TypeError("API key must have 40 characters")
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr("wandb.login", refuses)
+    with pytest.raises(OSError, match=r"login .* cannot be used \(API key must have 40 characters\): correct WANDB_API_KEY"):
+        client.resolved_mode("auto")
+
+
+@pytest.mark.parametrize("option", ["project", "entity"])
+@pytest.mark.parametrize("name", ["", "a/b", "a?", "\x1b[31m", "x" * 129])
+def test_a_dashboard_s_names_are_checked_before_anything_is_sent(capsys, option, name):
+    names = {"project": "mine", "entity": "mine"} | {option: name}
+    assert command(["dashboard", *(f"--{key}={value}" for key, value in names.items())]) == 1
+    assert f"--{option} must be a text" in capsys.readouterr().err

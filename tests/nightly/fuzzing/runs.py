@@ -116,7 +116,10 @@ def run_inputs(folder: Path) -> st.SearchStrategy[Input]:
     ]  # fmt: skip
     of_sweep = [["state", "swept"], ["collect", "swept", "-v"], ["compare", "swept"], ["report", "swept"], SWEEP]
     of_sweep += [["project", "swept", *model]] + [["explain", "tau"]] * ("explain" in COMMANDS)
+    owners = st.sampled_from(WORDS["owner"]) | st.text(CHARACTERS, max_size=20)
+    named = st.tuples(owners, owners).map(lambda two: ["dashboard", f"--entity={two[0]}", f"--project={two[1]}"])
     return st.one_of(
+        inputs(st.just([]), named),
         inputs(edits(folder, f"{ONE}/*.[jp]*", WORDS["run"]), st.sampled_from(of_run)),
         inputs(edits(folder, "swept/**/*.[jp]*", WORDS["run"]), st.sampled_from(of_sweep)),
     )
