@@ -294,7 +294,7 @@ def test_constraints_and_wrong_options_are_refused(tmp_path):
 
 def test_a_recording_that_does_not_fit_into_memory_is_refused_before_it_is_read(recorded, tmp_path, monkeypatch):
     monkeypatch.setattr(room, "available", lambda device: 2**10)
-    with pytest.raises(ValueError, match=r"\d+ rows, .* need about .* 1 KiB are available: .*record_share"):
+    with pytest.raises(ValueError, match=r"\d+ rows, .* rough estimate.* 1 KiB are available: .*record_share"):
         read(recorded)
     monkeypatch.setattr(room, "available", lambda device: None)
     assert read(recorded)

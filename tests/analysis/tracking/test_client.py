@@ -17,6 +17,7 @@ import wandb
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.tracking import Files, Wandb, client, series, track, track_all
+from spec_lab.cli.commands import command
 from spec_lab.results import sweep
 from spec_lab.tasks.benchmark import run
 from tests.analysis.tracking.views import CONFIG, column, history, killed, read_back, summary, table, views
@@ -363,7 +364,7 @@ def test_a_login_that_cannot_be_used_is_refused_in_one_message(monkeypatch):
 
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setattr("wandb.login", refuses)
-    with pytest.raises(OSError, match=r"login .* cannot be used \(API key must have 40 characters\): correct WANDB_API_KEY"):
+    with pytest.raises(OSError, match=r"login .* cannot be used \(API key .* 40 characters\): correct WANDB_API_KEY"):
         client.resolved_mode("auto")
 
 
