@@ -37,6 +37,7 @@ def check_room(folder: Path) -> None:
     need, room = FACTOR * size + ROW * rows, available(torch.device("cpu"))
     if room is not None and need > room:
         raise ValueError(
-            f"{folder} has recorded {rows} rows, which need, at a rough estimate, {readable(need)} of memory, and {readable(room)} are "
-            "available: record fewer steps (record_share) or tokens (record_top), or use a machine with more memory"
+            f"{folder} has recorded {rows} rows, which need {readable(need)} of memory at a rough estimate, and "
+            f"{readable(room)} are available: record fewer steps (record_share) or tokens (record_top), or use a "
+            "machine with more memory"
         )
