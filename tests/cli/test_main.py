@@ -481,8 +481,8 @@ def test_a_former_name_in_a_config_file_is_refused_with_the_new_one(cli, tiny, t
     [
         ["--config-dir=own", "proposer=includes"],
         ["--config-dir=own", "+group=includes"],
-        ["--config-dir=own", "--config-name=primary"],
-        ["--config-path={}/own", "--config-name=primary"],
+        ["--config-dir=own", "--config-name=broken"],
+        ["--config-path={}/own", "--config-name=broken"],
         ["--config-dir=own", "hydra/launcher=broken"],
         ["hydra.searchpath=[file://own]", "proposer=includes"],
         ["--config-dir=own", "--multirun", "proposer=broken,ngram"],
@@ -495,12 +495,14 @@ def test_a_config_of_the_user_s_that_no_yaml_is_is_named(cli, tiny, tmp_path, gi
     for name, text in {
         "proposer/includes": "defaults: [broken]", "proposer/broken": "a: [", "hydra/launcher/broken": "a: [",
         "group/includes": "defaults: [{/proposer: broken}]",
-        "primary": "defaults: [config, {override proposer: broken}]",
+        "broken": "a: [",
     }.items():  # fmt: skip
         file = tmp_path / "own" / f"{name}.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    code, _, errors = cli(*(one.format(tmp_path) for one in given), *tiny, "output_dir=here")
+    flags = [one.format(tmp_path) for one in given if one.startswith("--")]
+    chosen = [one for one in given if not one.startswith("--")]  # later than the choices of ``tiny``
+    code, _, errors = cli(*flags, *tiny, "output_dir=here", *chosen)
     assert code == 1 and "Traceback" not in errors
     (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
     assert "broken.yaml" in line
