@@ -409,6 +409,8 @@ def _track(given: argparse.Namespace, console: Console) -> int:
     """Upload runs to Weights & Biases from their files, in any state."""
     from spec_lab.analysis.tracking import track_all
 
+    _check_owner(given)
+
     def one(folder: Path) -> int:
         for line in track_all(folder, given.project, given.entity, given.mode):
             say(console, line)
@@ -417,10 +419,20 @@ def _track(given: argparse.Namespace, console: Console) -> int:
     return _each(given.folders, one)
 
 
+def _check_owner(given: argparse.Namespace) -> None:
+    """Check the names of project and entity."""
+    from spec_lab.analysis.tracking.client import check_name
+
+    check_name("--project", given.project)
+    if given.entity is not None:
+        check_name("--entity", given.entity)
+
+
 def _dashboard(given: argparse.Namespace, console: Console) -> int:
     """Save a dashboard for runs on Weights & Biases; requires the extra 'dashboard' and a login."""
     from spec_lab.analysis.tracking.dashboard import save
 
+    _check_owner(given)
     say(console, save(given.project, given.entity))
     return 0
 

@@ -14,9 +14,14 @@ from itertools import islice
 from pathlib import Path
 
 import hydra
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
@@ -150,6 +155,43 @@ def _check_own(file: Path, folder: str, choice: str) -> None:
         raise ValueError(f"the config {file} cannot be read ({reason(error)[:300]}): correct it") from error
 
 
+def check_own_configs(arguments: Sequence[str]) -> None:
+    """Refuse configs of the user's that Hydra cannot compose, with those that their ``defaults`` include.
+
+    Hydra would print a traceback for YAML that is not valid, defaults in a circle, ... Nothing is checked without
+    ``--config-dir``, ``--config-name``, ``--config-path`` or ``hydra.searchpath``: our own configs compose.
+
+    Raises:
+        ValueError: Hydra cannot compose them.
+    """
+    given, _ = get_args_parser().parse_known_args(arguments)
+    path = str(Path(conf(), given.config_path or ""))
+    paths = [one for one in given.overrides if one.startswith("hydra.searchpath=")]
+    if not (given.config_dir or given.config_name or given.config_path or paths):
+        return
+    if not Path(path).is_dir() or not Path(given.config_dir or path).is_dir():
+        return  # Hydra's own message is clear
+    folders = create_config_search_path(path)
+    if given.config_dir:
+        own = f"file://{Path(given.config_dir).resolve()}"
+        folders.prepend("command-line", own, SearchPathQuery(provider="schema"))  # as Hydra does
+    mode = RunMode.MULTIRUN if given.multirun else RunMode.RUN
+    try:
+        with hydra.initialize_config_dir(path, version_base="1.3"):  # it restores what was there before
+            GlobalHydra.instance().clear()
+            Hydra.create_main_hydra2("spec_lab", folders)
+            loader = GlobalHydra.instance().config_loader()
+            loader.load_configuration(given.config_name or "config", given.overrides, mode)
+    except HydraException:  # is printed in one line when it occurs again
+        return
+    except Exception as error:  # of YAML, OmegaConf or Hydra
+        where = given.config_dir or given.config_path or given.config_name or paths[0]
+        raise ValueError(
+            f"the configs of {where} cannot be composed ({reason(error)[:300]}): correct the file, or one that its "
+            "defaults include"
+        ) from error
+
+
 def _not_an_option(option: str, group: str, value: object) -> str:
     """Return the message for a value of a config group that is not the name of an option."""
     shown = str(value).lower() if isinstance(value, bool) else str(value)[:40]
@@ -207,12 +249,13 @@ def command_line() -> None:
         except KeyboardInterrupt:
             print("\nInterrupted.", file=sys.stderr)
             sys.exit(interrupt.CODE)
+    sys.path.append(str(PACKAGE / "cli" / "plugins"))  # where Hydra finds our launcher
     try:
         sys.argv[1:] = moved(replace_flags(sys.argv[1:]))
         check_overrides(sys.argv[1:])
+        check_own_configs(sys.argv[1:])
     except ValueError as error:
         sys.exit(f"spec_lab: {reason(error)}")
-    sys.path.append(str(PACKAGE / "cli" / "plugins"))  # where Hydra finds our launcher
     try:
         hydra.main(version_base="1.3", config_path=conf(), config_name="config")(job)()
     except KeyboardInterrupt:

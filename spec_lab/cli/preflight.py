@@ -72,7 +72,7 @@ class Preflight(Callback):
         try:
             search.check(config)
             for each in [*chosen.values(), *jobs[:1]]:
-                GlobalHydra.instance().config_loader().load_sweep_config(config, each)
+                check_composed(config, each)
             sweep.plan(out, jobs)
         except HydraException as error:
             raise SystemExit(f"spec_lab: {str(error).strip()}") from error
@@ -109,6 +109,24 @@ class Preflight(Callback):
             print(f"spec_lab: {reason(error)}", file=sys.stderr)
         if code:
             raise SystemExit(code)
+
+
+def check_composed(config: DictConfig, overrides: list[str]) -> None:
+    """Compose a run of a sweep.
+
+    Raises:
+        HydraException: it has no such option.
+        ValueError: a config file of the user's is no YAML, its defaults lead back to itself, ...
+    """
+    try:
+        GlobalHydra.instance().config_loader().load_sweep_config(config, overrides)
+    except HydraException:
+        raise
+    except Exception as error:  # of YAML, OmegaConf or Hydra
+        raise ValueError(
+            f"the configs of {' '.join(overrides)[:300]} cannot be composed ({reason(error)[:300]}): correct the file "
+            "or leave it out"
+        ) from error
 
 
 def check_sweeper(config: DictConfig) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from spec_lab.analysis.metrics.intervals import quantiles, resampled_sums
+from spec_lab.analysis.metrics.intervals import Resampler, quantiles
 from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
 from spec_lab.replay import along, steps
@@ -220,6 +220,7 @@ def evaluate(trees: RecordedTrees, wanted: Sequence[Design], sampling: Sampling 
         texts: Along | NeedsModel = Along.of(trees)
     except NeedsModel as why:
         texts = why
+    resampled = Resampler(RESAMPLES)
     groups: dict[tuple[Any, ...], list[Design]] = {}
     for one in wanted:
         groups.setdefault((one.verifier, one.draft_temperature, one.draft_top_k, one.confidence, one.drawn), []).append(
@@ -238,7 +239,7 @@ def evaluate(trees: RecordedTrees, wanted: Sequence[Design], sampling: Sampling 
             try:
                 if not changed:
                     own = mixed([(share, at_steps[shape]) for share, shape in one.shapes.parts])
-                    yield estimate(one, "steps", own)
+                    yield estimate(one, "steps", own, resampled)
                     given.append("steps")
             except NeedsModel as why:
                 needs.append(str(why))
@@ -247,7 +248,7 @@ def evaluate(trees: RecordedTrees, wanted: Sequence[Design], sampling: Sampling 
                     raise NeedsModel("another sampling of the target emits other texts than the recorded ones")
                 if isinstance(texts, NeedsModel):
                     raise texts
-                yield estimate(one, "along", _along(texts, verifier, one))
+                yield estimate(one, "along", _along(texts, verifier, one), resampled)
                 given.append("along")
             except NeedsModel as why:
                 needs.append(str(why))
@@ -311,13 +312,16 @@ def mixed(parts: Sequence[tuple[float, Sums | NeedsModel]]) -> Sums:
     return Sums(first.clusters, np.asarray(tokens), np.asarray(counted), min(one.ess for _, one in each), kinds)
 
 
-def estimate(design: Design, method: str, sums: Sums, level: float = 0.95) -> Estimate:
+def estimate(
+    design: Design, method: str, sums: Sums, resampled: Resampler | None = None, level: float = 0.95
+) -> Estimate:
     """Return a design's tau with its intervals.
 
     Args:
         design: the design.
         method: how its sums were computed.
         sums: what each request adds.
+        resampled: draws the requests; one for all designs spares drawing them again. None: one of its own.
         level: of the interval.
     """
     totals = np.array([sums.tokens.sum(1), sums.steps.sum(1)])  # [2, variants]
@@ -327,7 +331,7 @@ def estimate(design: Design, method: str, sums: Sums, level: float = 0.95) -> Es
     low, high = float(tau.min()), float(tau.max())
     ends = np.full((2, len(tau)), np.nan)
     if len(sums.clusters) > 1:
-        totals_of = resampled_sums(np.concatenate([sums.tokens, sums.steps]).T, RESAMPLES)
+        totals_of = (resampled or Resampler(RESAMPLES))(np.concatenate([sums.tokens, sums.steps]).T)
         tops, bottoms = np.split(totals_of, 2, axis=1)
         ratios = np.divide(tops, bottoms, out=np.full_like(tops, np.nan), where=bottoms > 0)
         ends = quantiles(ratios, level)

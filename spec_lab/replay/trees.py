@@ -19,6 +19,7 @@ import pandas as pd
 from spec_lab.core.draft import WAYS, Drawn, Shape
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.recording import ID_BYTES, unpack_ids
+from spec_lab.replay.room import check_room
 from spec_lab.results import study, sweep
 from spec_lab.results.manifest import begun
 from spec_lab.results.schema import REPLAY
@@ -187,7 +188,7 @@ def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
         arms: only these; all if empty.
 
     Raises:
-        ValueError: no run there, a run without recorded distributions, or no such arm.
+        ValueError: no run there, a run without recorded distributions, no such arm, or more rows than fit into memory.
         OSError: a file that cannot be read.
     """
     if folder.exists() and not folder.is_dir():
@@ -199,6 +200,7 @@ def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
         raise ValueError(f"{folder} is no folder of a run: it has no manifest.json")
     if (manifest.get("config") or {}).get("record") != "replay":
         raise ValueError(f"the run in {folder} has recorded no distributions: run it with record=replay")
+    check_room(folder)
     texts: dict[str, dict[int, RecordedText]] = {}
     studied = (folder / "texts.parquet").exists() or any((folder / "parts").glob("texts-*.parquet"))
     if studied:

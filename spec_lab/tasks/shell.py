@@ -92,7 +92,7 @@ class Task:
         resumes = self.resumes or self.parts is not None
         resume = f"same command with output_dir={self.config.get('output_dir', out)}"
         try:
-            lab.tracker.start(self.settings.name, facts, out)
+            lab.tracker.start(facts, out)
             done = self.work(facts)
             summary = finite({"schema_version": SCHEMA_VERSION, **done.summary})
             write_json(out / self.summary, summary)

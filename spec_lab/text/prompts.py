@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from spec_lab.text.chat_template import ChatTemplate, Message, render
-from spec_lab.text.records import check_limit, constraint_of, fitting, records, text_of, word
+from spec_lab.text.records import MAX_RECORDS, check_limit, constraint_of, fitting, records, text_of, word
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def jsonl(path: str, limit: int | None = None) -> list[Prompt]:
         path: the file, a regular file of at most 1 GiB, in lines of at most 64 MiB. Each object has ``prompt`` (or
             ``text``, at most 10 million characters) and optionally ``id``, ``workload``, ``source`` and
             ``constraint`` (text, or a JSON schema as an object); null means absent.
-        limit: number of prompts to read, from the first; None reads all.
+        limit: number of prompts to read, from the first; None reads all, which may be at most 100,000.
 
     Raises:
         OSError: the file does not exist, or is not readable.
@@ -103,13 +103,20 @@ def mixed(path: str, limit: int | None = None) -> list[Prompt]:
         limit: number of prompts to return, from the first; None returns all.
 
     Raises:
-        OSError, ValueError: no such folder, or no such file in it; otherwise as ``jsonl``.
+        OSError, ValueError: no such folder, or no such file in it; more than 100,000 prompts in all; otherwise as
+            ``jsonl``.
     """
     check_limit(limit)
     files = sorted(Path(path).glob("*.jsonl"))
     if not files:
         raise FileNotFoundError(f"prompts folder {path} holds no .jsonl file; set prompts.path")
-    read = [(file.stem, one) for file in files for one in jsonl(str(file))]
+    read: list[tuple[str, Prompt]] = []
+    for file in files:
+        read += [(file.stem, one) for one in jsonl(str(file))]
+        if len(read) > MAX_RECORDS:  # all are read before they are shuffled, whatever the limit
+            raise ValueError(
+                f"prompts folder {path} has more than {MAX_RECORDS} prompts: move some of its files elsewhere"
+            )
     times = Counter(one.name for _, one in read)
     found = [
         replace(one, name=one.name if times[one.name] == 1 else f"{stem}-{one.name}", workload=one.workload or stem)

@@ -1,7 +1,8 @@
 """Records of files: JSON Lines, also compressed with gzip, and Parquet. Every error names the file and the line or row.
 
 Files are untrusted input. Bounds: a text has at most 10 million characters, a line at most 64 MiB, and a file at most
-1 GiB, uncompressed; a file must be a regular file (no pipe or device).
+1 GiB, uncompressed, and 100,000 records unless a limit says how many are read; a file must be a regular file (no pipe
+or device).
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ MAX_LINE = 64 * 2**20
 """Maximum length of a line of a prompts file, in bytes."""
 MAX_FILE = 2**30
 """Maximum size of a prompts file, in bytes."""
+MAX_RECORDS = 100_000
+"""Maximum number of records of a prompts file that is read without a limit, and of blank lines. (A million short
+conversations need more than a minute and 750 MB.)
+"""
 BATCH = 8
 """Rows of a Parquet file that are decoded at once; few, since a dictionary's text can be short in the file and long in
 every row.
@@ -37,8 +42,8 @@ def records(
 
     Args:
         path: the file; ``.gz`` is decompressed, and ``.parquet`` is read as a table whose rows are the records.
-        limit: number of records, from the first; None yields all.
-        bounded: whether a file of more than ``MAX_FILE`` bytes is refused.
+        limit: number of records, from the first; None yields all, which may be at most ``MAX_RECORDS``.
+        bounded: whether a file of more than ``MAX_FILE`` bytes, or of more than ``MAX_RECORDS`` records, is refused.
         columns: those that are read of a Parquet file, where it has them; None reads all.
 
     Raises:
@@ -55,10 +60,13 @@ def records(
         raise FileNotFoundError(f"prompts file {path} {kind}; set prompts.path to a JSONL file")
     if bounded and (size := file.stat().st_size) > MAX_FILE:
         raise ValueError(f"prompts file {path} has {size} bytes, more than {MAX_FILE}; split it")
-    if file.suffix == ".parquet":
-        yield from _rows(path, limit, columns)
-    else:
-        yield from _lines(path, limit, bounded)
+    found = _rows(path, limit, columns) if file.suffix == ".parquet" else _lines(path, limit, bounded)
+    for count, record in enumerate(found, start=1):
+        if bounded and limit is None and count > MAX_RECORDS:
+            raise ValueError(
+                f"prompts file {path} has more than {MAX_RECORDS} prompts: set prompts.limit to the number to read"
+            )
+        yield record
 
 
 def check_limit(limit: Any) -> None:
@@ -72,7 +80,7 @@ def check_limit(limit: Any) -> None:
 
 
 def _lines(path: str, limit: int | None, bounded: bool) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    count = total = 0
+    count = total = blank = 0
     compressed = path.endswith(".gz")
     with gzip.open(path, "rb") if compressed else open(path, "rb") as stream:
         for number in range(1, 2**63):
@@ -91,6 +99,10 @@ def _lines(path: str, limit: int | None, bounded: bool) -> Iterator[tuple[str, i
                 count += 1
                 where = f"{path}:{number}"
                 yield where, number, _object(raw, where)
+            else:
+                blank += 1
+                if bounded and blank > MAX_RECORDS:
+                    raise ValueError(f"prompts file {path} has more than {MAX_RECORDS} blank lines; delete them")
 
 
 def _rows(path: str, limit: int | None, columns: tuple[str, ...] | None) -> Iterator[tuple[str, int, dict[str, Any]]]:

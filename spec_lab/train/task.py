@@ -112,6 +112,13 @@ def train(
             "task.passes to more"
         )
     recipe.begin(lab.target, [], settings.seed)  # refuses wrong options before the target answers
+    if left_out := len(repeated) % rows:
+        console.print(
+            f"{len(repeated)} answers to learn from: the last {left_out} are left out, since each training step has "
+            f"task.rows={rows} texts.",
+            highlight=False,
+        )
+        repeated = repeated[:-left_out]
     part = rows // 2 if rows % 2 == 0 else rows
     plan = FitPlan(
         passes, rows, part, warmup_steps, decay, save_seconds=save_seconds,

@@ -476,6 +476,39 @@ def test_a_former_name_in_a_config_file_is_refused_with_the_new_one(cli, tiny, t
         assert code == 1 and f" is now called {new}\n" in errors
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--config-dir=own", "proposer=includes"],
+        ["--config-dir=own", "+group=includes"],
+        ["--config-dir=own", "--config-name=broken"],
+        ["--config-path={}/own", "--config-name=broken"],
+        ["--config-dir=own", "hydra/launcher=broken"],
+        ["hydra.searchpath=[file://own]", "proposer=includes"],
+        ["--config-dir=own", "--multirun", "proposer=broken,ngram"],
+        ["--config-dir=own", "--multirun", "proposer=glob(*)"],
+    ],
+    ids=" ".join,
+)
+def test_a_config_of_the_user_s_that_no_yaml_is_is_named(cli, tiny, tmp_path, given):
+    """Also one that another includes, and the primary config."""
+    for name, text in {
+        "proposer/includes": "defaults: [broken]", "proposer/broken": "a: [", "hydra/launcher/broken": "a: [",
+        "group/includes": "defaults: [{/proposer: broken}]",
+        "broken": "a: [",
+    }.items():  # fmt: skip
+        file = tmp_path / "own" / f"{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    flags = [one.format(tmp_path) for one in given if one.startswith("--")]
+    chosen = [one for one in given if not one.startswith("--")]  # later than the choices of ``tiny``
+    code, _, errors = cli(*flags, *tiny, "output_dir=here", *chosen)
+    assert code == 1 and "Traceback" not in errors
+    (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
+    assert "broken.yaml" in line
+    assert [one.name for one in tmp_path.iterdir()] == ["own"]
+
+
 def test_the_known_options_are_those_of_the_default_config(cli):
     assert top_level_options() == set(OmegaConf.create(cli("--cfg", "job")[1]))
 

@@ -195,6 +195,25 @@ def test_lines_and_files_have_a_bounded_length(tmp_path, monkeypatch):
         text.jsonl(path)
 
 
+def test_the_number_of_prompts_is_bounded_unless_it_is_given(tmp_path, monkeypatch):
+    path = write(tmp_path, '{"prompt": "x"}\n' * 5)
+    monkeypatch.setattr(records, "MAX_RECORDS", 4)
+    assert len(text.jsonl(path, limit=4)) == 4 and len(text.jsonl(path, limit=9)) == 5
+    with pytest.raises(ValueError, match=r"prompts\.jsonl has more than 4 prompts: set prompts\.limit"):
+        text.jsonl(path)
+    assert len(list(text.texts(write(tmp_path, '{"text": "x"}\n' * 5)))) == 5
+    with pytest.raises(ValueError, match=r"prompts\.jsonl has more than 4 blank lines"):
+        text.jsonl(write(tmp_path, "\n" * 5 + '{"prompt": "x"}\n'))
+    monkeypatch.setattr(text, "MAX_RECORDS", 6)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "x"}\n' * 3)
+    (tmp_path / "prompts.jsonl").unlink()
+    assert len(text.mixed(str(tmp_path), limit=2)) == 2
+    monkeypatch.setattr(text, "MAX_RECORDS", 5)
+    with pytest.raises(ValueError, match="has more than 5 prompts: move some"):
+        text.mixed(str(tmp_path), limit=2)
+
+
 def test_a_huge_file_without_a_line_break_is_refused(tmp_path, monkeypatch):
     def hole(size: int) -> str:
         path = write(tmp_path, "")

@@ -110,6 +110,29 @@ def resampled_sums(sums: np.ndarray, resamples: int) -> np.ndarray:  # [N, K] ->
     return np.concatenate([weights @ sums for weights in _weights(len(sums), resamples)])
 
 
+class Resampler:
+    """``resampled_sums`` for many calls: the draws, which follow from the number of units alone, are made once.
+
+    Draws of more than ``MOST_DRAWS`` are not kept.
+
+    Args:
+        resamples: number of them.
+    """
+
+    def __init__(self, resamples: int) -> None:
+        self.resamples = resamples
+        self._weights: dict[int, np.ndarray] = {}
+
+    def __call__(self, sums: np.ndarray) -> np.ndarray:  # [N, K] -> [resamples, K]
+        """Return the totals of each resample, as ``resampled_sums`` does."""
+        count = len(sums)
+        if count * self.resamples > MOST_DRAWS:
+            return resampled_sums(sums, self.resamples)
+        if count not in self._weights:
+            self._weights[count] = np.concatenate(list(_weights(count, self.resamples)))
+        return np.asarray(self._weights[count] @ sums)
+
+
 def _weights(count: int, resamples: int) -> Iterator[np.ndarray]:  # [some, count]
     """Yield how often each resample draws each of ``count`` units, some resamples at a time."""
     rng, most = np.random.default_rng(0), max(MOST_DRAWS // max(count, 1), 1)

@@ -9,6 +9,7 @@ under its id; choose another project.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Collection, Mapping
@@ -37,6 +38,7 @@ def resolved_mode(mode: Mode, option: str = "tracker.mode") -> Literal["online",
 
     Raises:
         ValueError: an unknown mode; names ``option``.
+        OSError: there is a login that cannot be used, such as a malformed ``WANDB_API_KEY``.
     """
     import wandb
 
@@ -44,8 +46,26 @@ def resolved_mode(mode: Mode, option: str = "tracker.mode") -> Literal["online",
         raise ValueError(f"{option} must be one of {', '.join(get_args(Mode))} (got {mode!r})")
     chosen = os.environ.get("WANDB_MODE", "auto") if mode == "auto" else mode
     if chosen == "auto":
-        chosen = "online" if wandb.login(prompt=False, verify=False) else "offline"
+        try:
+            chosen = "online" if wandb.login(prompt=False, verify=False) else "offline"
+        except Exception as error:  # wandb raises many types, some of them not its own
+            raise OSError(
+                f"the login of Weights & Biases cannot be used ({error}): correct WANDB_API_KEY, or log in again"
+            ) from error
     return chosen  # type: ignore[return-value]
+
+
+def check_name(option: str, value: Any) -> None:
+    """Refuse a name of a project or an owner that Weights & Biases would refuse only after the run has started.
+
+    Raises:
+        ValueError: it is one; names ``option``.
+    """
+    if not isinstance(value, str) or not re.fullmatch(r"[^/\\#?%:]{1,128}", value) or not value.isprintable():
+        shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:40]}..."
+        raise ValueError(
+            f"{option} must be a text of 1 to 128 printable characters without any of / \\ # ? % : (got {shown})"
+        )
 
 
 def begin(folder: Path, manifest: Mapping[str, Any], project: str, entity: str | None, mode: Mode) -> Any:

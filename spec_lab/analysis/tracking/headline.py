@@ -49,13 +49,13 @@ def figures(summary: Mapping[str, Any]) -> dict[str, Figure]:
     found: dict[str, Figure] = {}
     arms = summary.get("arms")
     arms = arms if isinstance(arms, Mapping) else {}
-    main = MAIN if MAIN in arms else next(iter(arms), MAIN)
+    main = MAIN if MAIN in arms else next(iter(arms), MAIN)  # the first may be named after its proposer (names.py)
     if "learning" in summary:
         summary = _training(summary)
     for prefix, own in [("", summary), *((f"{arm}/", own) for arm, own in arms.items() if arm != main)]:
         if not isinstance(own, Mapping):
             continue
-        copied = "baseline_" if "baseline" in arms else "\0"  # copies of the baseline's own figures
+        copied = ("baseline_",) if "baseline" in arms else ()  # copies of the baseline's own figures
         kept = {name: one for name, one in own.items() if name not in LEFT_OUT and not str(name).startswith(copied)}
         intervals = own.get("intervals")
         for name, value in (*kept.items(), *(intervals.items() if isinstance(intervals, Mapping) else ())):

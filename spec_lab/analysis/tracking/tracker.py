@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from spec_lab.analysis.tracking.client import Mode
 class Tracker(Protocol):
     """Receives the progress of a run."""
 
-    def start(self, name: str, manifest: Mapping[str, Any], out: Path) -> None:
+    def start(self, manifest: Mapping[str, Any], out: Path) -> None:
         """Start the run with the contents of its ``manifest.json``."""
 
     def group(self, number: int, figures: Mapping[str, float]) -> None:
@@ -35,7 +34,7 @@ class Tracker(Protocol):
 class Files:
     """Writes nothing: a run's own files are enough."""
 
-    def start(self, name: str, manifest: Mapping[str, Any], out: Path) -> None:
+    def start(self, manifest: Mapping[str, Any], out: Path) -> None:
         """Do nothing."""
 
     def group(self, number: int, figures: Mapping[str, float]) -> None:
@@ -49,15 +48,6 @@ class Files:
 
     def close(self) -> None:
         """Do nothing."""
-
-
-def _check_name(option: str, value: Any) -> None:
-    """Reject a name that Weights & Biases would reject only after the run has started."""
-    if not isinstance(value, str) or not re.fullmatch(r"[^/\\#?%:]{1,128}", value) or not value.isprintable():
-        shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:40]}..."
-        raise ValueError(
-            f"{option} must be a text of 1 to 128 printable characters without any of / \\ # ? % : (got {shown})"
-        )
 
 
 class Wandb:
@@ -82,9 +72,9 @@ class Wandb:
     def __init__(self, project: str = "spec_lab", entity: str | None = None, mode: Mode = "auto") -> None:
         if mode != "auto":
             client.resolved_mode(mode)
-        _check_name("tracker.project", project)
+        client.check_name("tracker.project", project)
         if entity is not None:
-            _check_name("tracker.entity", entity)
+            client.check_name("tracker.entity", entity)
         self.project, self.entity, self.mode = project, entity, mode
         self._run: Any = None
         self._reset()
@@ -94,7 +84,7 @@ class Wandb:
         self._steps: set[int] = set()
         self._complete, self._error = False, ""
 
-    def start(self, name: str, manifest: Mapping[str, Any], out: Path) -> None:
+    def start(self, manifest: Mapping[str, Any], out: Path) -> None:
         """See ``Tracker``.
 
         Raises:

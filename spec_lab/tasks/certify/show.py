@@ -10,7 +10,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from spec_lab.tasks.certify.instances import every_instance
 from spec_lab.tasks.certify.outputs import EXACT
 from spec_lab.tasks.certify.pair import Check, Pair
 from spec_lab.tasks.certify.significance import ALPHA, POWER, distance, expected_distance
@@ -84,9 +83,11 @@ def _numbers(pair: Pair) -> list[str]:
 
 
 def _notes(pairs: Sequence[Pair], control: Check, samples: int) -> str:
+    numbers = sorted({len(pair.proof.findings) for pair in pairs if pair.proof.findings}) or [0]
+    counted = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"  # chains only, fewer
     lines = [
         f"TV: enumerated, not sampled. Largest total variation between the distributions of the output and of the "
-        f"target over {len(every_instance())} toy instances in float64, trees to depth 3; exact up to {EXACT:g} "
+        f"target over {counted} toy instances in float64, trees to depth 3; exact up to {EXACT:g} "
         "(*: of sampled texts, as Gumbel noise cannot be enumerated; r: a reference drafts in place of the proposer).",
         f"p texts: sampled. Chi-square of {samples} texts of four toy tokens from the decode loop in float32, with the "
         f"proposer's own tree; detects a TV of {max(pair.checks[0].detectable for pair in pairs):.1%}. The control, a "

@@ -122,6 +122,20 @@ def test_a_bootstrap_in_chunks_draws_the_same(monkeypatch, most):
     assert intervals.resampled_sums(sums, 50) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("most", [1, 10**9])
+def test_a_resampler_gives_the_same_sums_and_draws_once(monkeypatch, most):
+    drawn, weights = [], intervals._weights
+    monkeypatch.setattr(
+        intervals, "_weights", lambda count, resamples: drawn.append(count) or weights(count, resamples)
+    )
+    monkeypatch.setattr(intervals, "MOST_DRAWS", most)
+    resampled, every = intervals.Resampler(50), [np.random.default_rng(n).normal(size=(n, 3)) for n in (20, 30, 20)]
+    found = [resampled(one) for one in every]
+    assert drawn == ([20, 30, 20] if most == 1 else [20, 30])
+    for one, sums in zip(found, every, strict=True):
+        np.testing.assert_array_equal(one, intervals.resampled_sums(sums, 50))
+
+
 def test_the_memory_of_a_bootstrap_does_not_grow_with_its_units():
     sums = np.ones((200_000, 1))
     tracemalloc.start()

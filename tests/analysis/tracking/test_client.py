@@ -17,6 +17,7 @@ import wandb
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.tracking import Files, Wandb, client, series, track, track_all
+from spec_lab.cli.commands import command
 from spec_lab.results import sweep
 from spec_lab.tasks.benchmark import run
 from tests.analysis.tracking.views import CONFIG, column, history, killed, read_back, summary, table, views
@@ -276,7 +277,7 @@ def test_an_offline_run_prints_the_command_that_uploads_it_when_it_begins_and_en
     fake.offline, fake.disabled, fake.settings = True, False, SimpleNamespace(sync_dir=str(folder))
     monkeypatch.setattr(client, "begin", lambda *_: fake)
     tracker = Wandb(mode="offline")
-    tracker.start("toy", {}, tmp_path)
+    tracker.start({}, tmp_path)
     began = capsys.readouterr().err
     tracker.close()
     assert capsys.readouterr().err == began
@@ -293,7 +294,7 @@ def test_a_training_shows_its_curve_as_it_goes_on_and_once(tmp_path, monkeypatch
     fake.summary = {}
     monkeypatch.setattr(client, "begin", lambda *_: fake)
     tracker = Wandb(mode="offline")
-    tracker.start("train", {}, tmp_path)
+    tracker.start({}, tmp_path)
     tracker.training(lines[0])
     tracker.training({**lines[0], "step": 30, "loss": []})  # a drafter without draft positions
     assert [(one["trainer/global_step"], one["train/loss"], one["train/tau"]) for one in fake.calls] == [(20, 3, 1.625)]
@@ -306,7 +307,7 @@ def test_a_training_shows_its_curve_as_it_goes_on_and_once(tmp_path, monkeypatch
 
 def test_a_task_without_rows_shows_its_summary(tmp_path, monkeypatch):
     tracker = Wandb(mode="offline")
-    tracker.start("proof", {"config": {"name": "proof"}, "seed": 0}, tmp_path)
+    tracker.start({"config": {"name": "proof"}, "seed": 0}, tmp_path)
     tracker.group(0, {"distance": 0.5})
     tracker.finish({"lossless": True}, [])
     tracker.close()
@@ -342,7 +343,7 @@ def test_an_unknown_mode_is_refused():
 
 def test_files_only_does_nothing(tmp_path):
     tracker = Files()
-    tracker.start("name", {}, tmp_path)
+    tracker.start({}, tmp_path)
     tracker.group(0, {})
     tracker.finish({}, [])
     tracker.close()
@@ -355,3 +356,21 @@ def test_names_that_weights_and_biases_would_refuse_later_are_refused(name):
         Wandb(project=name)
     with pytest.raises(ValueError, match=r"tracker\.entity must be"):
         Wandb(entity=name)
+
+
+def test_a_login_that_cannot_be_used_is_refused_in_one_message(monkeypatch):
+    def refuses(**_):
+        raise TypeError("API key must have 40 characters")
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr("wandb.login", refuses)
+    with pytest.raises(OSError, match=r"login .* cannot be used \(API key .* 40 characters\): correct WANDB_API_KEY"):
+        client.resolved_mode("auto")
+
+
+@pytest.mark.parametrize("option", ["project", "entity"])
+@pytest.mark.parametrize("name", ["", "a/b", "a?", "\x1b[31m", "x" * 129])
+def test_a_dashboard_s_names_are_checked_before_anything_is_sent(capsys, option, name):
+    names = {"project": "mine", "entity": "mine"} | {option: name}
+    assert command(["dashboard", *(f"--{key}={value}" for key, value in names.items())]) == 1
+    assert f"--{option} must be a text" in capsys.readouterr().err

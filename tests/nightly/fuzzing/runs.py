@@ -48,10 +48,12 @@ def option_inputs(draw: Any, _: Path) -> Input:
     if draw(st.integers(0, 9)) == 0:
         text = draw(st.sampled_from(WORDS["yaml"]) | st.text(max_size=60))
         base = [one for one in SHORT if not one.startswith("proposer")]
-        return {
-            "edits": [["text", "own/proposer/mine.yaml", text, 1]],
-            "arguments": ["--config-dir=own", *base, "proposer=mine"],
-        }
+        edits = [["text", "own/proposer/mine.yaml", text, 1]]
+        if draw(st.booleans()):  # through another one, that includes it
+            chosen = draw(st.sampled_from(WORDS["including"]))
+            edits.append(["text", f"own/{chosen[0]}.yaml", chosen[1], 1])
+            return {"edits": edits, "arguments": ["--config-dir=own", *base, *chosen[2:]]}
+        return {"edits": edits, "arguments": ["--config-dir=own", *base, "proposer=mine"]}
     text = st.text(CHARACTERS.filter(lambda one: one != "\0"), max_size=20)
     values = st.sampled_from(WORDS["option"]) | text
     if draw(st.integers(0, 9)) == 0:  # whole numbers are valid and take too long, or start workers
@@ -114,7 +116,10 @@ def run_inputs(folder: Path) -> st.SearchStrategy[Input]:
     ]  # fmt: skip
     of_sweep = [["state", "swept"], ["collect", "swept", "-v"], ["compare", "swept"], ["report", "swept"], SWEEP]
     of_sweep += [["project", "swept", *model]] + [["explain", "tau"]] * ("explain" in COMMANDS)
+    owners = st.sampled_from(WORDS["owner"]) | st.text(CHARACTERS, max_size=20)
+    named = st.tuples(owners, owners).map(lambda two: ["dashboard", f"--entity={two[0]}", f"--project={two[1]}"])
     return st.one_of(
+        inputs(st.just([]), named),
         inputs(edits(folder, f"{ONE}/*.[jp]*", WORDS["run"]), st.sampled_from(of_run)),
         inputs(edits(folder, "swept/**/*.[jp]*", WORDS["run"]), st.sampled_from(of_sweep)),
     )
