@@ -173,6 +173,7 @@ def test_nodes_outside_the_constraint_are_marked_and_have_no_probability():
     assert all(row["forced"] == sum(row["draft_forced"]) for one in rows for row in one)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "temperature"),
     [
