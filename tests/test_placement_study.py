@@ -135,6 +135,7 @@ def refused(made):
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_bundled_json_prompt_is_an_allowed_beginning(kind):
     assert refused(constraint(kind)) == []
@@ -147,6 +148,7 @@ def test_the_study_s_schema_is_of_one_json_value_and_refuses_json_lines(measure)
     assert len(found) == 7 and all("\n{" in text and text.startswith('{"') for text in found)
 
 
+@pytest.mark.nightly
 def test_the_masks_of_the_schema_allow_json_lines_to_the_last_line_feed():
     several = [text for text in (record(seed)[1] for seed in SEEDS) if text.startswith('{"') and "\n{" in text]
     assert several

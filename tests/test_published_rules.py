@@ -30,6 +30,7 @@ def drawn(p, random):
     return best[-1], random.choice(V, p=p[best[-1]])
 
 
+@pytest.mark.nightly
 def test_the_rule_of_sampled_paths_has_the_distribution_of_its_procedure():
     draft, p = example()
     verdict, random, count = SampledPaths()(draft, p), np.random.default_rng(0), 20_000

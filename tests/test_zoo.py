@@ -60,6 +60,7 @@ def test_no_training_record_resembles_a_held_out_prompt(training, shipped):
             assert not any(f'"{name}"' in document.text or f' {name}"' in document.text for name in names)
 
 
+@pytest.mark.nightly
 def test_held_out_modules_and_topics_are_not_trained_on(training, holdout):
     sources = {d.source for d in training}
     assert not sources & set(holdout["modules"])

@@ -125,12 +125,13 @@ OPTIONAL = {
         "draft_accept": (
             pa.list_(pa.float32()),
             "probability that each drafted token is accepted given that its parent is, from the verifier's exact "
-            "distribution (expected_kind says whether given the noise too); null where the parent cannot be accepted, and "
-            "where the step failed before it was verified",
+            "distribution (expected_kind says whether given the noise too); null where the parent cannot be "
+            "accepted, and where the step failed before it was verified",
         ),
         "draft_legal": (
             pa.list_(pa.bool_()),
-            "whether the constraint allows each drafted token and those above it; null without a constraint on the target",
+            "whether the constraint allows each drafted token and those above it; null without a constraint on the "
+            "target",
         ),
         "draft_forced": (
             pa.list_(pa.bool_()),

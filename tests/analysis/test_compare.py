@@ -340,6 +340,7 @@ def test_of_a_sweep_runs_without_drafts_are_left_out_and_named(tmp_path):
     assert [str(bare) in note and "baseline only" in note for note in found.notes] == [True]
 
 
+@pytest.mark.nightly
 def test_two_sweeps_are_paired_by_overrides(tmp_path):
     a = make_sweep(tmp_path / "a", {"depth=1": 1, "depth=2": 1.2, "depth=4": 1})
     b = make_sweep(tmp_path / "b", {"depth=3": 1, "depth=2": 1.5, "depth=1": 1}, threads=2)
@@ -424,6 +425,7 @@ def test_a_finished_run_of_a_task_without_groups_is_refused_with_what_to_use_ins
             compare(given)
 
 
+@pytest.mark.nightly
 def test_runs_of_the_lab_are_compared(tmp_path):
     folders = [tmp_path / "two", tmp_path / "four"]
     for folder, depth in zip(folders, (2, 4), strict=True):

@@ -25,7 +25,7 @@ CASES = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("case", CASES)
 def test_the_figures_of_a_run(case):
     drawn = figures.run_figures(tables(**CASES[case]), {"medusa": [(0,), (1,), (0, 0)]})
@@ -33,6 +33,7 @@ def test_the_figures_of_a_run(case):
     assert {name: found for name, figure in drawn.items() if (found := faults(figure))} == {}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("values", "arms", "fast"),
     [([1, 2, 4], ["medusa"], 1.1), ([1, 2, 3, 4, 6, 8, 12], TWELVE[:3], 1.0), ([0, 0.5, 1], LONG, 1.0),
@@ -54,6 +55,7 @@ def curve(lines: int, depth: int, measured: bool = True) -> list[dict]:
     ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("lines", "depth"), [(1, 1), (2, 4), (30, 16)])
 def test_the_figures_of_a_training(lines, depth):
     drawn = figures.training_figures(curve(lines, depth))
@@ -78,6 +80,7 @@ def certificate(pairs: int, samples: int, name: str = "draft_chain") -> dict:
     }  # fmt: skip
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("pairs", "samples", "name"), [(1, 500, "token"), (12, 100_000, "token"), (2, 10_000, LONG[0])]
 )
@@ -98,6 +101,7 @@ def changes(rows: int, name: str = "medusa") -> pd.DataFrame:
     )  # fmt: skip
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("rows", "name"), [(1, "medusa"), (60, "medusa"), (2, LONG[0])])
 def test_the_figure_of_a_comparison(rows, name):
     figure = figures.changes(changes(rows, name), "tau_pooled", "tau")
@@ -114,6 +118,7 @@ def verifiers(names: list[str]) -> dict:
     return {name: dict(arms) for name in names}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("names", [["medusa"], TWELVE, LONG])
 def test_the_figures_of_a_verifier_study(names):
     drawn = figures.verifier_figures(verifiers(names))

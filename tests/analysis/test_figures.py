@@ -53,6 +53,7 @@ def test_files_are_images_of_some_size(tables, tmp_path):
         assert width > 800 and height > 250
 
 
+@pytest.mark.nightly
 def test_papers_get_every_figure_as_png_and_svg(tables, tmp_path):
     drawn = figures.save(figures.run_figures(tables, {"longer": [(0,), (0, 0), (1,)]}), tmp_path)
     names = {"acceptance", "throughput", "phases", "tokens", "cost", "accepted_trees"}
@@ -60,6 +61,7 @@ def test_papers_get_every_figure_as_png_and_svg(tables, tmp_path):
     assert all(file.read_text().lstrip().startswith("<?xml") for file in drawn if file.suffix == ".svg")
 
 
+@pytest.mark.nightly
 def test_the_same_rows_give_the_same_file(tables, tmp_path):
     once, again = (figures.draw(tables, tmp_path / name, ("svg",)) for name in ("a", "b"))
     assert [one.read_bytes() for one in once] == [one.read_bytes() for one in again]

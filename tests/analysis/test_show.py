@@ -36,6 +36,7 @@ def row(summary: dict, arm: str, width: int = 80) -> str:
     return next(line for line in shown(summary, width).splitlines() if line.strip().startswith(f"{arm} "))
 
 
+@pytest.mark.nightly
 def test_an_arm_has_its_figures_under_their_standard_names(summary):
     summary = copy.deepcopy(summary)
     summary["arms"]["longer"] |= {

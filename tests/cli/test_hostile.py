@@ -127,7 +127,7 @@ SPOILT = [
 
 
 @pytest.mark.parametrize(("name", "text"), SPOILT)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_a_bad_file_is_named_and_the_other_runs_are_read(given, call, name, text):
     (given / "seed=2" / name).write_text(text)
     if name == "queued.json":
@@ -142,6 +142,7 @@ def test_a_bad_file_is_named_and_the_other_runs_are_read(given, call, name, text
     assert code == 1 and "Compared" in output and f"seed=2/{name}" in errors
 
 
+@pytest.mark.nightly
 def test_a_report_of_a_sweep_shows_the_others(given, call):
     (given / "seed=2" / "summary.json").write_text(DEEP)
     code, _, errors = call("report", given, given / "seed=2", given / "seed=3")
@@ -159,6 +160,7 @@ def test_a_pipe_does_not_block(given, call):
     assert code == 1 and "seed=3/requests.parquet" in errors and "regular file" in errors
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [

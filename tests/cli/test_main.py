@@ -141,7 +141,7 @@ def test_the_experiments_are_these():
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_every_experiment_composes_and_is_a_small_delta(cli, name):
     code, output, errors = cli(f"+experiment={name}", "--cfg", "job", "--resolve")
     assert code == 0, errors
@@ -315,7 +315,7 @@ def test_a_sweep_s_jobs_have_their_own_directories_and_a_failing_job_leaves_the_
     ],
 )
 @pytest.mark.usefixtures("tiny_zoo")
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_wrong_values_are_refused_in_one_line(cli, tiny, tmp_path, overrides, message):
     code, _, errors = cli(*tiny, *overrides, "output_dir=here")
     assert code == 1
@@ -325,6 +325,7 @@ def test_wrong_values_are_refused_in_one_line(cli, tiny, tmp_path, overrides, me
     assert not (tmp_path / "here").exists()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("part", "overrides"),
     [
@@ -355,6 +356,7 @@ def test_arms_may_be_null_or_empty(cli, tiny, without):
     assert cli(*tiny, "prompts.limit=1", *without)[0] == 0
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -370,6 +372,7 @@ def test_unknown_options_are_refused_by_hydra(cli, overrides, message):
     assert message in errors
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -389,6 +392,7 @@ def test_version_is_that_of_the_package(cli):
     assert cli("--version") == (0, f"spec_lab {importlib.metadata.version('spec-lab')}\n", "")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
@@ -564,7 +568,7 @@ def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
         ("sampling._target_=builtins.dict", "sampling._target_=builtins.dict ... temperature, top_k, "),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_an_invalid_part_or_directory_is_refused_in_one_line(cli, tiny, tmp_path, option, message):
     code, _, errors = cli(*tiny, *([] if "output_dir" in option else ["output_dir=here"]), option)
     assert code == 1

@@ -24,7 +24,7 @@ def sweep_of(cli, monkeypatch, tmp_path):
     return call
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(21)
 @pytest.mark.parametrize(
     ("option", "runs"),
     [
@@ -53,6 +53,7 @@ def test_no_workers_or_too_many_are_refused(sweep_of, tmp_path, jobs):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "sampler", ["{_target_: a.b}", "{_target_: builtins.dict}", "{_target_: optuna.samplers.TPESampler, seed: x}"]
 )

@@ -93,6 +93,7 @@ def files(folder: Path) -> dict[Path, int]:
     return {file: file.stat().st_mtime_ns for file in folder.glob("*/**/*") if file.is_file()}
 
 
+@pytest.mark.nightly
 def test_a_search_runs_the_requested_trials_and_reports_the_best(cli, tiny, tmp_path, decoded):
     some = [*tiny, *SPACE, "prompts.limit=1", "hydra.sweeper.n_trials=6"]
     code, output, errors = cli(*some)
@@ -358,6 +359,7 @@ def test_a_search_belongs_to_one_process(cli, tiny, tmp_path):
     assert cli(*tiny, *SPACE, "prompts.limit=1", "hydra.sweeper.n_trials=1")[0] == 0
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "text", ["no journal " * 100, '{"op_code":0}\n{"op_code"\n{"op_code":0}\n', '{"op_code":99}\n']
 )

@@ -74,7 +74,7 @@ def test_the_shell_completes_trainings_and_their_options(cli, monkeypatch, line,
 
 @pytest.mark.parametrize("name", ["block", "kangaroo", "pard"])
 @pytest.mark.parametrize("part", ["proposer", "arms.mine"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_a_drafter_without_a_path_is_refused_before_anything_is_loaded(cli, tmp_path, name, part):
     chosen = [f"proposer={name}"] if part == "proposer" else ["proposer=ngram", f"+proposer@{part}={name}"]
     code, _, errors = cli("target.path=/nowhere", *chosen)

@@ -184,13 +184,14 @@ KINDS = {"regex": REGEXES, "choice": CHOICES, "json_schema": SCHEMAS, "lark": GR
 CASES = [pytest.param(kind, source, id=f"{kind}-{n}") for kind, own in KINDS.items() for n, source in enumerate(own)]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("kind", "source"), CASES)
 def test_masks_are_llguidances_on_a_toy_vocabulary(kind, source):
     assert walk(toy(), kind, source, 16, 16, "toy") >= 16
 
 
 @pytest.mark.parametrize(("kind", "source"), CASES)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_masks_are_llguidances_on_the_bundled_vocabulary(kind, source):
     assert walk(bundled(), kind, source, 8, 12, "bundled") >= 8
 
@@ -245,6 +246,7 @@ def test_a_pattern_accepts_what_python_matches(pattern, texts):
         assert accepts(language, one) == (re.fullmatch(pattern, one) is not None)
 
 
+@pytest.mark.nightly
 @given(st.data(), patterns())
 @settings(max_examples=60)
 def test_a_pattern_accepts_what_is_made_from_it(data, pattern):
@@ -497,6 +499,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("kind", "source", "why"), REFUSED)
 def test_errors_name_the_construct_and_its_place(kind, source, why):
     with pytest.raises(ValueError, match=why):

@@ -58,6 +58,7 @@ def test_the_oracle_engine_has_the_masked_distribution_too(kind):
     check("automaton", kind, *TREE, Token(), "both")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS[2:])
 @pytest.mark.parametrize("placement", ["target", "both"])
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda v: v.name)
@@ -92,7 +93,7 @@ def test_masks_computed_during_the_target_s_forward_change_nothing(tree, drawn, 
     assert distance(decoded(instance, drawn, Token()), truth(instance)) < 1e-12
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("instance", constrained(), ids=lambda one: one.name)
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 def test_certify_s_enumeration_under_constraints_finds_no_difference(instance, verifier):

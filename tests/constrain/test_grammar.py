@@ -62,7 +62,7 @@ GRAMMARS = {
 }
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(45)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_masks_of_forests_are_those_of_forks_and_of_fresh_matchers(name, threads):
@@ -97,6 +97,7 @@ def test_states_after_drafts_equal_states_without_drafts(threads):
         assert np.array_equal(state.mask(), alone.mask())
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("schema", [TREE, NESTED_ARRAYS], ids=["tree", "nested arrays"])
 def test_drafts_leave_no_trace_in_long_lived_states(schema, threads):
@@ -351,6 +352,7 @@ def walked(grammar: Grammar, rng: np.random.Generator, most: int = 120) -> str |
     return None
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_texts_under_the_masks_of_a_regex_match_it(pattern):
     rng, grammar = np.random.default_rng(11), regex(bundled(), pattern)
@@ -610,6 +612,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("kind", "source"), [(k, s) for k, all_of in HOSTILE.items() for s in all_of], ids=itertools.count()
 )

@@ -132,6 +132,7 @@ class Defective:
         self.call("action")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("failing", ["start", "fork", "advance", "mask", "action"])
 @pytest.mark.parametrize("others", [False, True], ids=["alone", "combined"])
 @pytest.mark.parametrize(

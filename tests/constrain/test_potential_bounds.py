@@ -105,6 +105,7 @@ def sampled(allowed, count, sampler, tree="1x1", drawn="iid", verifier=None, con
     return decoded(instance, drawn, verifier or Token()), futures.upper
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("count", [0, 1, 3, None])
 @pytest.mark.parametrize(
     ("tree", "drawn", "verifier"),

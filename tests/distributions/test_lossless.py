@@ -59,6 +59,7 @@ def test_one_step_is_lossless(world, name, drawn, verifier):
     require_lossless(Outputs.of_forest(world, verifier, TREES[name], drawn))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["[2]", "[1,1]", "[3]", "[2,1]"])
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 @VERIFIERS

@@ -112,7 +112,7 @@ def called(limits):
     return "-".join(map(str, vars(limits).values()))
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 @pytest.mark.parametrize(("name", "sampling", "limits"), list(cases()))
 def test_every_request_gets_the_tokens_that_it_gets_alone(target, memo, name, sampling, limits):
     make, verifier = PROPOSERS[name]
@@ -130,6 +130,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(target, memo, name, sa
     assert outputs(engine) == memo[name, sampling]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("prefill", [None, 2])
 @pytest.mark.parametrize("name", ["ngram_tree", "draft_tree"])
 def test_requests_added_while_others_decode_get_the_tokens_that_they_get_alone(target, name, prefill):
@@ -573,7 +574,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(45)
 @pytest.mark.parametrize(
     "limits",
     [Limits(), Limits(2, 1), Limits(None, 3), Limits(3, 4, TIGHT), Limits(None, None, TIGHT)],

@@ -75,6 +75,7 @@ def test_the_reference_is_the_enumeration_of_the_tables(length, outputs):
     assert distance(truth(instance_of("1", length)), wanted) < 1e-14
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("verifier", ENUMERATED, ids=lambda pair: f"{pair[0].name}, {pair[1]}")
 @pytest.mark.parametrize("placement", ["target", "both"])
 def test_every_verifier_has_the_conditional_distribution(verifier, placement):
@@ -87,7 +88,7 @@ def test_every_verifier_has_the_conditional_distribution(verifier, placement):
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 @pytest.mark.parametrize("instance", conditioned(), ids=lambda one: one.name)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_certify_s_enumeration_under_a_grammar_finds_no_difference(instance, verifier):
     found = examine(instance, "iid", verifier)
     assert found.wrong is None

@@ -118,7 +118,7 @@ def life(pair):
 
 @pytest.mark.parametrize("end", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_every_family_continues_from_a_draft_pass(family, end):
     life(Pair(model_of(family), end, (0, 1, 2, 3)))
 
@@ -128,6 +128,7 @@ def test_layers_with_windows_and_chunks_continue_from_a_draft_pass(family):
     life(Pair(model_of(family, 4), 2, (1, 2, 3)))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("states", [(), (0,), (1,), (3,), (2, 0), (-1, 1)])
 @pytest.mark.parametrize("end", [1, 2])
 def test_any_hidden_states_are_captured(states, end):

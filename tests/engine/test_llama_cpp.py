@@ -64,6 +64,7 @@ def texts(draft, tokens):
 # Forests -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([3, 7, 64]), st.sampled_from([0, 0, 12]))
 def test_any_forests_have_the_logits_of_plain_texts_after_any_acceptance_rewind_and_fork(seed, roots, batch, window):

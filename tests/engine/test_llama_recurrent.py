@@ -109,6 +109,7 @@ def history(seed, batch=64, steps=12, most=6, cells=None):
     assert sorted(lm.context._free_ids) == list(range(MOST_IDS))
 
 
+@pytest.mark.nightly
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([6, 9, 64]))
 def test_any_chains_have_the_logits_of_plain_texts_after_any_acceptance_rewind_and_fork(seed, batch):
@@ -141,6 +142,7 @@ def keep_states_of_a_smaller_cache(monkeypatch):
     monkeypatch.setattr(RecurrentSequence, "lost", property(lambda self: bool(self.tokens) and not self.computed))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "mutant",
     [trust_snapshots, trust_after_other_forwards, compute_all_together, keep_states_of_a_smaller_cache],
@@ -309,6 +311,7 @@ def decoded(lm, sampling, limits=None, applied=None):
     return {(one.request.id, one.lineage): (one.emitted, one.finish) for one in engine.sequences}, steps
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("limits", [Limits(), Limits(2, 4), Limits(None, None, 60)], ids=["all", "chunks", "memory"])
 @pytest.mark.parametrize("sampling", [COLD, WARM], ids=["greedy", "warm"])
 def test_the_engine_decodes_as_with_a_runner_without_a_cache(sampling, limits):

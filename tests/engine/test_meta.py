@@ -55,7 +55,7 @@ def test_reading_a_tensor_of_this_device_raises():
             read()
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @ATTENTION
 @pytest.mark.parametrize("layers", [(), (-1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("pending", PENDING.values(), ids=PENDING)

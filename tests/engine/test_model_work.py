@@ -41,6 +41,7 @@ def test_layers_with_a_window_or_chunks_are_counted_apart():
     assert chunked.kv_bytes == 3 * full.kv_bytes
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
 def test_flops_are_those_that_torch_counts(family):
     """Of a plain forward over 7 rows, of which 3 get logits; windows are masks there, which save nothing."""

@@ -219,6 +219,7 @@ def advance_several_tokens(monkeypatch):
     monkeypatch.setattr(Mixer, "advance", lambda self, rows, cache: self.inner(rows, cache=cache))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "mutant"),
     [

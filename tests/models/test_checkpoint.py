@@ -606,6 +606,7 @@ def test_an_infinite_time_step_is_accepted(folder, infinite):
         load(folder)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "content", ["", "null", "[]", "3", "{", "[" * 100_000, '{"a":' * 500 + "1" + "}" * 500, "\ud800"]
 )
@@ -717,6 +718,7 @@ def test_heads_with_unused_tensors_are_refused(heads):
         Heads.read(str(folder), target)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "fields",
     [{"num_heads": 10**9}, {"num_layers": 10**9}, {"trunk_size": 10**9}, {"num_heads": -1}, {"num_heads": 3.0},

@@ -104,6 +104,7 @@ def test_the_dense_mask_is_a_second_oracle_or_refused_by_name(name):
             self_check(tiny_family(name), "dense")
 
 
+@pytest.mark.one_in(4)
 @CASES
 @pytest.mark.parametrize("shape", [chain(3), TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("how", ["alone", "batch", "fixed"])

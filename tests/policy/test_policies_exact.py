@@ -67,6 +67,7 @@ def test_every_policy_is_exact(policy, proposer):
     assert proof.drafts == "proposer"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("policy", ["adaedl", "gain", "heuristic"])
 def test_policies_are_exact_with_traversal_verification(policy):
     require_exact(prove(adapt(PROPOSERS["tree"], POLICIES[policy]), Traversal(), QUICK))
@@ -132,6 +133,7 @@ def dropped(stated):
     return prove(Drops(draft_model("1x1", "iid"), stated), Token(), QUICK)
 
 
+@pytest.mark.nightly
 def test_dropping_sampled_tokens_by_their_probability_is_not_lossless():
     """Judged with plain q, a token that is dropped when it is drawn is emitted too seldom (or too often)."""
     assert dropped(stated=False).failure is not None

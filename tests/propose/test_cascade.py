@@ -79,7 +79,7 @@ def cells_are_free(one):
 
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("drawn", ["iid", "point"])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_greedy_chains_are_the_draft_model_s_whatever_drafts_for_it(target, truth, name, drawn):
     one = cascade(INNER[name](), drawn=drawn)
     group, steps = decode(target, one, requests())
@@ -92,7 +92,7 @@ def test_greedy_chains_are_the_draft_model_s_whatever_drafts_for_it(target, trut
 
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("sampling", [WARM, Sampling(0.8, top_k=5, repetition_penalty=1.3)], ids=["warm", "penalised"])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_the_stated_distributions_are_the_draft_model_s(target, name, sampling):
     one = cascade(INNER[name]())
     compared = 0
@@ -137,6 +137,7 @@ def test_calls_and_copies_of_inner_steps_are_counted_as_the_proposer_s(target):
         assert sum(name == "target_forward" for name, _, _ in info.spans) == 1
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", ["n-gram", "chain"])
 def test_inner_steps_read_nothing_of_the_device_but_counted_copies(monkeypatch, name, temperature):
@@ -173,6 +174,7 @@ def test_at_most_as_many_sequences_as_the_draft_model_computes_share_an_inner_st
 # The life cycle ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_after_growth_rewinds_and_forks_chains_are_those_of_the_text(data):
@@ -290,6 +292,7 @@ class KeepsWhatWasGuessed(EndsWithItsStep):
         return {text: [part[:-1] for part in parts] for text, parts in q.items()}, broken
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("inner", [Ngram(3, 3, 1), draft_model("1x1", lm=DRAFT)], ids=["n-gram", "chain"])
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda one: one.name)
 def test_a_chain_that_ends_with_an_inner_step_would_be_exact(inner, verifier):

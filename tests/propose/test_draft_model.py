@@ -38,6 +38,7 @@ KINDS = [("1x1x1x1", "iid"), (TREE, "iid"), (TREE, "without"), (TREE, "point"), 
 # Tokens ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("tree", "drawn"), [("1x1x1x1", "iid"), ("1x1x1x1", "without"), (TREE, "point"), ("1x1x1", "point")]
 )
@@ -57,7 +58,7 @@ def test_a_temperature_of_its_own_keeps_greedy_exact(target, truth, tree, drawn)
     assert all(one.draft.shape.nodes == 8 * len(one.sequences) for one in steps[:3])
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 @pytest.mark.parametrize(("tree", "drawn"), KINDS[:4])
 def test_a_batch_decodes_as_its_requests_alone_and_in_any_order(target, tree, drawn, sampling):
@@ -207,6 +208,7 @@ def histories(draw):
     return draw(st.lists(st.tuples(kinds, st.integers(0, 6), st.integers(0, VOCABULARY - 1)), max_size=7))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("tree", "drawn"), [(TREE, "iid"), (TREE, "point"), ("1x1x1", "without")])
 @given(history=histories())
 @settings(max_examples=10)
@@ -305,7 +307,7 @@ def test_calls_of_the_draft_are_timed_with_the_step_and_leave_its_runner_as_it_w
     ("tree", "drawn", "temperature"),
     [("1x1x1", "iid", None), (TREE, "iid", 0.3), (TREE, "without", 0.3), (TREE, "point", None)],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_nan_logits_end_their_own_request_only(target, truth, bad, tree, drawn, temperature):
     proposer = draft_model(tree, drawn, temperature)
     poison = 18  # in the second prompt only

@@ -79,7 +79,7 @@ def reference(name, target, text, path):
 
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, folders, name):
     proposer = eagle.load(target, folders[name], tree=TREE, drawn="without")
 
@@ -101,7 +101,7 @@ WAYS = [
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("options", WAYS, ids=str)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, options):
     truth = [plain_greedy(target.lm.model, one.tokens, 20) for one in requests()]
     group, steps = decode(target, eagle.load(target, folders[name], **options), requests())
@@ -110,6 +110,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, option
     assert sum(info.draft.shape.nodes for info in steps) > 60
 
 
+@pytest.mark.one_in(4)
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "eagle3-two-layers-all-tokens", "eagle3-every-flag"])
 def test_a_head_may_have_another_dtype_than_the_target(target, folders, name):

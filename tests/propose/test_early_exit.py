@@ -71,7 +71,7 @@ def first_layers(layers):
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_greedy_drafting_emits_the_target_s_tokens(target, truth, plan, layers):
     group, steps = decode(target, early_exit(target, plan, layers), requests())
     assert emitted(group) == truth
@@ -80,6 +80,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, truth, plan, layers):
     assert max(map(calls, steps)) <= PLANS[plan].depth
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "qwen3", "gemma", "phi", "opt"])
 def test_other_families_do_as_well(family):
     target = tiny_target(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 3})
@@ -87,6 +88,7 @@ def test_other_families_do_as_well(family):
     assert emitted(decode(target, early_exit(target, "tree", 2), requests(new=8))[0]) == wanted
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 @pytest.mark.parametrize("layers", [1, 3])
 def test_stated_distributions_are_those_of_the_first_layers(target, layers, drawn):
@@ -101,7 +103,7 @@ def test_stated_distributions_are_those_of_the_first_layers(target, layers, draw
 
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 @pytest.mark.parametrize("plan", ["chain", "sampled tree", "best first"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_a_batch_decodes_as_its_requests_alone(target, plan, sampling):
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, early_exit(target, plan), wanted)[0])
@@ -118,6 +120,7 @@ def test_noise_is_shared_with_the_target(target):
 # Work --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("plan", ["chain", "tree", "best first"])
 def test_each_row_runs_each_layer_once(plan):
     target, rows = tiny_target(num_hidden_layers=LAYERS), Counter()
@@ -153,7 +156,7 @@ def test_prompts_longer_than_a_chunk_are_not_drafted_for():
 
 @pytest.mark.parametrize("limits", [Limits(max_batch_size=2), Limits(2, 4), Limits(None, 5, 40)])
 @pytest.mark.parametrize("plan", ["chain", "tree", "reranked"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_requests_come_go_and_are_preempted(target, truth, plan, limits):
     if limits.max_kv_tokens is not None:
         limits = replace(limits, max_kv_tokens=limits.max_kv_tokens + PLANS[plan].computed - PLANS[plan].nodes)
@@ -259,6 +262,7 @@ class Recorded:
         return RowLogits.of(self.services.lm_head(self.services.final_norm(exits)))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("plan", ["chain", "tree", "best first"])
 def test_a_head_gets_the_exit_states_of_every_row_and_position(target, truth, plan):
     """With hidden states 0 to the last one, also those below the exit."""

@@ -69,6 +69,7 @@ def proposed(target, tree=TREE, sampling=WARM, draws=None, prompts=PROMPTS, prop
 # Fields of a draft -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("sampling", [WARM, Sampling(0.7, top_k=3), Sampling(1.2, top_p=0.6, repetition_penalty=1.5)])
 @pytest.mark.parametrize("tree", [CHAIN, TREE, "4x2", "9x1"])
 def test_siblings_are_the_best_of_their_parent_s_race(target, tree, sampling):
@@ -180,7 +181,7 @@ def test_the_target_as_its_own_draft_is_always_accepted(target, tree):
 
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 @pytest.mark.parametrize("tree", [CHAIN, TREE])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_a_batch_decodes_as_its_requests_alone_and_in_any_order(target, tree, sampling):
     proposer = draft_model(tree, "gumbel", 1.0 if tree == TREE and sampling == COLD else None)
     wanted = requests(sampling, new=12)

@@ -303,6 +303,7 @@ def test_nothing_is_drafted_where_no_tree_is_faster(target, truth, tmp_path, mon
     assert not any(one.draft.shape.nodes for one in steps)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_whole_steps_are_timed_alternately_and_free_everything(batch_size, monkeypatch, calibrated):
     target = tiny_target()

@@ -78,6 +78,7 @@ def require(target, truth, proposer):
     return steps
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", OWN)
 def test_parts_of_a_best_of_draft_for_different_sequences_of_a_batch(target, truth, name):
     both = BestOf.load(target, {"ngram": Ngram(3, 2, 1), name: OWN[name](target)})
@@ -106,6 +107,7 @@ def test_an_early_exit_of_a_draft_model_drafts_for_it(target, truth, name):
     assert not lm.cells.references.any()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", OWN)
 def test_a_policy_may_let_nothing_be_drafted_in_some_steps(target, truth, name):
     policy = RecordedPolicy({key: [Limit(depth) for depth in (0, 2, 1, 0, 0, 2) * 4] for key in range(3)})

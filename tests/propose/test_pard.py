@@ -82,6 +82,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_greedy_drafting_emits_the_target_s_tokens_with_one_forward_a_step(target, truth, options):
     proposer = pard(**options)
@@ -91,6 +92,7 @@ def test_greedy_drafting_emits_the_target_s_tokens_with_one_forward_a_step(targe
     assert steps[0].draft.shape.nodes >= 3 * 4, "the first step drafts below the prompts"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 def test_a_batch_decodes_as_its_requests_alone(target, sampling):
     proposer = pard(tree=TREE, drawn="without", temperature=1.0)

@@ -50,6 +50,7 @@ def reference(name, state, head):
     return oracle.of_vllm(w, state, head, VOCABULARY, one if config["original_lm_head"] else None)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
 def test_drafts_are_those_of_plain_forwards_over_steps_with_rejections(target, folders, name, monkeypatch):

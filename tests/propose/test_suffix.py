@@ -302,6 +302,7 @@ def test_responses_are_forgotten_oldest_first_and_all_at_once():
     assert Suffix.load(None).shared_store == ""
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "options",
     [{}, {"shared": 9}, {"children": 3, "nodes": 5, "factor": 4.0}, {"longest_only": True, "factor": 4.0, "offset": 1}],

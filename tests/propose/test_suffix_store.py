@@ -51,6 +51,7 @@ def starts_of(documents):
     return np.cumsum([1, *(len(one) + 1 for one in documents)]).tolist()
 
 
+@pytest.mark.nightly
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=6).filter(

@@ -153,6 +153,7 @@ def test_growth_equals_the_recurrence_where_ranks_decrease(accuracy):
         tree(tuple(path for path, _ in grown[:nodes]))  # every prefix is a tree
 
 
+@pytest.mark.nightly
 @given(st.integers(0, 2**32 - 1))
 def test_growth_finds_the_best_tree_for_decreasing_values_of_paths(seed):
     def value(path):

@@ -117,7 +117,7 @@ WAYS = {
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_every_stated_distribution_is_that_of_plain_forwards_over_the_text_tokenized_again(pairs, name, way):
     sampling = Sampling(1.0, repetition_penalty=1.1)
     proposer, asked = loaded(pairs[name], **WAYS[way]), wanted(PAIRS[name][0], sampling, 9)
@@ -183,7 +183,7 @@ GREEDY = [
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("options", GREEDY, ids=str)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_greedy_drafting_emits_the_target_s_tokens(pairs, name, options):
     target, asked = pairs[name][0], wanted(PAIRS[name][0])
     truth = [plain_greedy(target.lm.model, one.tokens, 16) for one in asked]
@@ -192,6 +192,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(pairs, name, options):
     assert sum(info.draft.shape.nodes for info in steps) > 30
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("way", "verifier"), [("tree without", Traversal()), ("tree iid", KSeq()), ("chain", Token())])
 def test_a_batch_decodes_as_its_requests_alone(pairs, way, verifier):
     target, asked = pairs["bytes, bytes"][0], wanted(PROSE_BYTES, WARM, 12)
@@ -379,6 +380,7 @@ def test_nothing_is_drafted_where_the_draft_reads_nothing_or_more_than_its_conte
 # Numbers, options, refusals ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("options", [{"depth": 3}, {"depth": None, "tree": TREE, "drawn": "point"}], ids=str)
 @pytest.mark.parametrize("name", ["bytes, bytes", "sentencepiece, bytes"])
 def test_logits_without_a_distribution_end_their_own_request_only(pairs, name, options):

@@ -261,6 +261,7 @@ def test_the_command_prints_every_arm_and_writes_all_numbers(recorded, tmp_path)
     assert set(frame["arm"]) == {"speculative", "repeat"}
 
 
+@pytest.mark.nightly
 def test_summary_and_report_have_the_bounds(recorded):
     summary = json.loads((recorded / "summary.json").read_text())
     found = bounds.of_run(recorded)
@@ -289,6 +290,7 @@ def test_a_run_with_many_rows_or_without_bounds_ends_all_the_same(recorded, monk
     assert {one.needs for one in bounds.for_summary(recorded).values()} == {"different sampling"}
 
 
+@pytest.mark.nightly
 def test_that_bounds_were_skipped_is_printed_and_in_the_report(tmp_path, monkeypatch):
     monkeypatch.setattr(bounds, "MOST_ROWS", 1)
     one = lab(("a b",), 1.0, proposer=named("1x1"), verifiers={"token": Token()})

@@ -68,6 +68,7 @@ def test_a_run_records_every_step_of_its_proposers_but_not_the_baseline(recorded
     assert trees["speculative"].ids.shape[1] == 8 and not (recorded / "parts").exists()
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_records_what_an_uninterrupted_one_does(tmp_path, monkeypatch):
     """Also of a share of the steps; with other recorded tokens the run is another one, and refused."""
     config = {**CONFIG, "record_top": 8}
@@ -126,6 +127,7 @@ def test_a_study_records_every_position(studied):
     assert steps == pytest.approx(1 + means["token"], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_the_texts_of_a_lossy_run_are_not_followed_and_those_of_a_study_are(tmp_path):
     lenient, token = Lenient(0.5), Token()
     config = {**CONFIG, "verifier": {"_target_": "spec_lab.verify.Lenient", "lenience": 0.5}}
@@ -202,6 +204,7 @@ def floats(values) -> bytes:
 P = [0.5, 0.1, *[0.05] * 6]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("row", "changes", "why"),
     [

@@ -25,6 +25,7 @@ def target(world, draft):
     return target_of(world, (), draft)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("drawn", WAYS)
 @pytest.mark.parametrize("shape", SMALL)
 def test_no_lossless_verifier_accepts_more(shape, drawn):
@@ -52,6 +53,7 @@ def test_no_lossless_verifier_accepts_more_on_many_toys(shape, drawn):
         assert Outputs.of_drafts(world, Traversal(), draft, probability).accepted <= optimum + 1e-9
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("drawn", WAYS)
 @pytest.mark.parametrize("shape", ["2x1", "0 1 0.0"])
 def test_the_bound_is_close(shape, drawn):
@@ -101,6 +103,7 @@ def test_points_accept_their_texts_probability():
     assert bound(world, twice, np.ones(1)) == pytest.approx(world.p(())[2] * (1 + world.p((2,))[1]))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("drawn", WAYS)
 @pytest.mark.parametrize("shape", ["2x1", "3", "1x1x1"])
 def test_lumped_tokens_leave_a_bound(drawn, shape):

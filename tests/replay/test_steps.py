@@ -56,6 +56,7 @@ def drawn_tree(generator, drawn, shape="2x2", vocabulary=7, peak=1.5):
     return Draft(forest_shape, torch.from_numpy(token), drawn, *own), p
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("drawn", ["iid", "without", "point"])
 @pytest.mark.parametrize("sampling", [WARM, Sampling(0.7, top_p=0.8), Sampling(1.3, top_k=9)], ids=str)
 def test_with_full_rows_the_recorded_run_s_expectation_is_replayed(target, drawn, sampling):

@@ -72,6 +72,7 @@ def interrupted(command, monkeypatch, tmp_path):
     return tmp_path / "here"
 
 
+@pytest.mark.nightly
 def test_a_run_is_resumed_with_the_trees_it_began_with(command, interrupted, monkeypatch, capsys):
     before = json.loads((interrupted / "manifest.json").read_text())
     calibrating(monkeypatch)  # none is left: calibrating again would fail

@@ -724,6 +724,7 @@ def test_a_run_with_changed_prompts_is_another_run(cli, tiny, tmp_path):
     assert states(tmp_path / "swept") == {"1": ("done", 2), "2": ("done", 1)}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("option", ["output_dir=a,b", "tracker=files,wandb", "retry=true,false"])
 def test_output_dir_cannot_be_swept(cli, tiny, tmp_path, decoded, option):
     code, _, errors = cli("--multirun", *tiny, "prompts.limit=1", option)

@@ -50,6 +50,7 @@ def test_a_run_writes_every_file(done):
     assert names == tables | drawn | {"summary.json", "manifest.json"}
 
 
+@pytest.mark.nightly
 def test_a_prefix_cache_of_each_arm_changes_no_token_and_is_recorded(done, tmp_path):
     """What the warm-up kept is forgotten, and the prompts are decoded one after the other."""
     texts, console = tuple(f"a long and common beginning of {end}" for end in ("one", "two", "three")), quiet()
@@ -298,6 +299,7 @@ def test_what_a_proposer_learned_in_the_warm_up_is_forgotten_and_its_shared_stor
     assert facts["speculative"]["shared_store"] == sharing.shared_store
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("warmup", [0, 5])
 def test_warm_up_decodes_a_little_with_every_arm_and_leaves_no_rows(tmp_path, monkeypatch, warmup):
     plain, decoded = Loop.decode, []
@@ -626,6 +628,7 @@ def test_where_the_runner_does_not_state_its_work_the_share_is_unknown(tmp_path,
     assert "roofline is unknown" in console.file.getvalue()
 
 
+@pytest.mark.nightly
 def test_a_run_of_an_older_version_has_no_roofline_and_is_resumed_without(done, tmp_path):
     out, console = tmp_path / "out", quiet()
     copytree(done[0], out)

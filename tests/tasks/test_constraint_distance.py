@@ -175,6 +175,7 @@ def test_attempts_are_limited():
     assert found["global_samples"] < 40 == found["attempts"] and found["stopped_by_attempts"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["rejection", "expected_futures"])
 def test_estimates_agree_with_the_exact_distance(kind):
     whole = exactly(branching, sampler_toy(), 3)
@@ -230,6 +231,7 @@ def test_a_run_leaves_a_table_a_summary_and_a_figure(tmp_path):
     assert json.loads((tmp_path / "manifest.json").read_text())["arms"] == ["constraint_distance"]
 
 
+@pytest.mark.nightly
 def test_too_many_outputs_are_sampled(tmp_path):
     code, printed = run(tmp_path / "sampled", toy_lab(max_prefixes=2), samples=60, attempts=20_000)
     run(tmp_path / "exact")
@@ -276,6 +278,7 @@ def test_a_resumed_run_uploads_all_prompts(tmp_path, monkeypatch):
     assert run(tmp_path, one)[0] == 0 and sent == [0, 1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "most"), [("exact", 4096), ("estimate", 2)])
 def test_a_resumed_run_keeps_the_prompts_that_were_finished(tmp_path, monkeypatch, capsys, name, most):
     options = dict(samples=20, attempts=2000)
@@ -304,6 +307,7 @@ def test_values_that_json_lacks_survive_a_resume(tmp_path):
     assert run(tmp_path / "nan", nothing, **options)[0] == run(tmp_path / "nan", nothing, **options)[0] == 0
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("entry", "what"),
     [
@@ -323,6 +327,7 @@ def test_a_damaged_entry_is_refused_with_its_prompt(tmp_path, entry, what):
         run(tmp_path)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("parts", "options", "message"),
     [

@@ -155,6 +155,7 @@ def test_the_printed_table_shows_the_name_of_the_proposer(tmp_path):
     assert lab().proposer.name in text and "baseline" in text and "speculative" not in text
 
 
+@pytest.mark.nightly
 def test_a_stopped_measurement_is_resumed(tmp_path, monkeypatch):
     out, seen = tmp_path / "out", []
 

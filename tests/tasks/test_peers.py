@@ -44,6 +44,7 @@ def build(folder, sampling: Sampling) -> Lab:
     return Lab(target, Repeat(), Token(), sampling, prompts, Files(), peers=peers)
 
 
+@pytest.mark.nightly
 def test_greedy_generation_is_the_same_text_everywhere(folder, tmp_path):
     assert run(build(folder, Sampling()), settings(tmp_path, batch_size=1, max_new_tokens=24), {}) == 0
     tables = metrics.load(tmp_path)
@@ -62,6 +63,7 @@ def test_greedy_generation_is_the_same_text_everywhere(folder, tmp_path):
     assert summary["arms"]["assisted"]["survival"] == []
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["greedy", "bare", "assisted"])
 def test_sampling_is_seeded_by_request(folder, name):
     lab = build(folder, Sampling(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01))

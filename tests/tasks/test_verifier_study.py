@@ -475,6 +475,7 @@ def test_a_draft_without_nodes_accepts_nothing(tmp_path):
 # The command line --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_the_experiment_runs(tmp_path, monkeypatch, capsys):
     folder = checkpoints.zoo(tmp_path / "zoo")
     OmegaConf.register_new_resolver("zoo", lambda name: str(folder / name), replace=True)

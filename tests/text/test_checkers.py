@@ -191,6 +191,7 @@ def test_code_is_not_executed(tmp_path):
     assert not file.exists()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_the_time_for_hostile_texts_grows_with_their_length(checker):
     """Quadratic time would be minutes."""

@@ -90,6 +90,7 @@ TWICE = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("how", TWICE)
 def test_what_doubles_is_stopped(how, monkeypatch):
     monkeypatch.setattr(template_sandbox, "MAX_WRITTEN", 2_000_000)

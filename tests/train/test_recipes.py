@@ -289,7 +289,7 @@ SHORT = {
 
 
 @pytest.mark.parametrize("name", SHORT)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_each_recipe_trains_from_the_command_line(quick_cli, name, tmp_path):
     run = checkpoints.short_runs(tmp_path, checkpoints.TEXTS * 2)
     run = [one for one in run if not one.startswith("proposer=")]
@@ -305,6 +305,7 @@ def test_each_recipe_trains_from_the_command_line(quick_cli, name, tmp_path):
     assert "estimated" in output
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_ctrl_c_leaves_with_130_and_states_what_is_saved_and_how_to_resume(quick_cli, steps, tmp_path, monkeypatch):
     run = [one for one in checkpoints.short_runs(tmp_path, checkpoints.TEXTS * 2) if not one.startswith("proposer=")]
@@ -460,7 +461,7 @@ def short(tmp_path, *more):
         ("eagle3", "task.recipe.from_target=true task.recipe.heads=2", "from_target"),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_what_cannot_be_trained_is_refused_before_the_target_answers(quick_cli, tmp_path, name, given, option):
     code, _, errors = quick_cli(f"+experiment=train_{name}", *short(tmp_path, *given.split()))
     (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]

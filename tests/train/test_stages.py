@@ -125,6 +125,7 @@ def test_corpus_and_prompts(settings):
     assert {r["source"] for r in rows if r["workload"] == "code"} <= set(holdout["modules"])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("killed_at", [3, 6, 10])  # at half depth, grown, in the decay
 def test_a_killed_training_resumes_to_identical_weights(settings, tmp_path, killed_at):
     whole = pretrained(settings, tmp_path / "whole")
@@ -167,6 +168,7 @@ def test_growth_keeps_the_function(settings, tmp_path):
         assert torch.equal(half.model(ids).logits, grown.model(ids).logits)
 
 
+@pytest.mark.nightly
 def test_export_reloads_and_the_card_is_written(trained):
     target, draft = (AutoModelForCausalLM.from_pretrained(trained.zoo / m) for m in ("target", "draft"))
     assert target.dtype == torch.bfloat16 and target.config.num_hidden_layers == 2

@@ -101,6 +101,7 @@ def walk(draft: Draft, p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # One step ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @settings(max_examples=200)
 @given(case=races())
@@ -289,6 +290,7 @@ def first_tokens(name: str) -> tuple[Draft, np.ndarray, np.ndarray]:
     return draft, accepted, np.where(accepted, drafted, residual.argmax(-1))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_the_rate_of_matches_is_the_closed_form(name):
     """Within five standard deviations."""

@@ -195,7 +195,7 @@ def at_every_width():
             yield pytest.param(verifier, drawn, width, id=f"{verifier.name}-{drawn}-{width}", marks=marks)
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(21)
 @pytest.mark.parametrize(("verifier", "drawn", "width"), list(at_every_width()))
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_in_single_precision(verifier, drawn, width, case):
@@ -456,7 +456,7 @@ def test_medusa_heads_with_nan_logits_change_no_output():
 # The counter of empty residuals
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(21)
 @pytest.mark.parametrize(("verifier", "drawn"), PAIRS, ids=[f"{v.name}-{drawn}" for v, drawn in PAIRS])
 def test_no_residual_is_empty_in_double_precision(verifier, drawn):
     target = tiny_target()

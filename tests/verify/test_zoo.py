@@ -125,6 +125,7 @@ def lossless_and_best(draft, p):
         assert 1 - d**k == pytest.approx(1 - best**k, abs=1e-6)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("verifier", "direct"), [c for c in CASES if not isinstance(c[0], Typical | Relaxed | Cascade)]
 )
@@ -147,6 +148,7 @@ def test_single_precision_is_close_to_the_algorithm_in_double(verifier, direct, 
     np.testing.assert_allclose(joint(draft, verdict), stop[:, None] * emit, rtol=0, atol=slack)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("verifier", "direct"), [c for c in CASES if isinstance(c[0], KSeq | Lenient)])
 @settings(max_examples=30)
 @given(data=st.data())

@@ -192,15 +192,16 @@ def _rejection(
     if all(isclose(a, b, rel_tol=SAME) for a, b in zip(p, accept, strict=True)):
         if one:
             return f"{start}: it is accepted with its target probability, p {_shown(p[0])}."
-        return f"{start}: one of them is accepted with the sum of their target probabilities, {_shown(min(1.0, sum(p)))}."
+        total = _shown(min(1.0, sum(p)))
+        return f"{start}: one of them is accepted with the sum of their target probabilities, {total}."
     if not one:
         return f"{start}: one of them is accepted with probability {chance}."
     q = tree.q[legal[0]]
     if q is not None and p[0] < q and isclose(accept[0], p[0] / q, rel_tol=SAME):
         return f"{start}: target p {_shown(p[0])} < draft q {_shown(q)}, so its acceptance probability was {chance}."
     drafted = "" if q is None else f", draft q {_shown(q)}"
-    by = how.verifier or "the verifier"
-    return f"{start}: target p {_shown(p[0])}{drafted}; {by} accepts it with probability {chance}, given the path above."
+    by = f"{how.verifier or 'the verifier'} accepts it with probability {chance}, given the path above"
+    return f"{start}: target p {_shown(p[0])}{drafted}; {by}."
 
 
 def _emission(

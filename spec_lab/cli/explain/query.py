@@ -60,8 +60,7 @@ def find(reference: Reference, query: str) -> tuple[Answer, ...]:
 
 
 def _keys(reference: Reference, name: str) -> tuple[KeyMatch, ...]:
-    """Return the keys with this name; if there are none, those that end with it, also of experiments. Equal ones of a
-    group are one."""
+    """Return the keys with this name; if there are none, those that end with it. Equal ones of a group are one."""
     exact = [one for one in reference.each_key() if one[0] == name]
     found: dict[tuple[str, ConfigKey], list[ConfigOption]] = {}
     for path, option, key in exact or (*reference.each_key(), *_settings(reference, name)):

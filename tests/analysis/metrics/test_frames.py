@@ -41,6 +41,7 @@ def output(text: str, ends, steps, *more, prompt_tokens=10) -> Tables:
 # Of a run ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_speed_ups_are_those_of_the_metrics(tables):
     each, means = frames.throughput(tables), frames.speedups(tables)
     assert list(means["arm"]) == ["speculative", "longer"]

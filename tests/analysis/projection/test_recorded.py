@@ -181,6 +181,7 @@ def test_a_design_without_its_draft_model_is_left_out_and_said(folder, tmp_path,
     assert set(pd.read_csv(tmp_path / "projection.csv")["design"]) == {"ngram", "longer"}
 
 
+@pytest.mark.nightly
 def test_measured_forwards_replace_the_roofline(folder, tmp_path, capsys):
     file = tmp_path / "mine.csv"
     rows = [("target", t, b, c, 0.01 + 1e-4 * t * b) for t in (1, 8) for b in (1, 4) for c in (0, 512)]
@@ -253,6 +254,7 @@ def test_figures_show_the_cells(folder, tmp_path):
     assert shown == {f"{row.speedup:.2f}, k={row.length}" for row in best.itertuples()}
 
 
+@pytest.mark.nightly
 def test_notes_name_what_is_not_projected(tmp_path):
     class Silent(Repeat):
         name = "ngram"

@@ -97,6 +97,7 @@ def charts_in(folder: Path) -> int:
 # What the page is ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("which", ["page", "sweep"])
 def test_nothing_is_fetched(which, page, swept):
     file = page if which == "page" else report.write(swept)
@@ -161,6 +162,7 @@ def test_paths_do_not_tell_of_the_machine(ran, tmp_path):
     assert "me/tiny" in text and "me/code.jsonl" in text and "/data" not in text
 
 
+@pytest.mark.nightly
 def test_a_tree_in_a_notation_of_another_package_is_left_out(ran, tmp_path):
     for name in ("rounds.parquet", "steps.parquet", "requests.parquet"):
         shutil.copy(ran / name, tmp_path)
@@ -208,6 +210,7 @@ def test_the_table_of_arms_has_the_figures_of_the_metrics(page, ran):
     assert row["TTFT ms"] == f"{1e3 * figures['time_to_first_token']:.1f}"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("which", ["page", "sweep"])
 def test_arms_are_shown_by_the_names_of_their_proposers(which, page, swept):
     text = Parsed(page if which == "page" else report.write(swept)).text
@@ -217,6 +220,7 @@ def test_arms_are_shown_by_the_names_of_their_proposers(which, page, swept):
 # Runs in every state -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_killed_run_says_so_and_shows_its_groups(ran, tmp_path):
     for name in ("rounds.parquet", "steps.parquet", "requests.parquet", "manifest.json"):
         shutil.copy(ran / name, tmp_path)
@@ -232,6 +236,7 @@ def test_a_run_without_rows_says_why_there_are_no_charts(ran, tmp_path):
     assert not charts_in(tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_baseline_alone_has_no_speed_up(ran, tmp_path):
     for name in ("rounds", "steps", "requests"):
         table = pd.read_parquet(ran / f"{name}.parquet")
@@ -310,6 +315,7 @@ def test_a_sweep_without_a_run_that_is_done_has_no_charts(tmp_path):
     assert "No run is finished yet" in parsed.text and not charts_in(tmp_path)
 
 
+@pytest.mark.nightly
 def test_tasks_without_figures_are_rows_and_not_drawn(swept, ran, tmp_path):
     jobs = [["experiment=certify", f"task.samples={samples}"] for samples in (10, 20)]
     sweep.plan(tmp_path, jobs)
@@ -378,6 +384,7 @@ def test_a_browser_draws_every_chart(which, page, swept, tmp_path):
     assert "<title>owned" not in dom
 
 
+@pytest.mark.one_in(2)
 @needs_browser
 @pytest.mark.parametrize("which", ["page", "sweep"])
 def test_a_browser_shows_a_page_that_is_not_blank(which, page, swept, tmp_path):

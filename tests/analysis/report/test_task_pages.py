@@ -118,6 +118,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
             for place, task in enumerate(SUMMARIES)}  # fmt: skip
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("task", SUMMARIES)
 def test_a_task_has_a_page_with_its_numbers_and_figures(pages, task):
     parsed = Parsed(pages[task])
@@ -167,6 +168,7 @@ def without_numbers(value, shape):
     return value
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("task", [CERTIFY, COST, VERIFIERS, DISTANCE, SERVE])
 def test_figures_that_are_not_known_are_left_out(task, tmp_path):
     page = importlib.import_module(report.PAGES[task].__module__)
@@ -177,6 +179,7 @@ def test_figures_that_are_not_known_are_left_out(task, tmp_path):
     assert "None" not in Parsed(report.write(folder_of(tmp_path / "run", task, bare))).text
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("task", SUMMARIES)
 def test_a_task_that_has_not_ended_shows_what_is_there_or_says_so(task, tmp_path):
     folder = folder_of(tmp_path / "run", task)

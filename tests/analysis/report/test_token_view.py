@@ -82,7 +82,7 @@ def data_of(folder):
     return tables, *step_data(tables, requests, metrics.arms(tables), HOW, load_token_texts(folder))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", RUNS)
 def test_every_step_has_its_accepted_tokens_and_its_texts(name, runs):
     tables, data, note = data_of(runs(name))
@@ -107,7 +107,7 @@ def test_every_step_has_its_accepted_tokens_and_its_texts(name, runs):
     assert json.loads(str(embedded(data))) == data
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", RUNS)
 def test_every_shaded_token_leads_to_its_step(name, runs):
     page = report.write(runs(name))
@@ -129,6 +129,7 @@ def test_every_shaded_token_leads_to_its_step(name, runs):
     assert len(data["outputs"]) == len(keys)
 
 
+@pytest.mark.nightly
 def test_a_run_without_recorded_drafts_says_how_to_record_them(runs, tmp_path):
     out = tmp_path / "plain"
     assert run(lab(), settings(out), {}) == 0

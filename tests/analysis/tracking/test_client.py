@@ -136,6 +136,7 @@ def points_of(found: dict[str, list[dict]]) -> list[dict]:
 # Replayed ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_killed_run_replayed_shows_what_the_live_one_showed(tracked, seen, tmp_path):
     out = killed(tracked, tmp_path / "run")
     where = track(out, mode="offline")
@@ -261,6 +262,7 @@ def test_while_a_run_goes_on_only_its_groups_are_logged(tmp_path, monkeypatch):
     assert all(one.keys() == {"prompt_group", *series.group_figures(metrics.load(tmp_path).requests)} for one in before)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("at", [1, 4])
 def test_a_run_outlives_weights_and_biases_and_says_so(tmp_path, monkeypatch, capsys, at):
     monkeypatch.setattr(client, "begin", lambda *_: Broken(at))

@@ -12,6 +12,7 @@ from spec_lab.analysis.tracking.headline import figures, training
 from tests.analysis.tracking.views import history, summary
 
 
+@pytest.mark.nightly
 def test_the_dashboard_shows_the_arms_of_a_run_unless_others_are_named(tracked):
     assert [*ARMS] == metrics.arms(metrics.load(tracked))
 

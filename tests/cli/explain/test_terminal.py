@@ -28,6 +28,7 @@ def explain(*arguments, width=80):
     return code, console.file.getvalue()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("query", "shown"),
     [

@@ -105,6 +105,7 @@ def test_the_status_of_a_queued_run_names_its_job(on, tmp_path):
     assert "Slurm has not answered" in errors and "Traceback" not in errors
 
 
+@pytest.mark.nightly
 def test_a_job_that_ended_without_a_result_has_failed(on):
     class Silent(Scripted):
         def launch(self, jobs, names):
@@ -138,6 +139,7 @@ def test_a_failed_run_names_its_error_and_is_submitted_again_on_request_only(on)
     assert third.taken == ["seed=-1"]
 
 
+@pytest.mark.nightly
 def test_a_run_that_ended_before_its_job_failed_has_ended(on, tmp_path):
     class Late(Scripted):
         def launch(self, jobs, names):
@@ -162,6 +164,7 @@ def test_an_error_raised_by_a_job_ends_the_command_in_one_line(on):
 # Checks at start-up ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("engine", "needs"), [("slurm", "submitit"), ("ray", "ray")])
 def test_an_engine_that_is_not_installed_is_named_with_its_extra(cli, tiny, monkeypatch, engine, needs):
     monkeypatch.setitem(sys.modules, needs, None)

@@ -74,6 +74,7 @@ def test_a_lossless_pair_is_certified(flat_cli, certificate, tmp_path):
     assert f"Certificate and figure: {tmp_path / 'here'}" in output
 
 
+@pytest.mark.nightly
 def test_the_figure_is_not_empty(flat_cli, tmp_path):
     flat_cli(*NGRAM, "task.tokens=0")
     picture = imread(tmp_path / "here" / "figures" / "convergence.png")
@@ -312,6 +313,7 @@ def test_a_verifier_that_raises_leaves_no_folder_and_the_corrected_command_uses_
     assert code == 0, errors
 
 
+@pytest.mark.nightly
 def test_a_pair_that_raises_is_reported_and_the_others_are_kept(flat_cli, certificate, mine):
     options = ["proposer=draft_tree", "proposer.tree=2", "+verifier@verifiers.fussy=fussy", "task.tokens=0"]
     code, output, errors = flat_cli(*mine, *SHORT, *options)

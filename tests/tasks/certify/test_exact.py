@@ -223,13 +223,14 @@ def require_exact(proof: Proof):
     assert all(abs(one.mass - 1) < 1e-12 for one in proof.findings)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("exclude", [True, False])
 def test_traversal_verification_is_exact_for_sampled_nodes_beside_points(exclude):
     both = union(NgramTree(2, 2, 2, 1), draft_model("2x1", "without"), exclude=exclude)
     require_exact(prove(both, Traversal(), QUICK))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize(("verifier", "drawn"), ENUMERATED, ids=lambda one: getattr(one, "name", one))
 def test_every_lossless_verifier_is(verifier, drawn):
     proof = prove(drawn, verifier, QUICK)
@@ -244,7 +245,7 @@ def test_the_shipped_verifiers_are_all_here():
     assert len(ENUMERATED) == 3 * 3 + 1
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(45)
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_every_proposer_is_enumerated_with_its_own_code(name):
     require_exact(proved(name))
@@ -286,6 +287,7 @@ def test_drafts_are_the_proposer_s_own():
     assert len({tuple(np.round(means[name], 9)) for name in different}) == len(different)
 
 
+@pytest.mark.nightly
 def test_all_instances_with_the_fastest_proposer():
     require_exact(prove("point", Traversal()))
 
@@ -368,7 +370,7 @@ def test_an_error_in_toy_names_the_proposer():
 # Proposers that state a wrong q
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("proposer", [Misstates(), Hotter(draft_model())], ids=["misstates", "hotter"])
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda v: v.name)
 def test_a_wrong_q_is_found(proposer, verifier):
@@ -379,6 +381,7 @@ def test_a_wrong_q_is_found(proposer, verifier):
     assert in_short(proposer, verifier)["certified"] is None
 
 
+@pytest.mark.nightly
 def test_a_wrong_q_does_not_matter_to_a_verifier_that_does_not_read_q():
     require_exact(prove(Misstates(), Match(), QUICK))
 
@@ -453,7 +456,7 @@ def test_a_lossy_verifier_that_is_not_exact_against_its_own_target_fails(broken)
     assert "from the distribution against which it declares to be exact" in failed(proof, Astray())
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("verifier", [Claims(), Control()], ids=lambda v: v.name)
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 def test_a_wrong_declaration_is_found_and_localised(verifier, drawn):
@@ -584,6 +587,7 @@ class Shy(Uniform):
         return super().propose(batch).cut([0] * len(batch.sequences))
 
 
+@pytest.mark.nightly
 def test_a_proposer_that_drafts_nothing_is_not_proved_by_that():
     proof = prove(Shy(), Control(), QUICK)
     assert proof.failure is None and proof.worst.tv < 1e-12, "nothing drafted, nothing wrong"

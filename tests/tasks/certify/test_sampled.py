@@ -54,6 +54,7 @@ def test_the_texts_of_a_lossless_loop_have_the_target_s_distribution(drafts, ver
     assert found.samples == SAMPLES and found.cells > 30 and found.impossible == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("drafts", "verifier"),
     [("iid", Control()), (Misstates(), Token())],
@@ -134,7 +135,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(21)
 @pytest.mark.parametrize("name", PAIRS)
 def test_correct_pairs_pass_every_test(name):
     proposer, verifier = PAIRS[name]()
@@ -151,6 +152,7 @@ def test_without_drafts_there_is_the_mode_alone():
     assert list(found) == ["mode"] and found["mode"].bound > 1e-3
 
 
+@pytest.mark.nightly
 @pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     "warp",
@@ -180,6 +182,7 @@ def test_drafts_that_are_not_drawn_from_their_q_are_rejected_as_drafts():
     assert found["draft"].z < 0, "they were drawn hotter than stated: less often the likeliest"
 
 
+@pytest.mark.nightly
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("verifier", [Token(), Match()], ids=lambda v: v.name)
 def test_a_loop_that_forgets_a_warp_is_rejected_by_the_mode(monkeypatch, verifier):
@@ -190,6 +193,7 @@ def test_a_loop_that_forgets_a_warp_is_rejected_by_the_mode(monkeypatch, verifie
     assert "mode" in rejected(scored(draft_model("1x1"), verifier, requests(Sampling(1.0, top_k=4))))
 
 
+@pytest.mark.nightly
 def test_a_loop_with_corrupt_cells_is_rejected_by_the_mode(monkeypatch):
     """Plain forwards use no KV cache, so the corruption does not reach them."""
     write = Cells.write

@@ -111,6 +111,7 @@ def test_pooling_loses_no_sample_and_leaves_no_small_cell(cells, least):
     assert chi_square(counts[order], p[order], least).statistic == pytest.approx(found.statistic, rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shape", ["even", "skewed"])
 def test_a_true_distribution_is_rejected_as_often_as_stated(shape):
     rng, repeats = np.random.default_rng(1), 4000
@@ -146,6 +147,7 @@ def test_few_samples_detect_nothing():
         detectable_tv(9, 1000, alpha=0.1, power=0.05)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("power", [0.5, 0.9])
 def test_the_least_favourable_error_is_rejected_as_often_as_stated(power):
     """|d| proportional to p; another direction of the same TV is rejected more often."""
