@@ -98,7 +98,7 @@ def _verdicts(pairs: Sequence[Mapping[str, Any]], masks: Mapping[str, Any] | Non
     rows = []
     for pair in pairs:
         exact = pair["exact"]
-        texts = next((test for test in pair["sampled"] if test["name"] == JOINT_DISTRIBUTION), {})
+        texts: Mapping[str, Any] = next((test for test in pair["sampled"] if test["name"] == JOINT_DISTRIBUTION), {})
         scored = (test for test in pair["sampled"] if test["name"] != JOINT_DISTRIBUTION)
         wrong = masks and masks["failed"] and pair["declared_lossless"]
         word = "masks are wrong" if wrong else pair.get("result") or _word(pair)
