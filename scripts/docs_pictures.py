@@ -27,6 +27,7 @@ from matplotlib.patches import FancyBboxPatch
 from spec_lab.analysis.figures import BASELINE, COLOURS, GREY, STYLE
 from spec_lab.analysis.figures.palette import DARK_PAGE, GRID, on_dark
 from spec_lab.core.terminal import visible
+from spec_lab.engine.recording import unpack_ids
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 5.3  # inches: at 390 pixels letters are still as large as in the text
@@ -106,10 +107,8 @@ def read_step(run: Path, request: int, number: int, prompt: Sequence[int]) -> St
     output = pd.read_parquet(run / "requests.parquet", filters=chosen[:1]).iloc[0]
     rows = []
     for one in recorded.itertuples():
-        digits = np.frombuffer(one.ids, dtype=np.uint8).reshape(-1, 3).astype(int)
-        tokens = digits @ np.array([1, 256, 65536])
         p, q = (np.frombuffer(column, dtype=np.float32) for column in (one.p, one.q))
-        rows.append(Row(one.parent, one.token, tokens, p, q))
+        rows.append(Row(one.parent, one.token, unpack_ids(one.ids), p, q))
     path, row = [], 0
     for rank in step["path"]:
         row = [place for place, one in enumerate(rows) if one.parent == row][rank]

@@ -42,5 +42,6 @@ def test_corpus(worker, name, file):
 @pytest.mark.skipif(not BUDGET, reason="SPEC_LAB_FUZZ_SECONDS=0")
 @pytest.mark.parametrize("name", TARGETS)
 def test_random_inputs(worker, tmp_path, name):
-    faults = explore(name, worker(name), BUDGET, Path(SAVED or tmp_path))
+    faults, tried = explore(name, worker(name), BUDGET, Path(SAVED or tmp_path))
     assert not faults, "\n\n".join(faults)
+    assert tried > BUDGET / 20  # it did not wait for one input

@@ -125,6 +125,8 @@ def lost(bounds: Mapping[str, Mapping[str, Any]]) -> Figure | None:
     for arm, one in bounds.items():
         if own := next((own for own in one.get("verifiers", {}).values() if own["used"]), None):
             parts = {"tau": own["tau"]["mean"]} | {part: value["mean"] for part, value in own["lost"].items()}
+            if any(parts.get(part) is None for part in LOST):
+                continue
             rows[arm] = {part: max(parts[part], 0.0) for part in LOST}
             most = "optimum" if one.get("kind") == "exact" else "bound"
             texts.append(f"{own['share']['mean']:.0%} of the {most}" if own["share"]["mean"] is not None else "")

@@ -49,7 +49,7 @@ ACCEPTED = (
     Column("At least one accepted", "times the transport bound, 95 % interval", _three("share_of_bound"), line=1.0),
 )
 TIME = (
-    Column("Verification and choice", "microseconds: median and middle half", _three("verify_us", "median")),
+    Column("Verification and choice", "microseconds: median and quartiles", _three("verify_us", "median")),
     Column("The same, relative to the target's forward", "percent of it", lambda one: (_percent(one),) * 3),
 )
 

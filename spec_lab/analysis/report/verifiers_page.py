@@ -27,7 +27,7 @@ SUMMARY = {
 """What is read of ``summary.json``."""
 
 ACCEPTED = (
-    "Every verifier verifies the same drafts along texts of the target. E accepted: expected accepted tokens per "
+    "Every verifier verifies the same drafts along texts of the target. Expected accepted: tokens per "
     "draft, from the verifier's exact probabilities given the draft, mean over sampled drafts; minus: the difference "
     "from the verifier that is named, paired; of the bound: its probability to accept at least one token, as a share "
     "of the largest possible (optimal transport). Lossy verifiers may exceed the bound, lossless ones by the sampling "
@@ -86,8 +86,8 @@ def _table(proposers: Mapping[str, Mapping[str, Any]]) -> DataTable:
                 ]
             )
     columns = [(name, False) for name in ("proposer", "drawn", "verifier", "losslessness")]
-    columns += [("E accepted [95 %]", True), ("difference [95 %]", True), ("minus", False)]
-    columns += [("of the bound [95 %]", True), ("microseconds [middle half]", True), ("of the forward", True)]
+    columns += [("expected accepted [95 %]", True), ("difference [95 %]", True), ("minus", False)]
+    columns += [("of the bound [95 %]", True), ("microseconds [quartiles]", True), ("of the forward", True)]
     return DataTable(columns, rows, len(rows) > 8, ("proposer", "drawn", "verifier", "losslessness"))
 
 

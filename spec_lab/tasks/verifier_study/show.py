@@ -49,7 +49,7 @@ def _accepted(name: str, proposer: Mapping[str, Any]) -> Table:
         f"{proposer['drafts']} drafts, bound {_interval(proposer['bound'])}"
     )
     table.add_column("verifier", no_wrap=True)
-    for heading in ("E accepted", f"minus {proposer['compared_with']}", "of the bound"):
+    for heading in ("expected accepted", f"minus {proposer['compared_with']}", "of the bound"):
         table.add_column(heading, justify="right", no_wrap=True)
     for verifier, one in proposer["verifiers"].items():
         table.add_row(
@@ -85,7 +85,7 @@ def _time(proposers: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def _notes(summary: Mapping[str, Any]) -> str:
     lines = [
-        "E accepted: expected accepted tokens per draft, from the verifier's exact probabilities given the draft; mean "
+        "Expected accepted: tokens per draft, from the verifier's exact probabilities given the draft; mean "
         "over sampled drafts. bound: the largest probability that at least one token is accepted, by optimal "
         "transport; of the bound: the verifier's probability, as a share of it. Lossy verifiers may exceed the bound, "
         "lossless ones by the sampling error of the drafts only. Times are medians, with p in the processor's cache."

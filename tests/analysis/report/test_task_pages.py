@@ -221,6 +221,15 @@ def test_an_incomplete_certificate_says_so(tmp_path):
     assert "This certificate is not complete" in text and "holds no convergence" in text and "9 pairs" in text
 
 
+def test_every_bundled_task_has_a_page_or_the_rows_of_a_run():
+    configs = Path(report.__file__).parents[3] / "conf" / "task"
+    tasks = {re.search(r"^_target_: (.+)$", file.read_text(), re.MULTILINE)[1] for file in configs.glob("*.yaml")}
+    assert tasks - report.PAGES.keys() == {"spec_lab.tasks.benchmark.run", "spec_lab.tasks.stream.stream"}
+    for name in report.PAGES:
+        module, _, function = name.rpartition(".")
+        assert callable(vars(importlib.import_module(module))[function])
+
+
 def test_a_task_without_a_page_is_refused_by_name(tmp_path):
     folder = folder_of(tmp_path / "run", "other.package.task")
     (folder / "others.csv").write_text("a")

@@ -217,8 +217,11 @@ def _watch(*own: Path) -> Callable[[str, tuple[Any, ...]], None]:
     return hook
 
 
-def explore(name: str, worker: Worker, seconds: float, folder: Path) -> list[str]:
-    """Try random inputs for some time; return the faults. Each is made smaller and saved."""
+def explore(name: str, worker: Worker, seconds: float, folder: Path) -> tuple[list[str], int]:
+    """Try random inputs for some time; return the faults, and how many inputs were tried.
+
+    Each input at fault is made smaller and saved.
+    """
     ends, found, tried = time.monotonic() + seconds, dict[str, str](), 0
 
     def attempt(one: Input) -> None:
@@ -246,7 +249,7 @@ def explore(name: str, worker: Worker, seconds: float, folder: Path) -> list[str
         hypothesis.seed(f"{SEED} {name} {batch}")(test)()
         batch += 1
     print(f"{name}: seed {SEED}, {tried} inputs in {seconds:.0f} s, {len(found)} faults")
-    return list(found.values())
+    return list(found.values()), tried
 
 
 def _where(output: str) -> str:
