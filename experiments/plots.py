@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 from spec_lab.analysis import figures, metrics
 from spec_lab.analysis.figures import COLOURS, GREY, STYLE
+from spec_lab.analysis.figures.palette import VERIFIERS
 from spec_lab.analysis.metrics import sweeps
 from spec_lab.analysis.metrics.paired import Totals, acceptance_totals, change, speedup_totals
 from spec_lab.analysis.roofline_text import baselines_in_words
@@ -208,10 +209,12 @@ def ordered(values: Sequence[Any], order: Sequence[Any]) -> list[Any]:
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
-    """Return a colour for each name; proposers have the same colour in every study and in every figure of a run."""
+    """Return a colour for each name; that of a proposer or verifier is the same in every study and report."""
     known = {NAMES[name]: figures.colour(name) for name in figures.PROPOSERS if name in NAMES}
     own = {name: known[NAMES[name]] for name in names if NAMES.get(name) in known}
+    own |= {name: VERIFIERS[name] for name in names if name in VERIFIERS and name not in own}
     free = [colour for colour in COLOURS if colour not in own.values()]
+    free.sort(key=lambda colour: colour in figures.PROPOSERS.values())  # better a colour of none
     return {name: own.get(name) or free.pop(0) for name in names}
 
 

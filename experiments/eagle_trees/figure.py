@@ -74,7 +74,7 @@ def draw(table: pd.DataFrame) -> Figure:
             axes.set_xticks(sorted(table["nodes"].unique()), [str(one) for one in sorted(table["nodes"].unique())])
     for axes in grid[-1]:
         axes.set_xlabel("drafted nodes per step")
-    grid[0][1].legend(fontsize=7)
+    figure.legend(*grid[0][1].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=3)
     figure.suptitle("95 % bands over prompts", fontsize=10)
     return figure
 
