@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from spec_lab.cli.commands import COMMANDS, TRAIN, parser
+from spec_lab.cli.commands import TRAIN, parser
 from spec_lab.cli.explain import markdown, terminal
+from spec_lab.cli.subcommands import COMMANDS
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "reference"
 

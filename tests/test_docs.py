@@ -11,10 +11,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from scripts import docs_site
 from spec_lab.cli.build import check_options
-from spec_lab.cli.commands import COMMANDS, TRAIN, experiment, parser, trainings
+from spec_lab.cli.commands import TRAIN, experiment, parser, trainings
 from spec_lab.cli.explain.reference import ALIASES, EXPERIMENT, canonical
 from spec_lab.cli.explain.terminal import reference
 from spec_lab.cli.main import check_overrides, conf, quote_prompt, replace_flags
+from spec_lab.cli.subcommands import COMMANDS
 from tests import documents
 from tests.documents import ROOT, Command
 

@@ -93,7 +93,7 @@ class Preflight(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print the state and the results of a sweep; exit with 1 unless every requested run ended with 0."""
-        from spec_lab.cli.commands import print_results, print_sweep
+        from spec_lab.cli.sweep_tables import print_results, print_sweep
 
         atexit.unregister(print_resume_hint)
         out, code = Path(config.hydra.sweep.dir), 1

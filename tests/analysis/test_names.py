@@ -11,7 +11,7 @@ from rich.console import Console
 from spec_lab.analysis import figures, metrics
 from spec_lab.analysis.metrics import sweeps
 from spec_lab.analysis.names import arm_names, names_in_manifest, renamed, with_names
-from spec_lab.cli.commands import print_results
+from spec_lab.cli.sweep_tables import print_results
 from spec_lab.results import sweep
 from spec_lab.tasks.benchmark import run
 from tests.labs import Repeat, lab, settings

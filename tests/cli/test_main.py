@@ -19,8 +19,8 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from spec_lab.analysis import metrics
-from spec_lab.cli.commands import COMMANDS
 from spec_lab.cli.main import VERBOSE, conf, option_names, replace_flags, top_level_options, zoo
+from spec_lab.cli.subcommands import COMMANDS
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.instances import QUICK

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from spec_lab.analysis.text import WIDE
-from spec_lab.cli.commands import command, print_results
+from spec_lab.cli.commands import command
+from spec_lab.cli.sweep_tables import print_results
 from spec_lab.results import sweep, writer
 from spec_lab.results.parts import TableParts
 from spec_lab.results.writer import load
@@ -743,7 +744,7 @@ def test_a_failure_at_a_sweep_s_end_is_a_failure(cli, tiny, tmp_path, monkeypatc
     def broken(folder, verbose):
         raise ValueError("no table today")
 
-    monkeypatch.setattr("spec_lab.cli.commands.print_results", broken)
+    monkeypatch.setattr("spec_lab.cli.sweep_tables.print_results", broken)
     code, _, errors = cli("--multirun", *tiny, "prompts.limit=1", "seed=1")
     assert code == 1 and "spec_lab: no table today" in errors
 

@@ -6,8 +6,9 @@ import re
 import pytest
 
 from scripts.render_reference import pages
-from spec_lab.cli.commands import COMMANDS, TRAIN
+from spec_lab.cli.commands import TRAIN
 from spec_lab.cli.explain import markdown
+from spec_lab.cli.subcommands import COMMANDS
 
 
 @pytest.fixture(scope="module")

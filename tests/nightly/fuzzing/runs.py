@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from matplotlib import font_manager
 from omegaconf import OmegaConf
 
-from spec_lab.cli.commands import COMMANDS
 from spec_lab.cli.main import conf, top_level_options
+from spec_lab.cli.subcommands import COMMANDS
 from spec_lab.results import sweep
 from tests import checkpoints
 from tests.nightly.fuzzing.edits import CHARACTERS, edits

@@ -1,0 +1,306 @@
+"""What the sub-commands do: each prints to a console and returns an exit code; its docstring is its help."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+
+from spec_lab.cli.explain import terminal as explain
+from spec_lab.cli.sweep_tables import print_results, print_sweep, say
+from spec_lab.core.files import replacing, write_text
+from spec_lab.core.terminal import visible
+from spec_lab.results import sweep
+
+
+def refuse(error: object) -> int:
+    """Print an error in one line; return the exit code."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        error = f"{error.filename}: {error.strerror}"
+    print(f"spec_lab: {visible(' '.join(str(error).split()))}", file=sys.stderr)
+    return 1
+
+
+def _each(folders: Sequence[Path], what: Callable[[Path], int]) -> int:
+    """Call ``what`` for each folder; print errors and continue with the next folder. Return the largest exit code."""
+    code = 0
+    for folder in folders:
+        try:
+            with sweep.reading(folder):
+                code = max(code, what(folder))
+        except (OSError, ValueError, sweep.Locked) as error:
+            code = refuse(error)
+    return code
+
+
+def _unreadable(folder: Path) -> int:
+    """Print the runs of a sweep whose files are not readable; return the exit code."""
+    broken = [one.unreadable for one in sweep.runs(folder) if one.unreadable]
+    return max((refuse(f"unreadable: {one}") for one in broken), default=0)
+
+
+def _state(given: argparse.Namespace, console: Console) -> int:
+    """Print the state of each run of a sweep: done, running, failed or pending."""
+    with sweep.reading(given.folder):
+        print_sweep(given.folder, console, every=True)
+        return _unreadable(given.folder)
+
+
+def _collect(given: argparse.Namespace, console: Console) -> int:
+    """Write a sweep's figures as one tidy table: table.parquet and table.csv in its directory."""
+    with sweep.reading(given.folder):
+        table = sweep.collect(given.folder)
+        code = _collect_into(given.folder, table, console)
+        if given.latex:
+            from spec_lab.analysis.latex import latex_table
+
+            keys = dict.fromkeys(sweep.key(one) for run in sweep.runs(given.folder) for one in run.overrides)
+            _write_table(given.latex, latex_table(table, list(keys)))
+            say(console, f"LaTeX table: {given.latex}")
+        if given.verbose:
+            print_results(given.folder, console, verbose=True)
+        return code
+
+
+def _collect_into(folder: Path, table: pd.DataFrame, console: Console) -> int:
+    code = _unreadable(folder)
+    if table.empty:
+        raise ValueError(f"no run of {folder} is done; spec-lab state {folder} prints the state of each")
+    left = sum(one.state != "done" for one in sweep.runs(folder))
+    file = folder / "table.parquet"
+    with replacing(file) as stream:
+        table.to_parquet(stream, index=False)
+    write_text(file.with_suffix(".csv"), table.to_csv(index=False))
+    runs = table["run"].nunique()
+    missing = f"; {left} runs are not done and left out" * bool(left)
+    say(console, f"{runs} runs, {len(table)} rows: {file} and .csv{missing}")
+    return code
+
+
+def _compare(given: argparse.Namespace, console: Console) -> int:
+    """Compare runs or sweeps, and print which differences are significant."""
+    from spec_lab.analysis.compare import as_frame, compare, show
+    from spec_lab.analysis.report import write_comparison
+
+    if not 0 < given.level < 1:
+        raise ValueError(f"--level must be between 0 and 1, not {given.level:g}")
+    with sweep.reading(*given.folders):
+        found = compare(given.folders, given.level)
+        show(found, console, given.verbose)
+    if given.csv:
+        _write_table(given.csv, as_frame(found).to_csv(index=False))
+        say(console, f"Table: {given.csv}")
+    if given.html:
+        say(console, f"Page: {write_comparison(found, given.html)}, and figures beside it")
+    return max((refuse(f"unreadable: {one}") for one in found.unreadable), default=0)
+
+
+def _project(given: argparse.Namespace, console: Console) -> int:
+    """Project the speed-up of recorded designs to other hardware; write tables and heat maps."""
+    from spec_lab.analysis import projection
+
+    batches = _numbers("--batch", given.batch)
+    lengths = None if given.lengths is None else _numbers("--lengths", given.lengths)
+    for option, value in (("context", given.context), ("prompt", given.prompt), ("output", given.output)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{option} must be at least 1 (got {value})")
+    if (given.prompt is None) != (given.output is None):
+        raise ValueError("--prompt and --output go together: the share of the prefill depends on both")
+    if not 0 <= given.lookup_ms < float("inf"):
+        raise ValueError(f"--lookup-ms must be at least 0 (got {given.lookup_ms:g})")
+    prefill = None if given.prompt is None else projection.Prefill(given.prompt, given.output)
+    with sweep.reading(*given.folders):
+        designs, idle = projection.recorded(given.folders)
+    lookup = given.lookup_ms / 1e3
+    options = {name: value for name, value in vars(given).items() if name in ROOFLINE and value is not None}
+    if given.costs is not None:
+        if options:
+            raise ValueError(f"--costs replaces the roofline: leave out --{next(iter(options))}")
+        deployments = [projection.measured_deployment(designs, given.costs, given.costs.stem, lookup)]
+    elif given.model is None:
+        raise ValueError("--model is required: name the target's size, or give measured forwards with --costs FILE")
+    else:
+        names = [one.strip() for one in options.pop("hardware", "h100-sxm").split(",") if one.strip()]
+        deployments = projection.deployments_of(designs, names, context=given.context, lookup=lookup, **options)
+    cells = projection.project(designs, deployments, batches, given.context, lengths, prefill)
+    even = projection.break_even(designs, deployments, max(batches), given.context, lengths, prefill)
+    projection.show(cells, even, projection.notes(designs, deployments, idle), console, given.verbose)
+    out = given.out or given.folders[0] / "projection"
+    for file in projection.write(cells, even, out):
+        say(console, str(file))
+    return 0
+
+
+ROOFLINE = ("hardware", "model", "draft", "dtype", "runtime")
+"""Options of ``project`` that describe a roofline."""
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """Return whole numbers from 1 on that are written with commas, ascending.
+
+    Raises:
+        ValueError: something else is written; names the option.
+    """
+    parts = [one.strip() for one in text.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d{0,6}", one, re.ASCII) for one in parts):
+        raise ValueError(f"{option} must be whole numbers from 1 on with commas, such as 1,2,4 (got {text})")
+    return sorted({int(one) for one in parts})
+
+
+def _write_table(file: Path, text: str) -> None:
+    """Write a table to ``file``: a regular file is replaced atomically; /dev/stdout is possible.
+
+    Raises:
+        OSError: it cannot be written; names the file.
+    """
+    if file.exists() and not file.is_file():
+        file.write_text(text)
+    else:
+        write_text(file, text)
+
+
+def _report(given: argparse.Namespace, console: Console) -> int:
+    """Write report.html and figures (PNG, SVG) into the directory of a run of any task, or of a sweep."""
+    from spec_lab.analysis.report import write
+
+    def one(folder: Path) -> int:
+        say(console, f"{write(folder)}, and figures in the same folder")
+        return 0 if sweep.is_run(folder) else _unreadable(folder)
+
+    return _each(given.folders, one)
+
+
+def _replay(given: argparse.Namespace, console: Console) -> int:
+    """Evaluate verifiers, draft trees and draft temperatures on the distributions that a run has recorded."""
+    from spec_lab.replay.designs import Options
+    from spec_lab.replay.show import print_table, print_trace, replay, trace
+
+    if given.folder.is_file():
+        frame = trace(given.folder, given.format, given.verifiers)
+        print_trace(frame, console)
+        if given.csv:
+            _write_table(given.csv, frame.to_csv(index=False))
+            say(console, f"Table: {given.csv}")
+        return 0
+    with sweep.reading(given.folder):
+        wanted = given.verifiers, given.shapes, given.temperatures, given.top_k, given.confidence, given.drawn
+        frame = replay(given.folder, Options(*wanted), given.arms)
+    print_table(frame, console)
+    if given.csv:
+        _write_table(given.csv, frame.to_csv(index=False))
+        say(console, f"Table: {given.csv}")
+    return 0
+
+
+def _bounds(given: argparse.Namespace, console: Console) -> int:
+    """Print how close verifiers come to the optimum on recorded draft trees, and where the other tokens are lost."""
+    from spec_lab.replay.bounds import of_run, table
+    from spec_lab.replay.show import print_bounds
+
+    with sweep.reading(given.folder):
+        found = of_run(given.folder, given.arms)
+    print_bounds(found, console)
+    if given.csv:
+        _write_table(given.csv, table(found).to_csv(index=False))
+        say(console, f"Table: {given.csv}")
+    return 0
+
+
+def _samples(given: argparse.Namespace, console: Console) -> int:
+    """Write a run's answers to HumanEval or LiveCodeBench for their own evaluators; nothing is executed."""
+    from spec_lab.analysis.samples import write_samples
+
+    def one(folder: Path) -> int:
+        for file in write_samples(folder):
+            say(console, str(file))
+        return 0
+
+    return _each(given.folders, one)
+
+
+def _track(given: argparse.Namespace, console: Console) -> int:
+    """Upload runs to Weights & Biases from their files, in any state."""
+    from spec_lab.analysis.tracking import track_all
+
+    _check_owner(given)
+
+    def one(folder: Path) -> int:
+        for line in track_all(folder, given.project, given.entity, given.mode):
+            say(console, line)
+        return 0
+
+    return _each(given.folders, one)
+
+
+def _check_owner(given: argparse.Namespace) -> None:
+    """Check the names of project and entity."""
+    from spec_lab.analysis.tracking.client import check_name
+
+    check_name("--project", given.project)
+    if given.entity is not None:
+        check_name("--entity", given.entity)
+
+
+def _dashboard(given: argparse.Namespace, console: Console) -> int:
+    """Save a dashboard for runs on Weights & Biases; requires the extra 'dashboard' and a login."""
+    from spec_lab.analysis.tracking.dashboard import save
+
+    _check_owner(given)
+    say(console, save(given.project, given.entity))
+    return 0
+
+
+def _convert(given: argparse.Namespace, console: Console) -> int:
+    """Write a Llama-like checkpoint as GGUF (requires the extra 'llamacpp'), or a drafter's .pt file as safetensors."""
+    from spec_lab.models.pickled import convert_pickled, pickled_files
+
+    source = Path(given.checkpoint)
+    whole = source.is_dir() and given.out.suffix == ".gguf"  # a model, whatever its weights are saved as
+    if files := [] if whole else pickled_files(source):
+        if given.dtype is not None or given.force:
+            raise ValueError("--dtype and --force are for GGUF files: a drafter keeps its data types, in a new folder")
+        drafter = convert_pickled(files, given.out)
+        sizes = f"{drafter.size / 2**20:.1f} MiB, {drafter.tensors} tensors"
+        say(console, f"{given.out}: {drafter.layout}, {sizes}; SHA-256 of the source {drafter.sha256}")
+        return 0
+    from spec_lab.models.gguf_export import convert
+
+    made = convert(given.checkpoint, given.out, given.dtype, given.force)
+    sizes = f"{made.size / 2**20:.1f} MiB, {made.tensors} tensors, {made.parameters / 1e6:.1f} M parameters"
+    say(console, f"{given.out}: {sizes}, {made.dtype}, architecture {made.architecture}; {made.tokenizer}")
+    return 0
+
+
+def _index(given: argparse.Namespace, console: Console) -> int:
+    """Write a store of text, in which rest, suffix and sam look up what followed the last tokens."""
+    from spec_lab.models.loading import describe, read_texts
+    from spec_lab.propose.suffix_build import build
+    from spec_lab.text.prompts import texts
+
+    tokenizer, _ = read_texts(given.tokenizer, describe(given.tokenizer))
+    made = build(texts(given.corpus), tokenizer, given.out)
+    size = f"{made.size / 2**20:.1f} MiB"
+    say(console, f"{given.out}: {made.tokens} tokens of {made.documents} documents, {size}")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
+    "state": _state,
+    "collect": _collect,
+    "compare": _compare,
+    "project": _project,
+    "report": _report,
+    "replay": _replay,
+    "bounds": _bounds,
+    "samples": _samples,
+    "track": _track,
+    "dashboard": _dashboard,
+    "convert": _convert,
+    "index": _index,
+    "explain": explain.run,
+}
