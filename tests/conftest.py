@@ -3,6 +3,7 @@
 import os
 import sys
 from collections import Counter, defaultdict
+from functools import cache
 from uuid import uuid4
 from zlib import crc32
 
@@ -18,6 +19,12 @@ from hypothesis import settings  # noqa: E402
 
 settings.register_profile("spec_lab", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("spec_lab")
+settings.register_profile("short", settings.get_profile("spec_lab"), max_examples=25)
+
+
+def pytest_configure(config):
+    """The short run tries a quarter of the examples of a property, the nightly run all."""
+    settings.load_profile("short" if "not nightly" in config.option.markexpr else "spec_lab")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -80,6 +87,25 @@ def limits_of_the_machine_in_milliseconds():
         patch.setattr(machine_limits, "SIZES", {"cpu": (64,), "cuda": (64,)})
         patch.setattr(machine_limits, "MOST_PASSES", 2)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def distributions_are_listed_once():
+    """Every run looks for those of its parts' packages; reading the metadata of all takes half a second."""
+    from spec_lab.results import sources
+
+    find = cache(lambda _path: sources_of())
+    with pytest.MonkeyPatch.context() as patch:
+        sources_of = sources.packages_distributions
+        patch.setattr(sources, "packages_distributions", lambda: find(tuple(sys.path)))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def figures_are_drawn_where_a_test_is_about_them(request, monkeypatch):
+    """The mark ``figures``: runs draw at their end, as they do for a user. Half of a tiny run's time goes there."""
+    if not request.node.get_closest_marker("figures"):
+        monkeypatch.setattr("spec_lab.tasks.benchmark._draw", lambda *_: [])
 
 
 @pytest.fixture

@@ -135,6 +135,7 @@ def refused(made):
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_bundled_json_prompt_is_an_allowed_beginning(kind):

@@ -168,6 +168,7 @@ def test_on_few_groups_nothing_is_tested(tmp_path):
     assert words(compare(two, level=0.999999))["speedup_geometric_mean"] == "too few"
 
 
+@pytest.mark.nightly
 def test_more_tests_need_wider_intervals_and_more_groups(tmp_path):
     folders = [write(tmp_path / str(n), taus(8) * noise(8, n), taus(8) * noise(8, n + 20)) for n in range(4)]
     two, four = compare(folders[:2]), compare(folders)
@@ -203,6 +204,7 @@ def test_tokens_per_second_are_shown_and_never_tested(tmp_path):
 # What is paired with what ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_units_are_paired_by_their_prompts_wherever_they_stand(tmp_path):
     tau = taus(12)
     a = write(tmp_path / "a", tau * noise(12, 1))
@@ -289,7 +291,7 @@ def test_draft_trees_that_differ_are_named_as_options(tmp_path):
     for tree in ("0", "0 0.0"):
         facts = {arm: {"name": "medusa", "tree": tree} for arm in ("speculative", "second")}
         folders.append(write(tmp_path / str(len(tree)), taus(9), proposers=facts))
-    assert [one.key for one in compare(folders).provenance] == ["proposer.tree", "arms.second.tree"]
+    assert [one.key for one in compare(folders).configuration] == ["proposer.tree", "arms.second.tree"]
 
 
 def test_one_run_alone_has_its_arms_compared(tmp_path):

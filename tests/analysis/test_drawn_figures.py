@@ -33,7 +33,7 @@ def test_the_figures_of_a_run(case):
     assert {name: found for name, figure in drawn.items() if (found := faults(figure))} == {}
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     ("values", "arms", "fast"),
     [([1, 2, 4], ["medusa"], 1.1), ([1, 2, 3, 4, 6, 8, 12], TWELVE[:3], 1.0), ([0, 0.5, 1], LONG, 1.0),
@@ -135,6 +135,7 @@ def test_the_figure_of_a_distance(prompts):
     assert figures.distance([{"prompt": "x", "tv": None}]) is None
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("batches", "contexts", "nodes"), [([1], [64], [0]), ([1, 2, 4, 8], [64, 320, 1024], [0, 1, 64])]
 )
@@ -144,6 +145,7 @@ def test_the_figure_of_step_costs(batches, contexts, nodes):
     assert faults(figures.step_costs(rows)) == []
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("arms", [["medusa"], TWELVE, LONG])
 def test_the_figure_of_latencies(arms):
     frame = pd.DataFrame([{"arm": arm, "ttft": 0.1 * n, "tpot": 0.01 * n} for arm in arms for n in range(1, 5)])

@@ -47,6 +47,7 @@ def test_a_manifest_names_every_arm_also_those_without_facts():
     assert names_in_manifest(manifest | {"proposers": {"speculative": {"tree": "0"}}})["speculative"] == "speculative"
 
 
+@pytest.mark.figures
 def test_rows_and_summary_keep_the_key_and_figures_show_the_name(tmp_path, monkeypatch):
     (drawn,) = ran(tmp_path, monkeypatch)
     tables = metrics.load(tmp_path)
@@ -56,6 +57,7 @@ def test_rows_and_summary_keep_the_key_and_figures_show_the_name(tmp_path, monke
     assert labels == ["repeat", "longer"]
 
 
+@pytest.mark.nightly
 def test_named_rows_have_the_figures_of_their_keys(tmp_path, monkeypatch):
     ran(tmp_path, monkeypatch)
     tables = metrics.load(tmp_path)

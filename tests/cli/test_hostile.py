@@ -127,7 +127,7 @@ SPOILT = [
 
 
 @pytest.mark.parametrize(("name", "text"), SPOILT)
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 def test_a_bad_file_is_named_and_the_other_runs_are_read(given, call, name, text):
     (given / "seed=2" / name).write_text(text)
     if name == "queued.json":

@@ -71,6 +71,7 @@ def options() -> list[Path]:
     return sorted(file for file in Path(conf()).glob("*/*.yaml") if file.parent.name != "experiment")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("file", options(), ids=lambda file: f"{file.parent.name}={file.stem}")
 def test_every_option_fits_the_arguments_of_what_it_names(file):
     config = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
@@ -254,6 +255,7 @@ def test_composing_imports_nothing_heavy(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.figures
 def test_a_run_from_any_directory_writes_to_output_dir(cli, tiny, tmp_path):
     code, output, errors = cli(*tiny, "output_dir=here", "sampling.temperature=1", "name=mine")
     assert code == 0, errors
@@ -270,6 +272,7 @@ def test_without_output_dir_a_run_has_a_directory_of_its_own(cli, tiny, tmp_path
     assert len(list(tmp_path.glob("outputs/mine/*/summary.json"))) == 1
 
 
+@pytest.mark.nightly
 def test_a_sweep_s_jobs_have_their_own_directories_and_a_failing_job_leaves_the_others_alone(cli, tiny, tmp_path):
     code, _, errors = cli("--multirun", *tiny, "output_dir=swept", "prompts.limit=1", "proposer.depth=1,oops,2")
     assert code == 1
@@ -315,7 +318,7 @@ def test_a_sweep_s_jobs_have_their_own_directories_and_a_failing_job_leaves_the_
     ],
 )
 @pytest.mark.usefixtures("tiny_zoo")
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 def test_wrong_values_are_refused_in_one_line(cli, tiny, tmp_path, overrides, message):
     code, _, errors = cli(*tiny, *overrides, "output_dir=here")
     assert code == 1
@@ -449,6 +452,7 @@ def test_the_shell_completes_sub_commands_their_options_and_directories(
     assert ours == found and {*hydras} <= {*output.split()}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("option", "new"), [
     ("out=here", "output_dir"), ("beside.mine.depth=2", "arms.mine.depth"), ("~beside", "arms"),
     ("+proposer@beside.mine=ngram", "arms.mine"), ("stop=[x]", "stop_strings"), ("banned=[x]", "banned_strings"),
@@ -480,6 +484,7 @@ def test_a_former_name_in_a_config_file_is_refused_with_the_new_one(cli, tiny, t
         assert code == 1 and f" is now called {new}\n" in errors
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "given",
     [
@@ -568,7 +573,7 @@ def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
         ("sampling._target_=builtins.dict", "sampling._target_=builtins.dict ... temperature, top_k, "),
     ],
 )
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 def test_an_invalid_part_or_directory_is_refused_in_one_line(cli, tiny, tmp_path, option, message):
     code, _, errors = cli(*tiny, *([] if "output_dir" in option else ["output_dir=here"]), option)
     assert code == 1

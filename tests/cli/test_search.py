@@ -266,6 +266,7 @@ def test_another_objective_is_another_study_of_the_same_runs(cli, tiny, tmp_path
     }
 
 
+@pytest.mark.nightly
 def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_path):
     assert cli(*tiny, "baseline=true", "proposer.depth=1,2", "hydra.sweeper.n_trials=1")[0] == 0
     (run,) = sweep.runs(tmp_path / "swept")
@@ -309,7 +310,7 @@ def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_pa
         (["retry=true,false"], "retry "),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_an_invalid_search_is_refused_in_one_line_before_anything_is_written(cli, tiny, tmp_path, given, message):
     space = [] if given == ["proposer.depth=3"] else SPACE
     others = [one for one in tiny if one.partition("=")[0] not in {option.partition("=")[0] for option in given}]
@@ -350,6 +351,7 @@ def test_runs_that_cannot_be_compared_are_not_added_to_a_search(cli, tiny, tmp_p
     assert len(trials(tmp_path / "swept")) == len(trials(tmp_path / "swept", "other")) == 1
 
 
+@pytest.mark.nightly
 def test_a_search_belongs_to_one_process(cli, tiny, tmp_path):
     (tmp_path / "swept").mkdir()
     with FileLock(tmp_path / "swept" / ".search.lock"):
@@ -404,6 +406,7 @@ def test_choices_are_written_as_in_a_sweep():
     assert [f"x={one}" for one in choices] == [f"x={one}" for one in override.sweep_string_iterator()]
 
 
+@pytest.mark.nightly
 def test_a_sampler_without_further_candidates_ends_the_search(cli, tiny, tmp_path):
     sampler = "hydra.sweeper.sampler._target_=optuna.samplers.BruteForceSampler"
     code, _, errors = cli(*tiny, "proposer.depth=1,2", "prompts.limit=1", "hydra.sweeper.n_trials=9", sampler)

@@ -40,6 +40,7 @@ def test_trainings_answer_several_prompts_together():
         assert OmegaConf.load(Path(conf(), "experiment", f"train_{name}.yaml")).batch_size >= 16, name
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("given", "code", "facts"),
     [
@@ -56,6 +57,7 @@ def test_a_wrong_training_is_refused_by_its_name(cli, tmp_path, given, code, fac
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("line", "some"),
     [
@@ -74,7 +76,7 @@ def test_the_shell_completes_trainings_and_their_options(cli, monkeypatch, line,
 
 @pytest.mark.parametrize("name", ["block", "kangaroo", "pard"])
 @pytest.mark.parametrize("part", ["proposer", "arms.mine"])
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 def test_a_drafter_without_a_path_is_refused_before_anything_is_loaded(cli, tmp_path, name, part):
     chosen = [f"proposer={name}"] if part == "proposer" else ["proposer=ngram", f"+proposer@{part}={name}"]
     code, _, errors = cli("target.path=/nowhere", *chosen)

@@ -191,7 +191,7 @@ def test_masks_are_llguidances_on_a_toy_vocabulary(kind, source):
 
 
 @pytest.mark.parametrize(("kind", "source"), CASES)
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(36)
 def test_masks_are_llguidances_on_the_bundled_vocabulary(kind, source):
     assert walk(bundled(), kind, source, 8, 12, "bundled") >= 8
 
@@ -499,7 +499,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("kind", "source", "why"), REFUSED)
 def test_errors_name_the_construct_and_its_place(kind, source, why):
     with pytest.raises(ValueError, match=why):

@@ -237,7 +237,7 @@ BAD = {
 
 @pytest.mark.parametrize("proposer", [Null(), draft_model("2x1")], ids=["alone", "drafted"])
 @pytest.mark.parametrize("what", BAD)
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 def test_a_controller_that_raises_ends_only_its_own_request_and_is_named(target, what, proposer):
     script, message = BAD[what]
     new = 12 if "without end" in what else 8

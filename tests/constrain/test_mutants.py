@@ -103,6 +103,7 @@ def test_every_fault_is_found(name):
         assert found()
 
 
+@pytest.mark.nightly
 def test_faults_in_the_draft_alone_change_no_distribution():
     """Masks on the draft are an aid: however wrong they are, the output distribution is the same."""
     with mock.patch.object(DraftTreeMasks, "__call__", _never_a_b):

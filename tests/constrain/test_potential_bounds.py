@@ -105,7 +105,7 @@ def sampled(allowed, count, sampler, tree="1x1", drawn="iid", verifier=None, con
     return decoded(instance, drawn, verifier or Token()), futures.upper
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("count", [0, 1, 3, None])
 @pytest.mark.parametrize(
     ("tree", "drawn", "verifier"),
@@ -127,6 +127,7 @@ def test_accepted_outputs_have_the_conditional_distribution(count, tree, drawn, 
         assert {finish for ((_, finish),) in rejected} == {"constraint", "length", "stop"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("at", ["mask", "advance"])
 def test_outputs_that_reach_a_dead_end_are_rejected(at):
     for count in (0, 2, None):
@@ -135,6 +136,7 @@ def test_outputs_that_reach_a_dead_end_are_rejected(at):
             assert found[output] == pytest.approx(given_valid * potential(CLIFF, ()) / upper, abs=1e-13)
 
 
+@pytest.mark.nightly
 def test_expected_futures_begin_masked_and_end_with_the_conditional_distribution():
     instance = Instance(TOY, "1x1", LENGTH, frozenset({STOP}), applied=AppliedConstraint(Table(branching)))
     masked, wanted = decoded(instance, "iid", Token()), by_enumeration(TOY, branching, STOP, LENGTH)
@@ -143,6 +145,7 @@ def test_expected_futures_begin_masked_and_end_with_the_conditional_distribution
     assert away[0] > 0.1 and away[0] > away[1] > away[2] and away[2] < 1e-12
 
 
+@pytest.mark.nightly
 def test_every_output_follows_the_constraint_with_expected_futures():
     for count in (0, 3):
         for ((text, _),) in sampled(branching, count, "expected_futures")[0]:

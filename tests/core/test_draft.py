@@ -238,6 +238,7 @@ def drafts(draw: st.DrawFn) -> Draft:
     return Draft(shape, token, drawn, q, q_row, noise, computed_only=extra)
 
 
+@pytest.mark.nightly
 @settings(max_examples=150)
 @given(drafts(), st.data())
 def test_cut_keeps_shallow_nodes_and_their_distributions(draft, data):

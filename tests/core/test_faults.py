@@ -155,6 +155,7 @@ def test_the_traceback_is_shown_on_request(faulty, monkeypatch):
     assert causes[-1] is KeyError and PartError in causes
 
 
+@pytest.mark.nightly
 def test_a_sweep_s_run_keeps_the_traceback_of_the_part_s_own_code(faulty, tmp_path):
     code, _, _ = faulty("--multirun", "seed=1")
     assert code == 1

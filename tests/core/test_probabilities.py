@@ -267,6 +267,7 @@ def invert(weights, uniform):
     return randomness.invert(torch.as_tensor(weights), uniform)
 
 
+@pytest.mark.nightly
 @settings(max_examples=200)
 @given(
     weights=st.lists(st.sampled_from([0.0, 0.0, 0.0, 1e-30, 1e-9, 0.25, 1.0, 3.0]), min_size=1, max_size=200),

@@ -119,6 +119,7 @@ def test_a_stop_token_ends_the_text_wherever_it_stands(verifier):
     assert total_variation(distribution_of(texts, STOP), truth(instance)) < EXACT
 
 
+@pytest.mark.nightly
 @EVERY_VERIFIER
 @pytest.mark.one_in(3)
 def test_a_length_limit_cuts_inside_a_path(verifier):

@@ -218,6 +218,7 @@ def plain_hidden(model, tokens, layers):
 LAYERS = pytest.mark.parametrize("layers", [(-1,), (2,), (0,), (1,), (2, 0), (0, 1, -1)], ids=str)
 
 
+@pytest.mark.one_in(4)
 @LAYERS
 @pytest.mark.parametrize("attention", ["spans", "dense"])
 def test_captured_hidden_states_are_those_of_a_plain_forward(layers, attention):

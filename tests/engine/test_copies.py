@@ -172,7 +172,7 @@ UNSAMPLED = {
 
 @pytest.mark.parametrize("name", [name for name in PROPOSERS if name not in ("draft_gumbel", "draft_confident")])
 @VERIFIERS
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 def test_a_step_reads_nothing_of_the_device_but_the_counted_copies(monkeypatch, name, verifier):
     """All accepted paths end at row 2, a node of the one tree, with token 2.
 
@@ -195,6 +195,7 @@ def test_nor_does_a_step_under_a_constraint(monkeypatch, name, verifier):
     assert len(steps) >= 2 and all(info.copies_after == 1 for info in steps)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("commits", [commit, commit_nothing], ids=["commits", "forgets"])
 @pytest.mark.parametrize("chooses", [choose, choose_nothing], ids=["samples", "chooses_nothing"])
 @pytest.mark.parametrize("name", ["medusa", "draft_without"])

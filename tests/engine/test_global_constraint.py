@@ -75,7 +75,7 @@ def test_the_reference_is_the_enumeration_of_the_tables(length, outputs):
     assert distance(truth(instance_of("1", length)), wanted) < 1e-14
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("verifier", ENUMERATED, ids=lambda pair: f"{pair[0].name}, {pair[1]}")
 @pytest.mark.parametrize("placement", ["target", "both"])
 def test_every_verifier_has_the_conditional_distribution(verifier, placement):
@@ -88,7 +88,7 @@ def test_every_verifier_has_the_conditional_distribution(verifier, placement):
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 @pytest.mark.parametrize("instance", conditioned(), ids=lambda one: one.name)
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(36)
 def test_certify_s_enumeration_under_a_grammar_finds_no_difference(instance, verifier):
     found = examine(instance, "iid", verifier)
     assert found.wrong is None
@@ -96,6 +96,7 @@ def test_certify_s_enumeration_under_a_grammar_finds_no_difference(instance, ver
     assert found.drafted
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(0.6), Sampling(1.0, top_k=3), Sampling(1.3, top_p=0.9), Sampling(1.0, repetition_penalty=1.5)],
@@ -167,6 +168,7 @@ def test_every_fault_is_found(name):
         assert distance(decoded(instance_of("1x1", 3), "iid", Token()), by_enumeration(WORLD, branching, 3, 3)) > 1e-3
 
 
+@pytest.mark.nightly
 def test_the_masked_distribution_is_another_one():
     instance = instance_of("1x1", 4)
     local = decoded(replace(instance, applied=replace(instance.applied, distribution="local")), "iid", Token())

@@ -422,7 +422,7 @@ def decoded(lm, kind, sampling, limits=None, applied=None):
 @pytest.mark.parametrize("limits", [Limits(), Limits(2, 4), Limits(None, None, 60)], ids=["all", "chunks", "memory"])
 @pytest.mark.parametrize("sampling", [COLD, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("kind", DRAFTS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_the_engine_decodes_as_with_a_runner_without_a_cache(kind, sampling, limits):
     found = decoded(runner(), kind, sampling, limits)
     assert any(path for _, paths in found[1] for path in paths)
@@ -500,6 +500,7 @@ def test_structs_of_another_layout_are_refused_by_name():
         check_layout(SIZES, defaults)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("closed", [True, False])
 def test_the_model_is_freed_with_its_last_reference_after_its_contexts(closed):
     library = FakeLlama()

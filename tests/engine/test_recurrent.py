@@ -236,6 +236,7 @@ def test_a_runner_that_trusts_wrong_states_has_wrong_logits(name, mutant, monkey
         deque((history(lm, seed, error=ERROR[name]) for seed in range(40)), maxlen=0)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
 @pytest.mark.parametrize("accepted", range(5))
 def test_after_any_number_of_accepted_tokens_the_states_are_those_of_the_text(model, family, accepted, long):

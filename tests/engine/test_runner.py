@@ -99,6 +99,7 @@ def decoded(target, proposer, limits=None, applied=None, sampling=WARM):
     return engine
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("limits", [Limits(), Limits(max_batch_size=2), Limits(max_prefill_tokens=4)], ids=repr)
 @pytest.mark.parametrize("sequences", [1, 2])
 def test_requests_wait_where_the_runner_computes_fewer_sequences_at_once(sequences, limits):
@@ -108,6 +109,7 @@ def test_requests_wait_where_the_runner_computes_fewer_sequences_at_once(sequenc
     assert emitted(engine) == emitted(decoded(tiny_target(), draft_model("1x1")))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("leaves", "at_once"), [(6, 2), (5, 1), (1, 1), (100, 3)])
 def test_requests_wait_where_the_runner_computes_fewer_leaves_at_once(leaves, at_once):
     """A tree of three nodes may have three leaves; with one request at once any tree is tried."""

@@ -110,6 +110,7 @@ def test_a_tree_for_a_verifier_of_chains_is_refused_by_its_config_s_name_before_
     assert not (tmp_path / "here").exists()
 
 
+@pytest.mark.nightly
 def test_a_proposer_that_lacks_a_member_is_refused_by_the_member_s_name(flat_cli, tmp_path):
     chosen = ["proposer=bigram", "~proposer.depth", "proposer._target_=toy_plugin.unfinished.Unfinished.load"]
     code, _, errors = flat_cli(*BY_NAME, *SHORT, *chosen)
@@ -129,7 +130,7 @@ def test_the_options_of_a_plugin_are_checked_at_start_up(flat_cli):
     ("failing", "options"),
     [("start", []), ("mask", []), ("mask", ["min_new_tokens=2"]), ("advance", ["constraint.placement=none"])],
 )
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(36)
 def test_an_error_in_a_plugin_s_constraint_ends_the_run_with_one_message(flat_cli, monkeypatch, failing, options):
     def fails(self, *arguments):
         return {}["lost"]
@@ -208,6 +209,7 @@ def test_a_verifier_for_chains_is_certified_by_chains(flat_cli, left_behind):
     assert "bigram (point), straight: chains only" in output
 
 
+@pytest.mark.nightly
 def test_a_verifier_that_wrongly_claims_to_be_lossless_fails(flat_cli, left_behind, monkeypatch):
     monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", partial(prove, instances=QUICK))
     code, output, errors = flat_cli(*BY_FOLDER, *CERTIFY, "proposer=bigram", "verifier=careless")

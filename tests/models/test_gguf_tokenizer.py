@@ -55,7 +55,7 @@ def test_the_tokenizer_is_the_checkpoint_s_own(tmp_path, pre):
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_it_is_built_from_tokens_and_merges_where_the_file_holds_no_json(tmp_path, pre):
     file = without(written(tmp_path, pre, vocab_size=4100), HF_JSON)
     built, own = read_gguf_tokenizer(file), AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
@@ -130,6 +130,7 @@ def test_an_unknown_or_corrupt_tokenizer_is_refused_with_the_file_s_name(tmp_pat
     assert str(file.path) in str(refused.value)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("types", [3, "control", ["3"]])
 def test_token_types_that_are_no_numbers_are_left_out(tmp_path, types):
     file = without(written(tmp_path, "qwen2"), token_type=types)

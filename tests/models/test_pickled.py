@@ -102,6 +102,7 @@ def saved(folder, name, config, value, **options):
     return folder / name
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_tensors_and_the_config_of_published_files_are_kept(tmp_path, capsys, name, whole):
@@ -281,6 +282,7 @@ VALUES = {
 SHARED = torch.ones(128, 128)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", VALUES)
 def test_anything_but_a_drafter_s_tensors_is_refused_by_name(tmp_path, capsys, case):
     made, message = VALUES[case]

@@ -34,6 +34,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("attention", ["spans", "dense"])
 def test_a_local_checkpoint_loads_and_passes_its_self_check(folder, dtype, attention):

@@ -298,12 +298,13 @@ def test_ranks_are_led_by_one_process_only(here, as_if, cli):
         ({"device_map": dict.fromkeys(EVERYWHERE[:3] + EVERYWHERE[4:], "cpu")}, "no device for model.rotary_emb"),
     ],
 )
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 def test_impossible_placements_are_named(here, more, says):
     with pytest.raises(ValueError, match=says):
         Target.load(str(here / "llama"), dtype="float64", **more)
 
 
+@pytest.mark.nightly
 def test_a_number_of_ranks_that_does_not_divide_the_attention_heads_is_refused(here, as_if):
     as_if(0, 3)
     with pytest.raises(ValueError, match=r"4 heads \(num_attention_heads\) cannot .* 3 ranks"):
@@ -378,6 +379,7 @@ def test_the_self_check_passes_with_the_hooks_of_a_device_map():
     assert self_check(model, "spans") < 1e-10 and self_check(model, "dense") < 1e-10
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
 @pytest.mark.parametrize("attention", ["spans", "dense"])
 def test_each_layers_cells_and_masks_are_where_the_layer_is(attention):

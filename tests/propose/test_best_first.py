@@ -258,6 +258,7 @@ def test_a_tree_is_the_same_alone_and_in_a_batch(drawn):
 # Constraints -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(4)
 @EACH_WAY
 @pytest.mark.parametrize("width", [1, 3])
 def test_draft_masks_follow_each_path_and_dead_ends_are_not_expanded(drawn, width):
@@ -330,7 +331,7 @@ def test_a_draft_model_grows_the_tree_of_plain_forwards(target, drawn, sampling,
                     torch.testing.assert_close(draft.q[draft.q_row[row]], expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(45)
 @EACH_WAY
 @pytest.mark.parametrize("sampling", [COLD, WARM, PENALISED], ids=["cold", "warm", "penalised"])
 def test_a_batch_decodes_as_its_requests_alone(target, drawn, sampling):
@@ -413,7 +414,7 @@ INSTANCES = [Instance(FEW, "1x1", 2), Instance(RandomToy(6), "1")]
 ENUMERATED = [Budget(4, 2, 3, width=1), Budget(3, 1, 3, width=1)]
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(45)
 @EACH_WAY
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda verifier: verifier.name)
 @pytest.mark.parametrize("budget", ENUMERATED, ids=str)
@@ -430,7 +431,7 @@ CASES = [(one, drawn, Budget(4, 2, 3, width=1)) for one in GRAMMARS for drawn in
 CASES += [(one, "point", Budget(2, 1, 3, width=1)) for one in BOUND if one not in GRAMMARS]  # samples are too many
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(45)
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda verifier: verifier.name)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name.partition('tokens, ')[2]}, {case[1]}")
 def test_under_a_constraint_the_output_distribution_is_the_masked_target_s(case, verifier):

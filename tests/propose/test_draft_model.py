@@ -51,6 +51,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, truth, tree, drawn):
     assert max(forwards) <= max(map(len, proposer.tree))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("tree", "drawn"), [(TREE, "iid"), (TREE, "without"), (TREE, "point")])
 def test_a_temperature_of_its_own_keeps_greedy_exact(target, truth, tree, drawn):
     group, steps = decode(target, draft_model(tree, drawn, temperature=1.5), requests())
@@ -58,7 +59,7 @@ def test_a_temperature_of_its_own_keeps_greedy_exact(target, truth, tree, drawn)
     assert all(one.draft.shape.nodes == 8 * len(one.sequences) for one in steps[:3])
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(45)
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 @pytest.mark.parametrize(("tree", "drawn"), KINDS[:4])
 def test_a_batch_decodes_as_its_requests_alone_and_in_any_order(target, tree, drawn, sampling):
@@ -137,6 +138,7 @@ def check_distributions(draft, batch, model, draws):
         assert all(len(set(siblings)) == len(siblings) for siblings in earlier.values())
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "sampling", [WARM, Sampling(0.7, top_k=3), Sampling(1.2, top_p=0.6, repetition_penalty=1.5), COLD]
 )

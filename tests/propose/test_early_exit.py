@@ -71,7 +71,7 @@ def first_layers(layers):
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 def test_greedy_drafting_emits_the_target_s_tokens(target, truth, plan, layers):
     group, steps = decode(target, early_exit(target, plan, layers), requests())
     assert emitted(group) == truth
@@ -103,7 +103,7 @@ def test_stated_distributions_are_those_of_the_first_layers(target, layers, draw
 
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 @pytest.mark.parametrize("plan", ["chain", "sampled tree", "best first"])
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 def test_a_batch_decodes_as_its_requests_alone(target, plan, sampling):
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, early_exit(target, plan), wanted)[0])
@@ -156,7 +156,7 @@ def test_prompts_longer_than_a_chunk_are_not_drafted_for():
 
 @pytest.mark.parametrize("limits", [Limits(max_batch_size=2), Limits(2, 4), Limits(None, 5, 40)])
 @pytest.mark.parametrize("plan", ["chain", "tree", "reranked"])
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 def test_requests_come_go_and_are_preempted(target, truth, plan, limits):
     if limits.max_kv_tokens is not None:
         limits = replace(limits, max_kv_tokens=limits.max_kv_tokens + PLANS[plan].computed - PLANS[plan].nodes)

@@ -126,7 +126,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, option
 
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
     proposer = Hydra.load(target, folders[name], tree=TREE, drawn="without", temperature=1.0)
     wanted = requests(sampling, new=12)
@@ -281,6 +281,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", REFUSED)
 def test_heads_that_do_not_fit_are_refused_with_the_reason(target, tmp_path, case):
     change, message = REFUSED[case]

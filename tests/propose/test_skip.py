@@ -74,7 +74,7 @@ def skip(target, plan="chain", skipped="mixed", scope="request", **search):
 
 @pytest.mark.parametrize("skipped", [*SETS, None])
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(36)
 def test_greedy_drafting_emits_the_target_s_tokens(target, truth, plan, skipped):
     group, steps = decode(target, skip(target, plan, skipped), requests())
     assert emitted(group) == truth
@@ -122,7 +122,7 @@ def test_stated_distributions_follow_the_target_s_cache(target):
 
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 @pytest.mark.parametrize("skipped", ["mixed", None])
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 def test_a_batch_decodes_as_its_requests_alone(target, skipped, sampling):
     wanted = requests(sampling, new=14)
     together = emitted(decode(target, skip(target, "sampled tree", skipped), wanted)[0])
@@ -132,7 +132,7 @@ def test_a_batch_decodes_as_its_requests_alone(target, skipped, sampling):
 
 @pytest.mark.parametrize("limits", [Limits(max_batch_size=2), Limits(2, 4), Limits(None, 5, 40)])
 @pytest.mark.parametrize(("skipped", "scope"), [("mixed", "request"), (None, "request"), (None, "run")])
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 def test_requests_come_go_and_are_preempted(target, truth, skipped, scope, limits):
     engine = Engine(target, skip(target, "tree", skipped, scope), Token(), CounterDraws(0), limits=limits)
     for one in requests():
@@ -175,6 +175,7 @@ def test_a_draft_without_finite_logits_is_none(plan, sampling):
     assert not target.lm.cells.references.any()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("sampling", [COLD, WARM])
 @pytest.mark.parametrize("plan", ["chain", "sampled tree", "best first"])
 def test_nothing_is_drafted_below_a_row_without_finite_logits(monkeypatch, plan, sampling):
@@ -247,6 +248,7 @@ def test_a_try_that_fails_leaves_no_fork(target, monkeypatch):
 RERANKED = TreePlan(drawn="point", budget=Budget(3, 3, 3, 3, rerank=True))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("plan", "skipped", "window"), [(RERANKED, "mixed", 4), ("chain", None, 18)])
 def test_cells_in_use_stay_within_the_limit(target, truth, monkeypatch, plan, skipped, window):
     """A draft may use more cells than the forward that verifies it, and a try more than a draft."""

@@ -83,6 +83,7 @@ def test_matches_are_those_of_a_naive_search(tmp_path_factory, documents, contex
             assert continued(store, found, 4) == [shifted[t][p : p + 4] for (t, p), _ in naive]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("size", [4, 65_535, 70_000])
 def test_text_that_repeats_itself_is_sorted_in_small_buckets(tmp_path, monkeypatch, size):

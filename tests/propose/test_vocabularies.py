@@ -117,7 +117,7 @@ WAYS = {
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 def test_every_stated_distribution_is_that_of_plain_forwards_over_the_text_tokenized_again(pairs, name, way):
     sampling = Sampling(1.0, repetition_penalty=1.1)
     proposer, asked = loaded(pairs[name], **WAYS[way]), wanted(PAIRS[name][0], sampling, 9)
@@ -141,6 +141,7 @@ def histories(draw):
     return draw(st.lists(st.tuples(kinds, st.integers(0, 6), st.integers(0, 300), st.text(max_size=3)), max_size=6))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PAIRS)
 @given(history=histories())
 @settings(max_examples=8)
@@ -183,7 +184,7 @@ GREEDY = [
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("options", GREEDY, ids=str)
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 def test_greedy_drafting_emits_the_target_s_tokens(pairs, name, options):
     target, asked = pairs[name][0], wanted(PAIRS[name][0])
     truth = [plain_greedy(target.lm.model, one.tokens, 16) for one in asked]
@@ -222,6 +223,7 @@ ALIKE = {  # draft tokenizer, row of the target for each of the draft model's to
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ALIKE)
 @pytest.mark.parametrize("padding", [0, 5])
 def test_a_draft_that_agrees_drafts_the_target_s_tokens_whatever_their_ids(tmp_path, name, padding):

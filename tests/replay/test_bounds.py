@@ -68,6 +68,7 @@ def total(arm, one):
     return sum(value.mean for value in one.lost.values()) + one.tau.mean - arm.depth - 1
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("drawn", ["iid", "without", "point"])
 @pytest.mark.parametrize("shape", ["1x1", "2x1", "0 1 0.0"])
 def test_parts_sum_to_what_is_lost(target, drawn, shape):
@@ -249,6 +250,7 @@ def test_names_of_verifiers_break_between_words(target, name, words):
     assert "2.71 [2.61, 2.81]" in console.file.getvalue()
 
 
+@pytest.mark.nightly
 def test_the_command_prints_every_arm_and_writes_all_numbers(recorded, tmp_path):
     console = quiet()
     assert command(["bounds", str(recorded), "--csv", str(tmp_path / "all.csv")], console) == 0
@@ -306,6 +308,7 @@ def test_that_bounds_were_skipped_is_printed_and_in_the_report(tmp_path, monkeyp
     assert why.partition(" ")[2] in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.nightly
 def test_a_run_without_recording_has_none(tmp_path):
     assert run(lab(), settings(tmp_path / "out"), {"target": {"path": "tiny"}}, quiet()) == 0
     assert "bounds" not in json.loads((tmp_path / "out" / "summary.json").read_text())

@@ -113,6 +113,7 @@ def test_a_share_of_the_steps_is_the_same_in_a_second_run(tmp_path):
     assert 0.2 < len(found[0]) / (metrics.load(tmp_path / "one").steps["arm"] == "speculative").sum() < 0.6
 
 
+@pytest.mark.nightly
 def test_a_study_records_every_position(studied):
     trees = read(studied)["speculative"]
     for request, text in trees.texts.items():
@@ -183,6 +184,7 @@ def test_the_command_prints_a_sorted_table_and_writes_all_designs(recorded, tmp_
     assert len(frame.drop_duplicates(keys)) == wanted
 
 
+@pytest.mark.nightly
 def test_the_command_names_what_is_missing(recorded, tmp_path, capsys):
     plain = tmp_path / "plain"
     assert run(lab(), settings(plain), {"target": {"path": "tiny"}}, quiet()) == 0
@@ -204,7 +206,7 @@ def floats(values) -> bytes:
 P = [0.5, 0.1, *[0.05] * 6]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     ("row", "changes", "why"),
     [

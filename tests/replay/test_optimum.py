@@ -25,7 +25,7 @@ def target(world, draft):
     return target_of(world, (), draft)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("drawn", WAYS)
 @pytest.mark.parametrize("shape", SMALL)
 def test_no_lossless_verifier_accepts_more(shape, drawn):
@@ -103,7 +103,7 @@ def test_points_accept_their_texts_probability():
     assert bound(world, twice, np.ones(1)) == pytest.approx(world.p(())[2] * (1 + world.p((2,))[1]))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("drawn", WAYS)
 @pytest.mark.parametrize("shape", ["2x1", "3", "1x1x1"])
 def test_lumped_tokens_leave_a_bound(drawn, shape):

@@ -97,7 +97,7 @@ def test_every_subtree_has_the_expectation_of_its_own_verdict(drawn):
 @pytest.mark.parametrize("drawn", ["iid", "without", "point"])
 @pytest.mark.parametrize(("shape", "subtree"), [("1x1x1", "all"), ("3", "all"), ("3x2", "all"), ("3x2", "nodes=4")])
 @pytest.mark.parametrize("peak", [0.5, 3.0])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_the_value_of_full_rows_lies_within_its_bounds(drawn, shape, subtree, peak):
     generator, seen = np.random.default_rng(2), set()
     for _ in range(12):

@@ -79,6 +79,7 @@ def test_no_secret_is_written_or_printed(command, tmp_path, more):
         assert "SPEC_LAB_SECRET" in (tmp_path / "swept" / "study.jsonl").read_text()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("more", [[], ["--multirun"]])
 def test_no_secret_is_in_the_message_or_the_traceback_of_a_run_that_fails(command, tmp_path, more):
     output = command(*more, "+prompts.accepted=false")
@@ -255,6 +256,7 @@ def test_all_below_credentials_is_secret():
     }
 
 
+@pytest.mark.nightly
 def test_a_run_notices_that_an_environment_variable_has_another_value(quick_cli, tmp_path, monkeypatch):
     options = [*checkpoints.short_runs(tmp_path), "name=${oc.env:NAMED}"]
     options += ["batch_size='${oc.decode:${oc.env:SIZE}}'", "sampling.temperature='${oc.decode:${oc.env:HEAT}}'"]

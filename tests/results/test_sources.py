@@ -80,6 +80,7 @@ def test_a_run_is_not_resumed_with_edited_code_of_its_parts(quick_cli, interrupt
     assert {file: file.read_bytes() for file in interrupted.rglob("*") if file.is_file()} == before
 
 
+@pytest.mark.nightly
 def test_a_run_is_resumed_with_the_same_code(quick_cli, interrupted, arguments, anew):
     anew("toy_plugin")
     code, _, errors = quick_cli(*arguments)

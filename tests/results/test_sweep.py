@@ -440,6 +440,7 @@ def decoded(monkeypatch):
     return seen
 
 
+@pytest.mark.nightly
 def test_finished_runs_are_skipped_and_new_ones_are_added(cli, tiny, tmp_path, decoded):
     some = ["--multirun", *tiny, "prompts.limit=2"]
     code, output, errors = cli(*some, "seed=1,2")

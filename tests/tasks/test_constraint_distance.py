@@ -122,6 +122,7 @@ def sampler_of(kind="rejection", seed=0, batch=50):
     return Sampler(target, proposer, Traversal(), applied, request, kind, seed, batch)
 
 
+@pytest.mark.nightly
 def test_rejected_outputs_are_drawn_anew_until_there_are_enough():
     sampler = sampler_of()
     found, wanted = sampler.given_valid(400, 100_000), by_enumeration(sampler_toy(), branching, 3, 3)
@@ -175,6 +176,7 @@ def test_attempts_are_limited():
     assert found["global_samples"] < 40 == found["attempts"] and found["stopped_by_attempts"]
 
 
+@pytest.mark.nightly
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["rejection", "expected_futures"])
 def test_estimates_agree_with_the_exact_distance(kind):
@@ -278,6 +280,7 @@ def test_a_resumed_run_uploads_all_prompts(tmp_path, monkeypatch):
     assert run(tmp_path, one)[0] == 0 and sent == [0, 1]
 
 
+@pytest.mark.nightly
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "most"), [("exact", 4096), ("estimate", 2)])
 def test_a_resumed_run_keeps_the_prompts_that_were_finished(tmp_path, monkeypatch, capsys, name, most):

@@ -382,6 +382,7 @@ def test_options_other_than_the_prompt_are_left_to_hydra():
         assert quote_prompt(option) == option
 
 
+@pytest.mark.nightly
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("options", "pattern", "same"),

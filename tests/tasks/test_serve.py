@@ -477,6 +477,7 @@ def test_peers_are_refused(tmp_path):
         run(tmp_path / "out", parts=lab(peers={"theirs": None}))
 
 
+@pytest.mark.nightly
 def test_the_experiment_is_one_command_and_a_finished_run_serves_nothing_again(tmp_path, monkeypatch):
     folder = checkpoints.zoo(tmp_path / "zoo")
     options = [

@@ -196,6 +196,7 @@ def test_all_verifiers_get_the_same_draft_and_probabilities():
         assert all(place == first_place and torch.equal(p, first) for place, p in seen)
 
 
+@pytest.mark.nightly
 def test_rows_are_the_verdicts(done):
     one, out, _ = done
     rows = load(out).set_index("id")
@@ -353,6 +354,7 @@ def test_the_run_depends_on_the_seed_alone(done, tmp_path):
     assert not first["expected_accepted"].equals(differs["expected_accepted"])
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_where_it_was_interrupted(done, tmp_path, monkeypatch, capsys):
     one, asked = recorded_lab(), []
 
@@ -372,6 +374,7 @@ def test_a_run_goes_on_where_it_was_interrupted(done, tmp_path, monkeypatch, cap
     pd.testing.assert_frame_equal(load(tmp_path).drop(columns=TIMES), load(done[1]).drop(columns=TIMES))
 
 
+@pytest.mark.nightly
 def test_a_draft_at_broken_logits_is_left_out_and_named(tmp_path, monkeypatch, capsys):
     one = recorded_lab(
         texts=("the cat", "a b"), more_proposers=proposers(iid="2", point="2"), verifiers={"token": Token()}

@@ -288,6 +288,7 @@ SHORT = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SHORT)
 @pytest.mark.one_in(9)
 def test_each_recipe_trains_from_the_command_line(quick_cli, name, tmp_path):
@@ -305,6 +306,7 @@ def test_each_recipe_trains_from_the_command_line(quick_cli, name, tmp_path):
     assert "estimated" in output
 
 
+@pytest.mark.nightly
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_ctrl_c_leaves_with_130_and_states_what_is_saved_and_how_to_resume(quick_cli, steps, tmp_path, monkeypatch):
@@ -461,7 +463,7 @@ def short(tmp_path, *more):
         ("eagle3", "task.recipe.from_target=true task.recipe.heads=2", "from_target"),
     ],
 )
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 def test_what_cannot_be_trained_is_refused_before_the_target_answers(quick_cli, tmp_path, name, given, option):
     code, _, errors = quick_cli(f"+experiment=train_{name}", *short(tmp_path, *given.split()))
     (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
@@ -469,6 +471,7 @@ def test_what_cannot_be_trained_is_refused_before_the_target_answers(quick_cli, 
     assert not (tmp_path / "swept" / "texts").exists() and not (tmp_path / "swept" / "manifest.json").exists()
 
 
+@pytest.mark.nightly
 def test_answers_end_at_stop_strings(quick_cli, tmp_path):
     more = ["stop_strings=[e]", "task.held_out=0.375", "task.answers=2", *SHORT["draft"]]
     run = short(tmp_path, *more)

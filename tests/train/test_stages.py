@@ -185,6 +185,7 @@ def test_export_reloads_and_the_card_is_written(trained):
     assert config["target_sha256"] in (trained.zoo / "README.md").read_text()
 
 
+@pytest.mark.nightly
 def test_generated_text_is_the_targets_own_and_resumes(trained):
     folder = trained.work / "generated"
     part = folder / "part-0000.safetensors"  # greedy
@@ -272,6 +273,7 @@ def test_a_phase_is_not_resumed_after_another_one_before_it(trained, tmp_path):
         stages.eagle3(other)
 
 
+@pytest.mark.nightly
 def test_bfloat16_keeps_the_master_weights_between_phases(trained, tmp_path):
     shutil.copytree(trained.zoo / "target", tmp_path / "zoo" / "target")
     work = tmp_path / "work"

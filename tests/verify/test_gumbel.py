@@ -116,6 +116,7 @@ def test_the_verifier_equals_its_twin(dtype, case):
     np.testing.assert_allclose(joint(draft, verdict), emit / np.maximum(emit.sum(-1, keepdims=True), 1e-9), atol=1e-12)
 
 
+@pytest.mark.nightly
 @settings(max_examples=150)
 @given(case=races(), data=st.data())
 def test_residuals_are_returned_for_any_rows_in_any_order(case, data):
@@ -301,6 +302,7 @@ def test_the_rate_of_matches_is_the_closed_form(name):
     assert chance > float((p * q).sum()) + 0.02  # the rate of independent choices
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_drafts_have_the_draft_s_distribution_and_outputs_the_target_s(name):
     p, q = (np.array(row) for row in DISTRIBUTIONS[name])
@@ -325,6 +327,7 @@ def raced_residual(p: np.ndarray, q: np.ndarray, g: np.ndarray, fresh: np.ndarra
     return np.where(accept, drafted, scores(np.maximum(p - q, 0.0), fresh).argmax(-1))
 
 
+@pytest.mark.nightly
 def test_a_residual_that_shares_the_draft_s_noise_is_biased():
     """Negative control: why token and traversal refuse these drafts. With fresh noise the same test is exact."""
     p, q = np.array([0.1, 0.6, 0.3]), np.array([0.55, 0.42, 0.03])
@@ -369,6 +372,7 @@ def put_out(trees: int, place_of, seed: int) -> np.ndarray:
     return np.array(codes)
 
 
+@pytest.mark.nightly
 def test_the_joint_distribution_of_a_step_over_a_tree_is_the_target_s():
     """Each row has noise of its own; a tree whose rows share it is detected."""
     truth = np.ones(1)

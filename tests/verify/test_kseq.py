@@ -47,7 +47,7 @@ def pairs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-@pytest.mark.one_in(60)
+@pytest.mark.one_in(180)
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"world{w.seed}")
 @pytest.mark.parametrize("name", TREES)
 def test_one_step_is_lossless(world, name):
@@ -76,6 +76,7 @@ def test_a_larger_rho_is_lossless_but_accepts_less_and_a_smaller_is_lossy():
     assert large.accepted < Outputs.of_forest(world, KSeq(), TREES["[2]"], "iid").accepted - 1e-3
 
 
+@pytest.mark.nightly
 @settings(max_examples=300)
 @given(pair=pairs(), k=st.integers(2, 12))
 def test_rho_is_safe_and_the_least_that_is(pair, k):

@@ -91,6 +91,7 @@ def test_is_the_optimum_of_the_linear_programme(drawn, count, kind):
             assert bound(p, q, count, drawn) == pytest.approx(programme(p, q, count, drawn), abs=1e-8)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("drawn", WAYS)
@@ -121,6 +122,7 @@ def test_siblings_without_replacement_can_do_more_than_iid_ones(seed, kind, coun
     assert bound(p, q, count, "without") >= bound(p, q, count, "iid") - 1e-12
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("spread", [0, 2, 40, 80])
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
 def test_draws_without_replacement_against_fractions(count, spread):
@@ -215,6 +217,7 @@ def test_mismatched_shapes_are_refused():
     assert transport_bound(uniform[:0], uniform[:0], 2, "without").shape == (0,)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "world", [World(seed) for seed in range(30, 38)] + [World(38, plain=True)], ids=lambda w: w.seed
 )

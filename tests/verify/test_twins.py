@@ -260,6 +260,7 @@ def test_a_stop_left_by_rounding_emits_from_the_target(verifier, direct, drawn):
     assert sorted(ends) in ([], [(0, True), (1, True), (2, True)])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("verifier", "direct"), PAIRS[:2], ids=["token", "traversal"])
 @settings(max_examples=50)
 @given(case=drafts(("iid", "without", "mixed")))

@@ -121,7 +121,7 @@ def test_the_interval_of_a_true_change_covers_it_as_often_as_it_says(count):
 
 @pytest.mark.parametrize("count", [8, 12, 40])
 @pytest.mark.parametrize("kind", ["tau", "unpaired tau", "speed"])
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 def test_without_a_difference_no_more_intervals_exclude_it_than_they_say(kind, count):
     random = np.random.default_rng(count)
     false = {0.95: 0, 0.995: 0}

@@ -155,6 +155,7 @@ runtimes = st.builds(
 batches = st.floats(1, 4096)
 
 
+@pytest.mark.nightly
 @given(
     hardware, runtimes, st.floats(0, 0.99), st.integers(1, 12), batches, st.sampled_from(["eagle3", "medusa", "ngram"])
 )
@@ -169,6 +170,7 @@ def test_no_speed_up_exceeds_the_tokens_of_a_step(hardware, runtime, rate, lengt
     assert 0 < found <= chain.tau(length) * (1 + 1e-12)
 
 
+@pytest.mark.nightly
 @given(hardware, runtimes, st.floats(0.1, 0.95), st.integers(1, 8))
 def test_break_even_is_where_one_is_crossed(hardware, runtime, rate, length):
     chain, deployment = of_chain(rate, length), Deployment("any", roofline(hardware, runtime), {})

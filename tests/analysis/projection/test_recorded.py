@@ -108,6 +108,7 @@ def folder(tmp_path_factory):
     return out
 
 
+@pytest.mark.nightly
 def test_the_arms_of_a_run_are_designs(folder):
     designs, _ = recorded([folder])
     assert [(one.name, one.proposer, one.depth, one.any_length) for one in designs] == [
@@ -119,6 +120,7 @@ def test_the_arms_of_a_run_are_designs(folder):
         assert design.draws(0).tau(design.depth)[0] == pytest.approx(metrics.tau_pooled_raw(steps))
 
 
+@pytest.mark.nightly
 def test_the_command_prints_and_writes_a_projection(folder, tmp_path, capsys):
     code = command(["project", str(folder), *OPTIONS, "--draft", "llama-3.2-1b", "--out", str(tmp_path / "out"), "-v"])
     said = capsys.readouterr().out

@@ -149,6 +149,7 @@ def test_ids_are_unique_in_a_page(page):
     assert len(set(ids)) == len(ids) > 50
 
 
+@pytest.mark.nightly
 def test_paths_do_not_tell_of_the_machine(ran, tmp_path):
     assert short_path(str(tmp_path / "spec_lab/zoo/prompts/code.jsonl")) == "zoo/prompts/code.jsonl"
     assert short_path("/data/models/tiny/") == "models/tiny"
@@ -210,6 +211,7 @@ def test_the_table_of_arms_has_the_figures_of_the_metrics(page, ran):
     assert row["TTFT ms"] == f"{1e3 * figures['time_to_first_token']:.1f}"
 
 
+@pytest.mark.nightly
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("which", ["page", "sweep"])
 def test_arms_are_shown_by_the_names_of_their_proposers(which, page, swept):
@@ -299,6 +301,7 @@ def test_a_sweep_says_where_its_runs_stand(swept):
     assert links == {"proposer.depth=2,proposer=a/report.html"}
 
 
+@pytest.mark.nightly
 def test_a_sweep_has_filters_and_short_names_of_its_runs(swept, tmp_path):
     parsed = Parsed(report.write(swept))
     assert {"0", "1"} < {found["data-column"] for tag, found in parsed.tags if found.get("class") == "choice"}

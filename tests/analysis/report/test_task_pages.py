@@ -118,7 +118,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
             for place, task in enumerate(SUMMARIES)}  # fmt: skip
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("task", SUMMARIES)
 def test_a_task_has_a_page_with_its_numbers_and_figures(pages, task):
     parsed = Parsed(pages[task])
@@ -140,6 +140,7 @@ def test_texts_do_not_break_out_of_a_page(pages, task):
     assert "default-src 'none'" in policy and "sha256-" in policy and "unsafe-eval" not in policy
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("task", SUMMARIES)
 def test_files_of_another_shape_are_refused_by_name(task, tmp_path):
     for place, key in enumerate(SUMMARIES[task]):
@@ -279,6 +280,7 @@ def compared(tmp_path_factory):
     return found, report.write_comparison(found, folder / "page of <b>.html")
 
 
+@pytest.mark.nightly
 def test_a_comparison_has_a_page_with_the_numbers_of_its_table(compared):
     found, page = compared
     frame, parsed = as_frame(found), Parsed(page)

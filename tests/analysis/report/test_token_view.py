@@ -107,6 +107,7 @@ def test_every_step_has_its_accepted_tokens_and_its_texts(name, runs):
     assert json.loads(str(embedded(data))) == data
 
 
+@pytest.mark.nightly
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", RUNS)
 def test_every_shaded_token_leads_to_its_step(name, runs):
@@ -145,6 +146,7 @@ def test_phases_have_a_colour_for_each_theme(runs):
     assert all(contrast(dark, DARK_PAGE) >= 4.5 for _, _, dark in data["phases"])
 
 
+@pytest.mark.nightly
 def test_rows_without_the_newer_columns_have_a_page(runs, tmp_path):
     """Of runs that recorded tokens, p and q only."""
     from shutil import copytree
@@ -217,6 +219,7 @@ def hostile(runs, tmp_path_factory):
     return page, row
 
 
+@pytest.mark.nightly
 def test_hostile_token_texts_stay_texts(hostile):
     raw = hostile[0].read_text(encoding="utf-8")
     block = re.search(r'<script type="application/json" id="steps">(.*?)</script>', raw, re.DOTALL)[1]
@@ -227,6 +230,7 @@ def test_hostile_token_texts_stay_texts(hostile):
     assert [tag for tag, _ in Parsed(hostile[0]).tags].count("script") == 3
 
 
+@pytest.mark.nightly
 @needs_browser
 def test_a_browser_opens_the_step_that_the_address_names(hostile, tmp_path):
     page, row = hostile

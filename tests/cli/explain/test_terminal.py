@@ -28,7 +28,7 @@ def explain(*arguments, width=80):
     return code, console.file.getvalue()
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     ("query", "shown"),
     [
@@ -61,6 +61,7 @@ def test_several_names_are_explained_and_an_unknown_one_is_an_error(capsys):
     assert capsys.readouterr().err == "spec_lab: there is no option seeed; did you mean seed?\n"
 
 
+@pytest.mark.nightly
 def test_options_of_a_folder_and_of_a_package_are_explained(tmp_path, monkeypatch):
     (tmp_path / "own" / "proposer").mkdir(parents=True)
     (tmp_path / "own" / "proposer" / "mine.yaml").write_text(ONE)

@@ -116,6 +116,7 @@ def test_a_job_that_ended_without_a_result_has_failed(on):
     assert "slurm: its job ended without a result" in output
 
 
+@pytest.mark.nightly
 def test_a_job_runs_in_the_directory_of_the_command(on, tmp_path):
     class Elsewhere(Scripted):
         def launch(self, jobs, names):
@@ -164,6 +165,7 @@ def test_an_error_raised_by_a_job_ends_the_command_in_one_line(on):
 # Checks at start-up ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("engine", "needs"), [("slurm", "submitit"), ("ray", "ray")])
 def test_an_engine_that_is_not_installed_is_named_with_its_extra(cli, tiny, monkeypatch, engine, needs):
@@ -175,6 +177,7 @@ def test_an_engine_that_is_not_installed_is_named_with_its_extra(cli, tiny, monk
     assert f"pip install 'spec-lab[{engine}]'" in errors and "Traceback" not in errors
 
 
+@pytest.mark.nightly
 def test_an_option_that_an_engine_does_not_support_is_named(cli, tiny):
     pytest.importorskip("submitit", reason="NOT TESTED: submitit is not installed (pip install 'spec-lab[slurm]')")
     code, _, errors = cli("--multirun", "hydra/launcher=slurm", "+hydra.launcher.partitoin=x", *tiny, "seed=1,2")
@@ -182,6 +185,7 @@ def test_an_option_that_an_engine_does_not_support_is_named(cli, tiny):
     assert "hydra.launcher" in errors and "'partitoin'" in errors and "Traceback" not in errors
 
 
+@pytest.mark.nightly
 def test_a_missing_slurm_is_reported(cli, tiny, monkeypatch):
     pytest.importorskip("submitit", reason="NOT TESTED: submitit is not installed (pip install 'spec-lab[slurm]')")
     monkeypatch.setenv("PATH", "/nowhere")

@@ -184,6 +184,7 @@ def test_wrong_options_and_pairs_are_refused_by_name(flat_cli, tmp_path, overrid
     assert not (tmp_path / "here").exists()
 
 
+@pytest.mark.nightly
 def test_an_interrupt_keeps_the_finished_pairs(flat_cli, certificate, monkeypatch):
     plain, begun = Certifier.examine, []
 

@@ -230,7 +230,7 @@ def test_traversal_verification_is_exact_for_sampled_nodes_beside_points(exclude
     require_exact(prove(both, Traversal(), QUICK))
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(45)
 @pytest.mark.parametrize(("verifier", "drawn"), ENUMERATED, ids=lambda one: getattr(one, "name", one))
 def test_every_lossless_verifier_is(verifier, drawn):
     proof = prove(drawn, verifier, QUICK)
@@ -245,7 +245,7 @@ def test_the_shipped_verifiers_are_all_here():
     assert len(ENUMERATED) == 3 * 3 + 1
 
 
-@pytest.mark.one_in(45)
+@pytest.mark.one_in(135)
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_every_proposer_is_enumerated_with_its_own_code(name):
     require_exact(proved(name))
@@ -300,6 +300,7 @@ def test_the_instances_cover_what_small_instances_miss():
     assert len({one.name for one in STEPS + LOOPS}) == len(STEPS + LOOPS)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=2), Sampling(1.3, repetition_penalty=1.5)])
 def test_the_run_s_own_sampling_is_enumerated(sampling):
     require_exact(prove(draft_model(), Token(), LOOPS[:2], sampling))
@@ -370,7 +371,7 @@ def test_an_error_in_toy_names_the_proposer():
 # Proposers that state a wrong q
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 @pytest.mark.parametrize("proposer", [Misstates(), Hotter(draft_model())], ids=["misstates", "hotter"])
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda v: v.name)
 def test_a_wrong_q_is_found(proposer, verifier):
@@ -417,7 +418,7 @@ def test_a_run_does_not_certify_gumbel_drafts():
 # Verifiers
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize(
     ("name", "drawn"),
     [(n, d) for n, v in VERIFIERS.items() if not v.lossless for d in sorted(v.accepts) if d != "gumbel"],
@@ -456,7 +457,7 @@ def test_a_lossy_verifier_that_is_not_exact_against_its_own_target_fails(broken)
     assert "from the distribution against which it declares to be exact" in failed(proof, Astray())
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 @pytest.mark.parametrize("verifier", [Claims(), Control()], ids=lambda v: v.name)
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 def test_a_wrong_declaration_is_found_and_localised(verifier, drawn):

@@ -371,6 +371,7 @@ def test_certify_compares_masks_of_the_run_s_own_constraint(mine):
     assert "states that processed no draft" in " ".join(output.split()) and "none differ" in output
 
 
+@pytest.mark.nightly
 def test_wrong_masks_fail_with_the_first_path_as_tokens_and_text(mine):
     code, output, errors, found = mine(*MINE, "task.mask_rows=2000", "constraint.options={every: 500}")
     assert code == 1, errors
@@ -407,6 +408,7 @@ def test_without_rows_no_masks_are_compared(mine):
     assert mine(*MINE, "task.mask_rows=0")[3]["constraint"]["masks"] is None
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -64,6 +64,7 @@ def test_the_texts_of_a_biased_loop_are_rejected(drafts, verifier):
     assert histogram(drafts, verifier, 1000).p_value < ALPHA
 
 
+@pytest.mark.nightly
 def test_gumbel_noise_that_is_reused_is_found():
     """Enumeration cannot find it: the residual is drawn with the noise that drew the rejected token."""
 
@@ -75,6 +76,7 @@ def test_gumbel_noise_that_is_reused_is_found():
     assert histogram("gumbel", Racing(), 1000).p_value < ALPHA
 
 
+@pytest.mark.nightly
 def test_the_same_seed_gives_the_same_texts_however_many_are_decoded_at_once(monkeypatch):
     few = joint("iid", Token(), 60, 5)[0]
     assert joint("iid", Token(), 60, 5)[0].tolist() == few.tolist()
@@ -176,6 +178,7 @@ def test_a_deterministic_draft_that_is_accepted_too_often_is_rejected_towards_th
     assert "towards the draft" in rejected(found) and found["towards the draft"].z > 0
 
 
+@pytest.mark.nightly
 def test_drafts_that_are_not_drawn_from_their_q_are_rejected_as_drafts():
     found = scored(Hotter(draft_model("1x1")), Match())
     assert rejected(found) == {"draft"}, "matching never reads q, so the output is right"
@@ -201,6 +204,7 @@ def test_a_loop_with_corrupt_cells_is_rejected_by_the_mode(monkeypatch):
     assert "mode" in rejected(scored(Ngram(3, 3, 1), Token(), requests(count=192)))
 
 
+@pytest.mark.nightly
 def test_a_loop_that_reads_its_rows_in_another_order_is_rejected_towards_the_draft():
     class Mixed(CausalLM):
         """With a draft, every row gets the logits of the row before."""

@@ -265,6 +265,7 @@ def test_score_of_a_true_distribution_is_rejected_as_often_as_stated():
     assert np.mean(np.array(p_values) < 0.05) == pytest.approx(0.05, abs=binomial_band(0.05, repeats))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("power", [0.5, 0.9])
 def test_a_detectable_bias_is_rejected_as_often_as_stated(power):
     """Mass moves from where f = -1 to where f = +1: the TV is bias / 2."""
@@ -333,6 +334,7 @@ def test_holm_rejects_a_true_family_as_often_as_stated():
     assert wrong == pytest.approx(1 - (1 - 0.05 / 10) ** 10, abs=binomial_band(0.05, repeats))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("power", [0.5, 0.9])
 def test_the_bound_rejects_a_detectable_bias_as_often_as_stated(power):
     rng, repeats, n, alpha = np.random.default_rng(7), 1000, 20_000, 1e-3
