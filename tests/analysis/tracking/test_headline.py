@@ -23,6 +23,11 @@ def test_other_arms_have_their_key_as_prefix_and_the_main_one_none():
     assert not [name for name in found if name.startswith(("speculative", "baseline_"))]
 
 
+def test_a_baseline_alone_has_the_names_of_a_main_arm_and_of_a_baseline():
+    found = headline.figures({**ARM, "tau_pooled": 1.0, "arms": {"baseline": {"tau_pooled": 1.0}}})
+    assert found["tau"] == found["baseline/tau"] == 1.0
+
+
 def test_lists_are_numbered_and_bounded_and_only_single_values_are_shown():
     found = headline.figures(
         {
