@@ -47,11 +47,12 @@ def page(folder: Path) -> str:
     task = config.get("task") or {}
     recipe = task.get("recipe") or {}
     name = summary.get("drafter") or (manifest["arms"] or ["drafter"])[0]
+    target = short_path((config.get("target") or {}).get("path"))
     steps = summary.get("steps") or curve[-1]["step"]
     content = page_of_run(
         folder,
         manifest,
-        lead=f"Training of {name} for {short_path((config.get('target') or {}).get('path'))}, {steps} steps",
+        lead=f"Training of {name}{f' for {target}' if target else ''}, {steps} steps",
         warnings=[] if summary else [f"This training has not ended: {steps} steps are on disk and shown here."],
         drawn=figures.training_figures(curve),
         recipe=_options(recipe),
