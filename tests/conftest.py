@@ -19,11 +19,11 @@ from hypothesis import settings  # noqa: E402
 
 settings.register_profile("spec_lab", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("spec_lab")
-settings.register_profile("short", settings.get_profile("spec_lab"), max_examples=25)
+settings.register_profile("short", settings.get_profile("spec_lab"), max_examples=20)
 
 
 def pytest_configure(config):
-    """The short run tries a quarter of the examples of a property, the nightly run all."""
+    """The short run tries a fifth of the examples of a property, the nightly run all."""
     settings.load_profile("short" if "not nightly" in config.option.markexpr else "spec_lab")
 
 

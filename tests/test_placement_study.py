@@ -81,6 +81,7 @@ def prompts(name, folder="prompts"):
 # 1. Records
 
 
+@pytest.mark.nightly
 def test_the_schema_is_one_and_holds_every_record_that_is_generated():
     schema = json.loads((PROMPTS / "records.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -142,6 +143,7 @@ def test_every_bundled_json_prompt_is_an_allowed_beginning(kind):
     assert refused(constraint(kind)) == []
 
 
+@pytest.mark.nightly
 def test_the_study_s_schema_is_of_one_json_value_and_refuses_json_lines(measure):
     config = measure.configured("records", 0, [])["constraint"]
     assert config["lines"] is False

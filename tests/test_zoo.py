@@ -68,6 +68,7 @@ def test_held_out_modules_and_topics_are_not_trained_on(training, holdout):
     assert len(sources) > 200  # the builder did find text
 
 
+@pytest.mark.nightly
 def test_hashes_of_the_held_out_list_match_what_is_installed(holdout):
     """Of the modules that this interpreter has, most are those that were hashed (text varies with versions)."""
     installed = dict(corpus.modules("stdlib", only=holdout["modules"]))

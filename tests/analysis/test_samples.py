@@ -39,6 +39,7 @@ def done(tmp_path_factory):
     return out
 
 
+@pytest.mark.nightly
 def test_samples_have_the_formats_of_the_evaluators(done):
     files = {file.name: file.read_text() for file in write_samples(done)}
     arms = ("speculative", "baseline")

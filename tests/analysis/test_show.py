@@ -52,6 +52,7 @@ def test_an_arm_has_its_figures_under_their_standard_names(summary):
     assert words(head) == " ".join(["arm", *COLUMNS, *MORE_COLUMNS])
 
 
+@pytest.mark.nightly
 def test_verbose_adds_columns_and_a_wide_terminal_too(summary):
     assert "untruncated" not in shown(summary) and "conditional" not in shown(summary)
     for text in (shown(summary, verbose=True), shown(summary, show.WIDE)):

@@ -60,6 +60,7 @@ def link(file, given, to="file") -> None:
 # Symlinks
 
 
+@pytest.mark.nightly
 def test_links_under_names_that_are_written_are_not_followed(given, call):
     for name in (".report.html.tmp", ".table.csv.tmp", ".table.parquet.tmp", "report.html", "table.csv"):
         link(given / name, given)

@@ -467,6 +467,7 @@ def test_a_former_name_of_an_option_is_refused_with_the_new_one(cli, tmp_path, o
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_a_former_name_in_a_config_file_is_refused_with_the_new_one(cli, tiny, tmp_path):
     for folder, text in (
         ("experiment", "# @package _global_\nheal: true\n"),

@@ -238,6 +238,7 @@ def test_a_trial_whose_run_has_not_ended_is_tried_again(cli, tiny, tmp_path):
     assert len(complete(tmp_path / "swept")) == 4 and len(trials(tmp_path / "swept")) == 4 + len(left)
 
 
+@pytest.mark.nightly
 def test_when_every_trial_fails_one_line_reports_it(cli, tiny):
     code, _, errors = cli(*tiny, "proposer.depth=no,never", "prompts.limit=1", "hydra.sweeper.n_trials=2")
     assert code == 1

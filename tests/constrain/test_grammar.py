@@ -62,7 +62,7 @@ GRAMMARS = {
 }
 
 
-@pytest.mark.one_in(135)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_masks_of_forests_are_those_of_forks_and_of_fresh_matchers(name, threads):

@@ -92,6 +92,7 @@ def found() -> list[str]:
     return wrong
 
 
+@pytest.mark.nightly
 def test_without_a_fault_no_difference_is_found():
     assert found() == []
 

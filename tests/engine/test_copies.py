@@ -172,7 +172,7 @@ UNSAMPLED = {
 
 @pytest.mark.parametrize("name", [name for name in PROPOSERS if name not in ("draft_gumbel", "draft_confident")])
 @VERIFIERS
-@pytest.mark.one_in(27)
+@pytest.mark.one_in(8)
 def test_a_step_reads_nothing_of_the_device_but_the_counted_copies(monkeypatch, name, verifier):
     """All accepted paths end at row 2, a node of the one tree, with token 2.
 

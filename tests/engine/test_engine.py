@@ -112,7 +112,7 @@ def called(limits):
     return "-".join(map(str, vars(limits).values()))
 
 
-@pytest.mark.one_in(81)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("name", "sampling", "limits"), list(cases()))
 def test_every_request_gets_the_tokens_that_it_gets_alone(target, memo, name, sampling, limits):
     make, verifier = PROPOSERS[name]
@@ -574,7 +574,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.one_in(135)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "limits",
     [Limits(), Limits(2, 1), Limits(None, 3), Limits(3, 4, TIGHT), Limits(None, None, TIGHT)],

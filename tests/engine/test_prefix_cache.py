@@ -86,7 +86,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.one_in(54)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_a_prefix_cache_changes_no_token(target, name, limits):

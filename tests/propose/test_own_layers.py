@@ -115,6 +115,7 @@ def test_a_policy_may_let_nothing_be_drafted_in_some_steps(target, truth, name):
     assert {one.draft.shape.nodes > 0 for one in steps} == {True, False}
 
 
+@pytest.mark.nightly
 def test_engines_that_require_different_hidden_states_take_turns(target, truth):
     engines = []
     for make in (eagle3, kangaroo, early_exit, skip, lambda _: Null()):

@@ -316,6 +316,7 @@ def test_a_run_without_recording_has_none(tmp_path):
     assert "<h2>Bounds" not in (tmp_path / "out" / "report.html").read_text()
 
 
+@pytest.mark.nightly
 def test_a_study_has_them_too(tmp_path):
     one = lab(temperature=1.0, proposer=named("2x1"), verifiers={"token": Token(), "kseq": KSeq()})
     own = settings(tmp_path / "out", record="replay", record_top=61, batch_size=1)

@@ -70,6 +70,7 @@ def edit(plugin: Path) -> None:
     file.write_text(file.read_text() + "\nEDITED = True\n")
 
 
+@pytest.mark.nightly
 def test_a_run_is_not_resumed_with_edited_code_of_its_parts(quick_cli, interrupted, arguments, plugin, anew):
     before = {file: file.read_bytes() for file in interrupted.rglob("*") if file.is_file()}
     edit(plugin)

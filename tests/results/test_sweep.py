@@ -511,6 +511,7 @@ def test_a_failed_run_leaves_the_others_alone_and_is_retried_on_request_only(cli
     assert decoded == [0, 1, 0, 1]
 
 
+@pytest.mark.nightly
 def test_state_and_collect_list_all_runs(cli, tiny, tmp_path, decoded):
     """Of a sweep with a finished run, a failed one, a stopped one and one that another process holds."""
     decoded.stop = (1,)

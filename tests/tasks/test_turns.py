@@ -64,6 +64,7 @@ def done(request, tmp_path_factory):
     return out, console.file.getvalue()
 
 
+@pytest.mark.nightly
 def test_each_arm_continues_its_own_answers(done):
     found = rows(done[0])
     for arm in ("speculative", "baseline"):

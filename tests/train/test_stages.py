@@ -115,6 +115,7 @@ def pretrained(settings, work, **options):
     return pretrain.pretrain(SHAPE, PLAN, *folders, work, settings.control, eval_windows=1, **options)
 
 
+@pytest.mark.nightly
 def test_corpus_and_prompts(settings):
     sizes = json.loads((settings.work / "train" / "sizes.json").read_text())
     assert all(sizes[w]["tokens"] > 1000 for w in corpus.WORKLOADS)

@@ -48,6 +48,7 @@ def test_a_live_view_shows_the_groups_first_then_every_series(tracked, seen):
     assert len(paired) == 2  # the third group is short
 
 
+@pytest.mark.nightly
 def test_a_series_has_an_axis_of_its_own(tracked, seen):
     axes = {one["name"]: one.get("step_metric") for one in seen["metric"] if "name" in one}
     known = series.keys(["speculative", "baseline"])

@@ -45,6 +45,7 @@ class Pairs(Uniform):
         return Draft(forest((tree(((0,), (1,))),) * len(batch.sequences)), tokens)
 
 
+@pytest.mark.nightly
 def test_chains_are_enumerated_and_nothing_else():
     chosen = [one for one in every_instance() if one.chain]
     assert 20 < len(chosen) < len(every_instance())

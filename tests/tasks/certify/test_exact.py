@@ -344,6 +344,7 @@ def test_a_proposer_that_works_on_a_toy_is_enumerated_itself():
     assert proof.drafts == "proposer"
 
 
+@pytest.mark.nightly
 def test_for_a_proposer_that_fails_on_toys_the_reference_drafts_and_the_reason_is_recorded():
     proof = prove(Foreign(), Token(), QUICK)
     assert proof.drafts == "reference" and proof.failure is None and len(proof.findings) == len(QUICK)
