@@ -335,7 +335,8 @@ def test_tasks_without_figures_are_rows_and_not_drawn(swept, ran, tmp_path):
     shutil.copytree(swept / sweep.folder_name(depth), tmp_path / sweep.folder_name(depth))
     mixed = Parsed(report.write(tmp_path))
     assert charts_in(tmp_path) == 2  # the run's: forest and scatter
-    assert all(sweep.folder_name(job) in mixed.text for job in [*jobs, depth])
+    named = {*mixed.values("title"), *(Path(unquote(link)).parts[0] for link in mixed.values("href") if link[0] != "#")}
+    assert {sweep.folder_name(job) for job in [*jobs, depth]} <= named
 
 
 def test_an_option_and_the_name_of_what_it_chose_are_told_apart(ran, tmp_path):
