@@ -318,8 +318,8 @@ def test_a_kill_between_any_two_changes_to_the_disk_is_repaired_by_the_same_comm
             assert fork_server.wait(fork_server.start(place, arguments)) == 0, (place / "output.txt").read_text()
             check(place / "swept", reference, seen, living=False)
             check_end(place / "swept", reference)
-    written = 1 + 1 + 3 + 3 + 1 + 1  # sweep.json, manifest, a group's parts, tables, summary, ended.json
-    removed = 3 + 1 + 1  # parts, their folder, the lock
+    written = 1 + 1 + 4 + 4 + 1 + 1  # sweep.json, manifest, a group's parts, tables, summary, ended.json
+    removed = 4 + 1 + 1  # parts, their folder, the lock
     assert kills["half"] == ceil(written / stride)
     assert kills["after"] >= (written + removed) / stride
 
