@@ -80,7 +80,7 @@ def certificate(pairs: int, samples: int, name: str = "draft_chain") -> dict:
     }  # fmt: skip
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("pairs", "samples", "name"), [(1, 500, "token"), (12, 100_000, "token"), (2, 10_000, LONG[0])]
 )

@@ -142,6 +142,7 @@ def test_every_bundled_proposer_has_a_colour_of_its_own():
     assert not {figures.BASELINE, figures.GREY} & {*shared}
 
 
+@pytest.mark.nightly
 def test_names_are_drawn_with_control_characters_visible():
     hidden = "a\u202eb$x$"
     assert figures.short([hidden]) == {hidden: "a<U+202E>b$x$"}
@@ -229,6 +230,7 @@ def test_a_forest_has_the_colours_of_the_arms():
     assert [one.lines[0].get_color() for one in drawn] == [colours[arm] for arm in frame["arm"]]
 
 
+@pytest.mark.nightly
 def test_a_forest_of_many_runs_draws_the_fastest(tmp_path):
     table = pd.concat([swept()] * 100, ignore_index=True)
     table["proposer.depth"] = range(len(table))

@@ -98,6 +98,7 @@ def test_points_of_an_option_that_chooses_the_proposer_have_its_colour():
     assert [point.get_color() for point in points] == [figures.PROPOSERS["medusa"], figures.PROPOSERS["ngram"]]
 
 
+@pytest.mark.nightly
 def test_the_table_of_a_sweep_shows_the_names(tmp_path, monkeypatch):
     sweep.plan(tmp_path, [["seed=1"]])
     folder = tmp_path / sweep.folder_name(["seed=1"])

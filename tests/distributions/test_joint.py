@@ -149,6 +149,7 @@ class Moody:
         return draft.cut([0 if one else 9 for one in quiet])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "verifier", [pytest.param(Token(), marks=pytest.mark.nightly), Traversal()], ids=lambda v: v.name
 )
@@ -162,7 +163,7 @@ def test_empty_drafts_among_others_keep_the_distribution(verifier):
     assert total_variation(distribution_of([(p, text) for p, (text, _) in outcomes]), truth(instance)) < EXACT
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.nightly
 @pytest.mark.parametrize("verifier", LOSSLESS[:2], ids=lambda v: v.name)
 @pytest.mark.parametrize(
     "order",

@@ -161,6 +161,7 @@ def test_one_sequence_with_nan_leaves_its_batch_mates_alone():
     assert bool(torch.isnan(output.logits[0]).any()) and bool(torch.isfinite(output.logits[1]).all())
 
 
+@pytest.mark.nightly
 def test_prompts_and_steps_with_too_many_rows_run_in_shapes_as_they_come():
     lm = fixed(tiny_model(max_position_embeddings=1024))
     world = started(lm, [MOST_PENDING + 1])

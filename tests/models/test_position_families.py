@@ -181,6 +181,7 @@ def test_a_forward_reads_nothing_back_and_can_be_captured(name, truth):
         assert emitted(decode(target, told(truth, TREE), wanted())[0]) == truth
 
 
+@pytest.mark.nightly
 @CASES
 def test_a_copy_of_an_adapted_model_computes_with_its_own_weights(name):
     model = tiny_family(name)

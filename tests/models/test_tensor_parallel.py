@@ -379,7 +379,7 @@ def test_the_self_check_passes_with_the_hooks_of_a_device_map():
     assert self_check(model, "spans") < 1e-10 and self_check(model, "dense") < 1e-10
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
 @pytest.mark.parametrize("attention", ["spans", "dense"])
 def test_each_layers_cells_and_masks_are_where_the_layer_is(attention):

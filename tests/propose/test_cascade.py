@@ -137,7 +137,7 @@ def test_calls_and_copies_of_inner_steps_are_counted_as_the_proposer_s(target):
         assert sum(name == "target_forward" for name, _, _ in info.spans) == 1
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.nightly
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", ["n-gram", "chain"])
 def test_inner_steps_read_nothing_of_the_device_but_counted_copies(monkeypatch, name, temperature):

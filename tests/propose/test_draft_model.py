@@ -210,7 +210,7 @@ def histories(draw):
     return draw(st.lists(st.tuples(kinds, st.integers(0, 6), st.integers(0, VOCABULARY - 1)), max_size=7))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("tree", "drawn"), [(TREE, "iid"), (TREE, "point"), ("1x1x1", "without")])
 @given(history=histories())
 @settings(max_examples=10)
@@ -457,6 +457,7 @@ def test_a_confident_draft_decodes_as_its_requests_alone(target, sampling):
     assert emitted(group) == [emitted(decode(target, proposer, [one])[0])[0] for one in wanted]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 def test_a_chain_drawn_at_temperature_0_is_verified_as_points_are(drawn):
     """Its q are one-hot: the same steps, tokens and expected counts, and q is still what it was drawn from."""

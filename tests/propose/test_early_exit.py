@@ -154,9 +154,9 @@ def test_prompts_longer_than_a_chunk_are_not_drafted_for():
 # Histories ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("limits", [Limits(max_batch_size=2), Limits(2, 4), Limits(None, 5, 40)])
 @pytest.mark.parametrize("plan", ["chain", "tree", "reranked"])
-@pytest.mark.one_in(27)
 def test_requests_come_go_and_are_preempted(target, truth, plan, limits):
     if limits.max_kv_tokens is not None:
         limits = replace(limits, max_kv_tokens=limits.max_kv_tokens + PLANS[plan].computed - PLANS[plan].nodes)

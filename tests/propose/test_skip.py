@@ -130,9 +130,9 @@ def test_a_batch_decodes_as_its_requests_alone(target, skipped, sampling):
     assert together == alone
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("limits", [Limits(max_batch_size=2), Limits(2, 4), Limits(None, 5, 40)])
 @pytest.mark.parametrize(("skipped", "scope"), [("mixed", "request"), (None, "request"), (None, "run")])
-@pytest.mark.one_in(27)
 def test_requests_come_go_and_are_preempted(target, truth, skipped, scope, limits):
     engine = Engine(target, skip(target, "tree", skipped, scope), Token(), CounterDraws(0), limits=limits)
     for one in requests():

@@ -117,6 +117,7 @@ def test_a_draft_equal_to_its_target_loses_nothing():
     assert np.isnan(arm.optimum.low), "one request has no interval"
 
 
+@pytest.mark.nightly
 def test_a_better_tree_is_the_best_of_all_trees_of_as_many_nodes():
     """Six children below the root, of which further ones are hardly accepted, and one below the first of them."""
     generator, shape = np.random.default_rng(0), tree((*((rank,) for rank in range(6)), (0, 0)))
@@ -280,6 +281,7 @@ def test_summary_and_report_have_the_bounds(recorded):
     assert "share, first level" in page and "token (used)" in page and (recorded / "figures" / "lost.svg").exists()
 
 
+@pytest.mark.nightly
 def test_a_run_with_many_rows_or_without_bounds_ends_all_the_same(recorded, monkeypatch):
     assert bounds.for_summary(recorded).keys() == bounds.of_run(recorded).keys()
     assert not any(one.needs for one in bounds.for_summary(recorded).values())

@@ -735,6 +735,7 @@ def test_output_dir_cannot_be_swept(cli, tiny, tmp_path, decoded, option):
     assert f"{option.partition('=')[0]} cannot be swept" in errors
 
 
+@pytest.mark.nightly
 def test_texts_in_brackets_are_printed_as_they_are(cli, tiny, tmp_path):
     code, output, _ = cli("--multirun", *tiny, "prompts.path='[/red]x.jsonl'", "name='a [red] b','c [/d]'")
     assert code == 1
@@ -742,6 +743,7 @@ def test_texts_in_brackets_are_printed_as_they_are(cli, tiny, tmp_path):
     assert cli("state", "swept")[0] == 0
 
 
+@pytest.mark.nightly
 def test_a_failure_at_a_sweep_s_end_is_a_failure(cli, tiny, tmp_path, monkeypatch):
     def broken(folder, verbose):
         raise ValueError("no table today")

@@ -127,6 +127,7 @@ def test_a_proposer_that_the_verifier_does_not_support_is_refused():
 SMALL = dict(nodes=[2, 5], batches=[1, 2], contexts=[8, 16], repeats=2, steps=1)
 
 
+@pytest.mark.nightly
 def test_measure_leaves_a_full_grid_of_rows_a_summary_and_a_figure(tmp_path):
     out = tmp_path / "out"
     assert measure(lab(), settings(out), {}, quiet(), **SMALL) == 0

@@ -300,6 +300,7 @@ def test_without_more_parts_the_main_verifier_verifies_the_main_proposer(tmp_pat
 # Files of a run ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_the_summary_names_pairs_left_out_and_sampled_outcomes(done):
     _, out, output = done
     summary = json.loads((out / "summary.json").read_text())

@@ -57,6 +57,7 @@ def test_text_equals_decoding_all_bytes_at_once(pieces):
     assert text_and_finish(pieces) == (b"".join(pieces).decode("utf-8", "replace"), Finish("done"))
 
 
+@pytest.mark.nightly
 @few
 @given(pieces_of())
 def test_without_stop_strings_only_an_unfinished_character_is_held_back(pieces):

@@ -227,6 +227,7 @@ def test_a_killed_distillation_resumes_to_identical_weights(trained, tmp_path, k
         assert torch.equal(tensor, resumed[name]) and torch.equal(tensor, threads[name]), name
 
 
+@pytest.mark.nightly
 def test_a_distillation_refuses_a_checkpoint_of_another(trained, tmp_path):
     distilled(trained, tmp_path, stop_after=2)
     other = replace(trained, distillation=replace(trained.distillation, passes=4))

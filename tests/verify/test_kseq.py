@@ -90,6 +90,7 @@ def test_rho_is_safe_and_the_least_that_is(pair, k):
         assert one_of(k, beta(less, p, q)) > less
 
 
+@pytest.mark.nightly
 @settings(max_examples=150)
 @given(case=drafts(("iid",)))
 def test_with_the_same_rho_the_distribution_is_the_paper_s_to_rounding(case):

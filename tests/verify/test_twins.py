@@ -123,6 +123,7 @@ def test_a_verifier_equals_its_paper_s_algorithm(verifier, direct, case):
     np.testing.assert_allclose(np.bincount(draft.shape.root, weights=verdict.stop), 1.0, rtol=0, atol=1e-12)
 
 
+@pytest.mark.nightly
 @settings(max_examples=150)
 @given(case=drafts(("iid", "without"), chains=True))
 def test_chains_verified_together_equal_the_paper_s_algorithm(case):
@@ -199,6 +200,7 @@ def test_single_precision_is_close_to_the_algorithm_in_double(verifier, direct, 
     np.testing.assert_allclose(joint(draft, verdict), stop[:, None] * emit, rtol=0, atol=2e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("verifier", "direct"), PAIRS[:2], ids=["token", "traversal"])
 @settings(max_examples=50)
 @given(case=drafts(("iid", "without", "mixed")))

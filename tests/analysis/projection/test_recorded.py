@@ -176,6 +176,7 @@ def test_a_list_with_other_files_is_refused_and_nothing_is_removed(tmp_path, lis
     assert [file.name for file in tmp_path.iterdir()] == ["projection.json"]
 
 
+@pytest.mark.nightly
 def test_a_design_without_its_draft_model_is_left_out_and_said(folder, tmp_path, capsys):
     assert command(["project", str(folder), *OPTIONS, "--lengths", "2", "--out", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())

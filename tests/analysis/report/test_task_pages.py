@@ -140,7 +140,7 @@ def test_texts_do_not_break_out_of_a_page(pages, task):
     assert "default-src 'none'" in policy and "sha256-" in policy and "unsafe-eval" not in policy
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.nightly
 @pytest.mark.parametrize("task", SUMMARIES)
 def test_files_of_another_shape_are_refused_by_name(task, tmp_path):
     for place, key in enumerate(SUMMARIES[task]):
@@ -300,6 +300,7 @@ def test_a_comparison_has_a_page_with_the_numbers_of_its_table(compared):
     )
 
 
+@pytest.mark.nightly
 def test_a_comparison_s_page_has_filters_and_escapes_names(compared):
     _, page = compared
     parsed = Parsed(page)

@@ -17,6 +17,7 @@ def test_the_dashboard_shows_the_arms_of_a_run_unless_others_are_named(tracked):
     assert [*ARMS] == metrics.arms(metrics.load(tracked))
 
 
+@pytest.mark.nightly
 def test_the_dashboard_names_only_what_a_view_logs(tracked, seen):
     pytest.importorskip("wandb_workspaces")
     from spec_lab.analysis.tracking.dashboard import dashboard

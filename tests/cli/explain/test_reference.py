@@ -86,6 +86,7 @@ def test_parts_of_other_groups_have_the_names_of_their_group(path, name):
     assert canonical(path) == name
 
 
+@pytest.mark.nightly
 def test_folders_of_ones_own_are_added(tmp_path):
     (tmp_path / "proposer").mkdir()
     (tmp_path / "proposer" / "mine.yaml").write_text("# Mine.\n_target_: nowhere.load\ndepth: 3   # levels\n")

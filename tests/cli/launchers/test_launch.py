@@ -152,6 +152,7 @@ def test_a_run_that_ended_before_its_job_failed_has_ended(on, tmp_path):
     assert (code, sweep.runs(tmp_path / "swept")[0].error) == (0, "")
 
 
+@pytest.mark.nightly
 def test_an_error_raised_by_a_job_ends_the_command_in_one_line(on):
     class Raises(Scripted):
         def launch(self, jobs, names):
