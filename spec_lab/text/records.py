@@ -29,6 +29,8 @@ MAX_RECORDS = 100_000
 """Maximum number of records of a prompts file that is read without a limit, and of blank lines. (A million short
 conversations need more than a minute and 750 MB.)
 """
+JSON_KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
+"""The names of JSON for what ``json.loads`` returns, objects apart."""
 BATCH = 8
 """Rows of a Parquet file that are decoded at once; few, since a dictionary's text can be short in the file and long in
 every row.
@@ -145,7 +147,8 @@ def _object(raw: bytes, where: str) -> dict[str, Any]:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ValueError(f"{where}: not a JSON object that can be read ({why})") from error
     if not isinstance(record, dict):
-        raise ValueError(f'{where}: a JSON {type(record).__name__}, not an object; write {{"prompt": "..."}}')
+        kind = JSON_KINDS[type(record)]
+        raise ValueError(f'{where}: a JSON {kind}, not an object; each line must be one, such as {{"prompt": "..."}}')
     return record
 
 
