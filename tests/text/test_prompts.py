@@ -46,7 +46,7 @@ def test_limit_leaves_later_lines_unread(tmp_path):
         ("", "no prompts"),
         ("\n \n", "no prompts"),
         ('{"prompt": "x"}\n{"prompt": ', "prompts.jsonl:2: ... JSON"),
-        ("[1]", "prompts.jsonl:1: ... list ... object"),
+        ("[1]", "prompts.jsonl:1: ... array ... object"),
         ('{"id": "a"}', "prompts.jsonl:1: ... 'prompt' ... 'id'"),
         ('\n{"prompt": " "}', "prompts.jsonl:2: ... 'prompt' ... empty"),
         ('{"prompt": 3}', "'prompt' ... int"),
