@@ -101,6 +101,8 @@ def check_overrides(arguments: Sequence[str]) -> None:
             raise ValueError(said)
         if not equals:
             continue
+        if not option.lstrip("+~").partition("@")[0]:
+            raise ValueError(f"{one} names no option: write NAME=VALUE")
         try:
             read = OverridesParser.create().parse_rule(one, "override")
         except HydraException as error:

@@ -29,8 +29,16 @@ MAX_RECORDS = 100_000
 """Maximum number of records of a prompts file that is read without a limit, and of blank lines. (A million short
 conversations need more than a minute and 750 MB.)
 """
-JSON_KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
-"""The names of JSON for what ``json.loads`` returns, objects apart."""
+JSON_KINDS = {
+    type(None): "null",
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+"""The names of JSON for what ``json.loads`` returns."""
 BATCH = 8
 """Rows of a Parquet file that are decoded at once; few, since a dictionary's text can be short in the file and long in
 every row.
@@ -134,6 +142,11 @@ def _rows(path: str, limit: int | None, columns: tuple[str, ...] | None) -> Iter
         ) from error
 
 
+def _kind(value: Any) -> str:
+    """Return what JSON calls a value; of a Parquet file's values that JSON does not know, the type."""
+    return JSON_KINDS.get(type(value), type(value).__name__)
+
+
 def _object(raw: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(raw)
@@ -147,8 +160,9 @@ def _object(raw: bytes, where: str) -> dict[str, Any]:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ValueError(f"{where}: not a JSON object that can be read ({why})") from error
     if not isinstance(record, dict):
-        kind = JSON_KINDS[type(record)]
-        raise ValueError(f'{where}: a JSON {kind}, not an object; each line must be one, such as {{"prompt": "..."}}')
+        raise ValueError(
+            f'{where}: a JSON {_kind(record)}, not an object; each line must be one, such as {{"prompt": "..."}}'
+        )
     return record
 
 
@@ -169,7 +183,7 @@ def text_of(record: Mapping[str, Any], key: str, where: str, named: str = "") ->
         raise ValueError(f"{where}: the field {named} is missing; it has {', '.join(map(repr, record)) or 'no fields'}")
     text = record[key]
     if not isinstance(text, str):
-        raise ValueError(f"{where}: {named} must be text, not {type(text).__name__}")
+        raise ValueError(f"{where}: {named} must be text, not {_kind(text)}")
     if not text.strip():
         raise ValueError(f"{where}: {named} is empty; give it some text or delete the line")
     return fitting(text, where, named)
@@ -182,7 +196,7 @@ def fitting(text: Any, where: str, named: str) -> str:
         ValueError: it is.
     """
     if not isinstance(text, str):
-        raise ValueError(f"{where}: {named} must be text, not {type(text).__name__}")
+        raise ValueError(f"{where}: {named} must be text, not {_kind(text)}")
     if len(text) > MAX_CHARACTERS:
         raise ValueError(
             f"{where}: {named} has {len(text)} characters, more than the {MAX_CHARACTERS} that a prompt may have; "

@@ -49,7 +49,7 @@ def test_limit_leaves_later_lines_unread(tmp_path):
         ("[1]", "prompts.jsonl:1: ... array ... object"),
         ('{"id": "a"}', "prompts.jsonl:1: ... 'prompt' ... 'id'"),
         ('\n{"prompt": " "}', "prompts.jsonl:2: ... 'prompt' ... empty"),
-        ('{"prompt": 3}', "'prompt' ... int"),
+        ('{"prompt": 3}', "'prompt' ... number"),
         (
             '{"id": 1, "prompt": "x"}\n\n{"id": "1", "prompt": "y"}',
             "prompts.jsonl:3: ... id '1' ... line 1",
@@ -180,7 +180,7 @@ def test_100_million_characters_never_reach_the_tokenizer():
 def test_only_text_that_is_unicode_is_encoded():
     with pytest.raises(ValueError, match=r"prompt 'a': .*\\ud800"):
         text.encode([text.Prompt("a", "x\ud800")], Letters(), context=100)
-    with pytest.raises(ValueError, match="prompt 'a': .*int"):
+    with pytest.raises(ValueError, match="prompt 'a': .*number"):
         text.encode([text.Prompt("a", 5)], Letters(), context=100)
 
 

@@ -140,6 +140,8 @@ def apply(edit: list[Any], folder: Path) -> None:
     if kind == "node":
         _replace(file, more[0], os.path.join(folder, more[1]))
     elif kind in ("text", "gzip"):
+        if file.is_symlink() or (file.exists() and not file.is_file()):
+            return  # a pipe would block
         text, times = more[0].encode("utf-8", "surrogatepass"), more[1]
         once = min(times, max(1, 10**7 // max(1, len(text))))
         part, rest = text * once, text * (times % once)
