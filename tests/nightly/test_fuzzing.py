@@ -24,6 +24,7 @@ def worker(request, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_SILENT", "true")
+        patch.setenv("WANDB_DISABLE_GIT", "true")  # it would run git
         patch.setattr("spec_lab.results.manifest.commit", lambda _: "here")
         patch.setattr("spec_lab.tasks.benchmark.in_short", lambda *_: {"certified": None})
         patch.setattr("spec_lab.tasks.benchmark._draw", lambda *_: [])

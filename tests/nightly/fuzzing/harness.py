@@ -158,6 +158,8 @@ def _work(target: Target, outer: Any, pipe: Any, case: Path, log: Path) -> None:
     faulthandler.enable(stream := log.open("ab"), all_threads=False)
     faulthandler.register(signal.SIGXCPU, stream, all_threads=False, chain=True)
     sys.dont_write_bytecode = True
+    for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):  # of a user, otherwise
+        os.environ[name] = os.path.join(os.environ["SPEC_LAB_CACHE"], "wandb")
     sys.addaudithook(_watch(case.resolve(), log.resolve()))
     with suppress(EOFError):
         while True:
