@@ -214,7 +214,7 @@ def colours(names: Sequence[str]) -> dict[str, str]:
     own = {name: known[NAMES[name]] for name in names if NAMES.get(name) in known}
     own |= {name: VERIFIERS[name] for name in names if name in VERIFIERS and name not in own}
     free = [colour for colour in COLOURS if colour not in own.values()]
-    free.sort(key=lambda colour: colour in figures.PROPOSERS.values())  # better a colour of none
+    free.sort(key=lambda colour: colour in figures.PROPOSERS.values())  # those of proposers last
     return {name: own.get(name) or free.pop(0) for name in names}
 
 

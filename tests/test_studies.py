@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from experiments import plots, runs
 from spec_lab.analysis import metrics
+from spec_lab.analysis.figures.palette import PROPOSERS, VERIFIERS
 from spec_lab.cli.main import conf, main, zoo
 from spec_lab.models.target import Target
 from spec_lab.propose.step_costs import StepCosts
@@ -57,6 +58,24 @@ PAIRED = {
 """The comparison of A with B."""
 
 EXPERIMENT = {name: name for name in STUDIES} | {"proposers": "proposers_by_workload"}
+
+
+@pytest.mark.parametrize("name", ["draft_length", "verifier_vs_temperature"])
+def test_a_figure_is_redrawn_from_the_results_without_the_runs(name, tmp_path, capsys):
+    kept = ROOT / "experiments" / name / "results.csv"
+    shutil.copy(kept, tmp_path)
+    table = importlib.import_module(f"experiments.{name}.figure").main(["--redraw", "--folder", str(tmp_path)])
+    assert len(table) > 1 and not capsys.readouterr().out
+    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    assert {one.name for one in tmp_path.iterdir()} == {"results.csv", f"{name}.png"}
+    assert (tmp_path / "results.csv").read_bytes() == kept.read_bytes()
+
+
+def test_proposers_and_verifiers_have_their_colours_and_other_lines_those_of_none():
+    found = plots.colours(["chain", "token", "static", "best first"])
+    assert found["chain"] == PROPOSERS["draft_chain"] and found["token"] == VERIFIERS["token"]
+    others = {found["static"], found["best first"]}
+    assert len({*found.values()}) == 4 and not others & {*PROPOSERS.values()}
 
 
 @pytest.fixture(scope="module", autouse=True)

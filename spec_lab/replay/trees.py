@@ -19,7 +19,7 @@ import pandas as pd
 from spec_lab.core.draft import WAYS, Drawn, Shape
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.recording import ID_BYTES, unpack_ids
-from spec_lab.replay.room import check_room
+from spec_lab.replay.memory import check_memory
 from spec_lab.results import study, sweep
 from spec_lab.results.manifest import begun
 from spec_lab.results.schema import REPLAY
@@ -38,7 +38,8 @@ VERIFIERS: Mapping[str, Callable[..., Verifier]] = {
 }  # fmt: skip
 """The verifiers by the names of ``conf/verifier``; ``gumbel`` reads noise, which is not recorded."""
 
-KNOWN = {f"spec_lab.verify.{make.__name__}": name for name, make in ({**VERIFIERS, "gumbel": Gumbel}).items()}
+MAKERS: Mapping[str, Callable[..., Verifier]] = {**VERIFIERS, "gumbel": Gumbel}
+KNOWN = {f"spec_lab.verify.{make.__name__}": name for name, make in MAKERS.items()}
 """The names of verifiers of which it is known whether they are lossless, by ``_target_``."""
 
 TOLERANCE = 1e-3
@@ -93,7 +94,7 @@ class RunVerifier:
         options = {str(key): value for key, value in own.items() if not str(key).startswith("_")}
         name = KNOWN.get(path, "")
         try:
-            verifier = {**VERIFIERS, "gumbel": Gumbel}[name](**options)
+            verifier = MAKERS[name](**options)
         except (KeyError, TypeError, ValueError):  # of another package, or options of another version
             return RunVerifier(path, None)
         written = ":".join([name, ",".join(f"{key}={value}" for key, value in options.items())]).rstrip(":")
@@ -200,7 +201,7 @@ def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
         raise ValueError(f"{folder} is no folder of a run: it has no manifest.json")
     if (manifest.get("config") or {}).get("record") != "replay":
         raise ValueError(f"the run in {folder} has recorded no distributions: run it with record=replay")
-    check_room(folder)
+    check_memory(folder)
     texts: dict[str, dict[int, RecordedText]] = {}
     studied = (folder / "texts.parquet").exists() or any((folder / "parts").glob("texts-*.parquet"))
     if studied:

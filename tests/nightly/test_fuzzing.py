@@ -33,7 +33,6 @@ def worker(request, tmp_path_factory):
         one.close()
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "file"), corpus(), ids=lambda one: one.stem if isinstance(one, Path) else one)
 def test_corpus(worker, name, file):
     how, output = worker(name).try_out(json.loads(file.read_text()))

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from spec_lab.analysis import metrics
 from spec_lab.cli.commands import command
-from spec_lab.replay import designs, room
+from spec_lab.replay import designs, memory
 from spec_lab.replay.designs import Options
 from spec_lab.replay.show import replay
 from spec_lab.replay.trees import RunVerifier, read
@@ -298,16 +298,16 @@ def test_constraints_and_wrong_options_are_refused(tmp_path):
 
 
 def test_a_recording_that_does_not_fit_into_memory_is_refused_before_it_is_read(recorded, tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "available", lambda device: 2**10)
+    monkeypatch.setattr(memory, "available", lambda device: 2**10)
     with pytest.raises(ValueError, match=r"\d+ rows, .* rough estimate.* 1 KiB are available: .*record_share"):
         read(recorded)
-    monkeypatch.setattr(room, "available", lambda device: None)
+    monkeypatch.setattr(memory, "available", lambda device: None)
     assert read(recorded)
     (tmp_path / "parts").mkdir()
     shutil.copy(recorded / "replay.parquet", tmp_path / "parts" / "replay-000000.parquet")
     (tmp_path / "parts" / "replay-000001.parquet").write_bytes(b"damaged")
-    monkeypatch.setattr(room, "available", lambda device: 0)
-    room.check_room(tmp_path)  # whoever reads it says what is wrong
+    monkeypatch.setattr(memory, "available", lambda device: 0)
+    memory.check_memory(tmp_path)  # whoever reads it says what is wrong
     (tmp_path / "parts" / "replay-000001.parquet").unlink()
     with pytest.raises(ValueError, match="of memory"):
-        room.check_room(tmp_path)
+        memory.check_memory(tmp_path)

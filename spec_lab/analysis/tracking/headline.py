@@ -39,7 +39,7 @@ def figures(summary: Mapping[str, Any]) -> dict[str, Figure]:
 
     Those of the main arm have no prefix: ``speedup``, ``tokens_per_second``, ``acceptance_rate``, ``tau``,
     ``expected_tau``, ``ttft``, ``tpot``, ...; those of another arm that of its key: ``baseline/tokens_per_second``;
-    those of a baseline that is the first arm have both names. An interval adds ``NAME/low`` and ``NAME/high``; a list
+    without a main arm, those of the first arm have both names. An interval adds ``NAME/low`` and ``NAME/high``; a list
     adds ``NAME/1``, ``NAME/2``, ...; nested entries are joined with slashes. A training has ``eval/tau``,
     ``eval/expected_tau`` and ``eval/acceptance_rate/1``, ...: of the drafter on held-out prompts.
 
@@ -49,11 +49,9 @@ def figures(summary: Mapping[str, Any]) -> dict[str, Figure]:
     found: dict[str, Figure] = {}
     arms = summary.get("arms")
     arms = arms if isinstance(arms, Mapping) else {}
-    main = MAIN if MAIN in arms else next(iter(arms), MAIN)  # the first may be named after its proposer (names.py)
-    others = [arm for arm in arms if arm != main or arm == "baseline"]  # a baseline alone has both names
     if "learning" in summary:
         summary = _training(summary)
-    for prefix, own in [("", summary), *((f"{arm}/", own) for arm, own in arms.items() if arm in others)]:
+    for prefix, own in [("", summary), *((f"{arm}/", own) for arm, own in arms.items() if arm != MAIN)]:
         if not isinstance(own, Mapping):
             continue
         copied = ("baseline_",) if "baseline" in arms else ()  # copies of the baseline's own figures

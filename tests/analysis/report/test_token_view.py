@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from shutil import copytree
 
 import pandas as pd
 import pytest
@@ -149,8 +150,6 @@ def test_phases_have_a_colour_for_each_theme(runs):
 @pytest.mark.nightly
 def test_rows_without_the_newer_columns_have_a_page(runs, tmp_path):
     """Of runs that recorded tokens, p and q only."""
-    from shutil import copytree
-
     out = tmp_path / "old"
     copytree(runs("greedy"), out)
     steps = pd.read_parquet(out / "steps.parquet")
@@ -206,8 +205,6 @@ def test_every_character_of_a_token_can_be_seen():
 @pytest.fixture(scope="module")
 def hostile(runs, tmp_path_factory):
     """A page whose tokens are hostile texts, and the address of one of its steps."""
-    from shutil import copytree
-
     out = tmp_path_factory.mktemp("hostile") / "run"
     copytree(runs("sampled"), out)
     tokens = pd.read_parquet(out / "tokens.parquet")

@@ -13,7 +13,6 @@ from matplotlib import font_manager
 from omegaconf import OmegaConf
 
 from spec_lab.cli.main import conf, top_level_options
-from spec_lab.cli.subcommands import COMMANDS
 from spec_lab.results import sweep
 from tests import checkpoints
 from tests.nightly.fuzzing.edits import CHARACTERS, edits
@@ -115,7 +114,7 @@ def run_inputs(folder: Path) -> st.SearchStrategy[Input]:
         ["track", "--mode", "offline", ONE],
     ]  # fmt: skip
     of_sweep = [["state", "swept"], ["collect", "swept", "-v"], ["compare", "swept"], ["report", "swept"], SWEEP]
-    of_sweep += [["project", "swept", *model]] + [["explain", "tau"]] * ("explain" in COMMANDS)
+    of_sweep += [["project", "swept", *model]] + [["explain", "tau"]]
     owners = st.sampled_from(WORDS["owner"]) | st.text(CHARACTERS, max_size=20)
     named = st.tuples(owners, owners).map(lambda two: ["dashboard", f"--entity={two[0]}", f"--project={two[1]}"])
     return st.one_of(

@@ -18,7 +18,7 @@ ROW = 4096
 """Further bytes of each row: texts, and arrays that do not depend on the recorded tokens."""
 
 
-def check_room(folder: Path) -> None:
+def check_memory(folder: Path) -> None:
     """Refuse a recording of which the rows do not fit into memory, since all are held at once.
 
     Args:
