@@ -4,6 +4,8 @@
         target.dtype=float32 threads=1 warmup=0 baseline=false prompts.limit=6 max_new_tokens=40 output_dir=runs/tree
     spec-lab proposer=draft_chain prompts.limit=4 max_new_tokens=32 target.dtype=float32 threads=1 output_dir=runs/first
     python scripts/docs_pictures.py runs/tree runs/first
+
+Without runs, only the speed-ups are drawn; they are those of experiments/proposers/results.csv.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from spec_lab.analysis.figures import BASELINE, COLOURS, GREY, STYLE
-from spec_lab.analysis.figures.palette import DARK_PAGE, GRID, on_dark
+from spec_lab.analysis.figures.palette import DARK_PAGE, GRID, PROPOSERS, on_dark
 from spec_lab.core.terminal import visible
 from spec_lab.engine.recording import unpack_ids
 
@@ -333,7 +335,7 @@ def draw_speedups(results: Path) -> Figure:
                 low, high = one["speedup"] - one["speedup_low"], one["speedup_high"] - one["speedup"]
                 y = place * 6 + number
                 axes.errorbar(one["speedup"], y, xerr=[[low], [high]], fmt="o", ms=5, lw=1.6, capsize=0,
-                              color=COLOURS[number], label=name if place == 0 else None)  # fmt: skip
+                              color=PROPOSERS[arm], label=name if place == 0 else None)  # fmt: skip
         axes.axvline(1, color=GREY, ls="--", lw=1)
         axes.set_title("greedy" if temperature == 0 else "temperature 1")
         axes.set_xlabel("speed-up [95 %]")
@@ -378,17 +380,22 @@ def word(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tree", type=Path, help="the first run")
-    parser.add_argument("first", type=Path, help="the second run")
+    parser.add_argument("tree", type=Path, nargs="?", help="the first run")
+    parser.add_argument("first", type=Path, nargs="?", help="the second run")
     parser.add_argument("--request", type=int, default=0, help="of the first run, the request that is drawn (0)")
     parser.add_argument("--round", type=int, default=9, help="of this request, the step (9)")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "docs" / "images", help="folder of the pictures (docs/images)"
     )
     given = parser.parse_args()
+    mpl.rcParams.update(STYLE | {"svg.hashsalt": "docs", "axes.titlesize": 10.5})
+    written(draw_speedups(ROOT / "experiments" / "proposers" / "results.csv"), given.out / "speedups.svg")
+    if given.tree is None:
+        return
+    if given.first is None:
+        parser.error("both runs are needed, or none")
     from spec_lab.models.target import Target
 
-    mpl.rcParams.update(STYLE | {"svg.hashsalt": "docs", "axes.titlesize": 10.5})
     tokenizer = Target.load(str(ROOT / "spec_lab" / "zoo" / "target")).tokenizer
     prompts = (ROOT / "spec_lab" / "zoo" / "prompts" / "code.jsonl").read_text().splitlines()
     prompt = tokenizer.encode(json.loads(prompts[given.request])["prompt"])
@@ -405,7 +412,6 @@ def main() -> None:
     written(draw_step(step, words, [decode(one) for one in step.emitted], before), given.out / "one_step.svg")
     written(draw_acceptance(step, decode, which), given.out / "acceptance.svg")
     written(draw_measuring(given.first), given.out / "measuring.svg")
-    written(draw_speedups(ROOT / "experiments" / "proposers" / "results.csv"), given.out / "speedups.svg")
 
 
 if __name__ == "__main__":
