@@ -53,11 +53,13 @@ os.environ["COLUMNS"] = "100"
 # texts and are refused.
 
 # %%
+from spec_lab.replay.designs import Options
 from spec_lab.replay.show import replay
 
 chains = ["1", "1x1", "1x1x1", "1x1x1x1"]
 trees = ["2", "2x2", "3x2x1"]
-found = replay(Path("texts"), verifiers=["token", "kseq"], shapes=[*chains, *trees], drawn=["iid"])
+options = Options(verifiers=["token", "kseq"], shapes=[*chains, *trees], drawn=["iid"])
+found = replay(Path("texts"), options)
 known = found[(found["needs"] == "") & (found["method"] == "along")]
 known[["verifier", "shape", "tau", "low", "high"]].round(2)
 
