@@ -115,7 +115,7 @@ print(recent.follow([1, 2, 3], 4))  # nothing has followed 3
 
 # %% language="bash"
 # python -m spec_lab --config-dir my_drafts/conf proposer=recent +proposer@arms.ngram=ngram \
-#     prompts.limit=8 max_new_tokens=32 threads=1 output_dir=measured
+#     prompts.limit=8 max_new_tokens=32 target.dtype=float32 threads=1 output_dir=measured
 
 # %% [markdown]
 # Before decoding, the run checks that the verifier supports such drafts. At its end it enumerates a few steps of this

@@ -36,7 +36,7 @@ os.environ["COLUMNS"] = "100"
 
 # %% language="bash"
 # python -m spec_lab +experiment=medusa_tree proposer.tree=3x2x1 prompts=json sampling=temperature_1 \
-#     prompts.limit=8 max_new_tokens=32 threads=1 output_dir=first
+#     prompts.limit=8 max_new_tokens=32 target.dtype=float32 threads=1 output_dir=first
 
 # %% [markdown]
 # ## The files

@@ -44,7 +44,8 @@ from spec_lab.results import sweep
 folder = Path("depths")
 command = f"""
 python -m spec_lab --multirun proposer=draft_chain proposer.depth=1,5 sampling=greedy,temperature_1
-    proposer.confidence=0 prompts=json prompts.limit=8 max_new_tokens=16 warmup=8 threads=1 output_dir={folder}
+    proposer.confidence=0 prompts=json prompts.limit=8 max_new_tokens=16 warmup=8
+    target.dtype=float32 threads=1 output_dir={folder}
 """
 
 
@@ -72,7 +73,8 @@ killed = sweep.runs(folder)
 
 # %% language="bash"
 # python -m spec_lab --multirun proposer=draft_chain proposer.depth=1,5 sampling=greedy,temperature_1 \
-#     proposer.confidence=0 prompts=json prompts.limit=8 max_new_tokens=16 warmup=8 threads=1 output_dir=depths 2>&1
+#     proposer.confidence=0 prompts=json prompts.limit=8 max_new_tokens=16 warmup=8 \
+#     target.dtype=float32 threads=1 output_dir=depths 2>&1
 
 # %% [markdown]
 # ## One table
