@@ -1,5 +1,6 @@
 """One thread per test process (tests run side by side, and tiny models are fastest so), fixed seeds, no network."""
 
+import gc
 import os
 import sys
 from collections import Counter, defaultdict
@@ -25,6 +26,14 @@ settings.register_profile("short", settings.get_profile("spec_lab"), max_example
 def pytest_configure(config):
     """The short run tries a fifth of the examples of a property, the nightly run all."""
     settings.load_profile("short" if "not nightly" in config.option.markexpr else "spec_lab")
+    gc.disable()  # until everything is collected
+
+
+def pytest_collection_finish():
+    """Modules and thousands of collected tests stay to the end: the garbage collector need not look at them again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
