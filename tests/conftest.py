@@ -36,6 +36,10 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # libraries report what is never freed
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items):
     """``one_in(n)``: the short run has one case in n of a test, and every value that several cases share at least once.
