@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, empty
-from spec_lab.core.files import read_json
-from spec_lab.core.options import brief
+from spec_lab.core.files import expect, read_json
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
@@ -32,6 +31,9 @@ from spec_lab.propose.heads import Heads
 from spec_lab.propose.trees import Ranks, by_rank, write
 
 FILE = "calibration.json"
+
+SHAPE = {"accuracy": [[float]], "?temperature": float, "?samples": int, "?paths": {str: int}}
+"""The shape of the file."""
 ENOUGH = 200  # samples for a conditional accuracy; below, the marginal one is taken
 SAMPLES = 64  # measured at once: their logits [S, K, V] are in memory together
 PRIOR = 20.0  # samples that a path's accuracy by rank is worth next to the path's own count
@@ -133,16 +135,16 @@ class Accuracy:
                 "widths such as 3x2x1), or measure once, in Python, with "
                 "spec_lab.propose.accuracy.measure(target, heads, prompts), and write() the result into that folder"
             )
-        for key in ("temperature", "samples"):
-            if isinstance(value.get(key), bool | str):
-                raise ValueError(f"{file} is malformed: {key!r} must be a number, not {brief(value[key])}")
         try:
-            temperature = float(value.get("temperature", 0.0))
-            accuracy = [[float(p) for p in head] for head in value["accuracy"]]
-            paths = {tuple(map(int, path.split("."))): int(count) for path, count in value.get("paths", {}).items()}
-            samples = int(value.get("samples", 0)) if paths else 0
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            expect(value, SHAPE, "")
+            paths = {tuple(map(int, path.split("."))): count for path, count in value.get("paths", {}).items()}
+        except ValueError as error:
             raise ValueError(f"{file} is malformed: {one_line(error)}") from error
+        temperature, accuracy = (
+            float(value.get("temperature", 0.0)),
+            [list(map(float, head)) for head in value["accuracy"]],
+        )
+        samples = value.get("samples", 0) if paths else 0
         if not (math.isfinite(temperature) and temperature >= 0 and samples >= 0):
             raise ValueError(f"{file} is malformed: 'temperature' and 'samples' must be finite and at least 0")
         if any(count < 0 or min(path) < 0 for path, count in paths.items()):

@@ -456,6 +456,24 @@ def test_wrong_heads_and_options_are_refused(target, tmp_path, config, tensors, 
         Medusa.load(target, str(saved(tmp_path, config, tensors)), **{"tree": "2x1"} | options)
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"accuracy": [[None]]}, r"accuracy\[0\]\[0\] must be a number, not null"),
+        ({"accuracy": [[True]]}, r"accuracy\[0\]\[0\] must be a number, not true"),
+        ({"samples": "many"}, "samples must be a whole number"),
+        ({"temperature": None}, "temperature must be a number, not null"),
+        ({"paths": {"0.x": 1}}, "'x'"),
+        ({"paths": {"0": 1.5}}, "paths.0 must be a whole number"),
+    ],
+)
+def test_a_value_of_the_calibration_is_refused_by_its_place(target, tmp_path, more, message):
+    folder = saved(tmp_path / "heads")
+    (folder / "calibration.json").write_text(json.dumps({"accuracy": [[0.5]]} | more))
+    with pytest.raises(ValueError, match=rf"calibration\.json is malformed: .*{message}"):
+        Medusa.load(target, str(folder))
+
+
 def test_missing_and_broken_files_are_named(target, tmp_path, caplog):
     with pytest.raises(OSError, match=r"config\.json .*missing"):
         Medusa.load(target, str(tmp_path / "nowhere"), tree="2")
