@@ -31,9 +31,7 @@ from spec_lab.propose.heads import Heads
 from spec_lab.propose.trees import Ranks, by_rank, write
 
 FILE = "calibration.json"
-
-SHAPE = {"accuracy": [[float]], "?temperature": float, "?samples": int, "?paths": {str: int}}
-"""The shape of the file."""
+SHAPE = {"accuracy": [[float]], "?temperature": float, "?samples": int, "?paths": {str: int}}  # of the file
 ENOUGH = 200  # samples for a conditional accuracy; below, the marginal one is taken
 SAMPLES = 64  # measured at once: their logits [S, K, V] are in memory together
 PRIOR = 20.0  # samples that a path's accuracy by rank is worth next to the path's own count
@@ -140,10 +138,8 @@ class Accuracy:
             paths = {tuple(map(int, path.split("."))): count for path, count in value.get("paths", {}).items()}
         except ValueError as error:
             raise ValueError(f"{file} is malformed: {one_line(error)}") from error
-        temperature, accuracy = (
-            float(value.get("temperature", 0.0)),
-            [list(map(float, head)) for head in value["accuracy"]],
-        )
+        temperature = float(value.get("temperature", 0.0))
+        accuracy = [list(map(float, head)) for head in value["accuracy"]]
         samples = value.get("samples", 0) if paths else 0
         if not (math.isfinite(temperature) and temperature >= 0 and samples >= 0):
             raise ValueError(f"{file} is malformed: 'temperature' and 'samples' must be finite and at least 0")
