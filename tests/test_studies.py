@@ -109,7 +109,7 @@ def figure_of(name):
     return importlib.import_module(f"experiments.{name}.figure")
 
 
-@pytest.mark.nightly
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in SHORT_RUN else [pytest.mark.nightly]) for name in STUDIES]
 )

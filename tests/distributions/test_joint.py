@@ -149,7 +149,6 @@ class Moody:
         return draft.cut([0 if one else 9 for one in quiet])
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     "verifier", [pytest.param(Token(), marks=pytest.mark.nightly), Traversal()], ids=lambda v: v.name
 )

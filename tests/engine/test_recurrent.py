@@ -415,7 +415,6 @@ def decoded(model, proposer, sampling, limits=None, applied=None):
     return {(one.request.id, one.lineage): (one.emitted, one.finish) for one in engine.sequences}, accepted
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     "limits", [pytest.param(Limits(), marks=pytest.mark.nightly), Limits(2, 4)], ids=["all", "chunks"]
 )

@@ -126,11 +126,11 @@ def test_the_options_of_a_plugin_are_checked_at_start_up(flat_cli):
     assert re.search(r"proposer\.depth\b.*\b1\b.*\b0\b", errors)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("failing", "options"),
     [("start", []), ("mask", []), ("mask", ["min_new_tokens=2"]), ("advance", ["constraint.placement=none"])],
 )
+@pytest.mark.one_in(36)
 def test_an_error_in_a_plugin_s_constraint_ends_the_run_with_one_message(flat_cli, monkeypatch, failing, options):
     def fails(self, *arguments):
         return {}["lost"]
