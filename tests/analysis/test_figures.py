@@ -2,17 +2,20 @@
 
 import re
 import struct
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from spec_lab.analysis import figures, metrics
 from spec_lab.analysis.figures import NodePosition, tree_layout
 from spec_lab.analysis.metrics import Tables, frames, sweeps
 from spec_lab.cli.build import conf
 from spec_lab.tasks.benchmark import run
+from tests.analysis.metrics.tables import steps
 from tests.labs import Repeat, lab, settings
 
 
@@ -104,6 +107,19 @@ def test_a_tree_shows_each_arm_that_drafts(tables):
         for arm in ("speculative", "longer")
         if arm == "longer" or len(frames.accepted_tree(metrics.decode_steps(tables.steps, arm)))
     ]
+
+
+@pytest.mark.parametrize(("depth", "labels"), [(8, 8), (32, 32), (40, 20)])
+def test_labels_of_deep_trees_do_not_overlap(depth, labels):
+    paths = [[0] * length for length in range(1, depth + 1)] + [[0] * (depth // 2) + [1] * (depth // 2)]
+    rows = steps(*({"nodes": depth, "depth": depth, "accepted": len(path), "path": path} for path in paths))
+    arm = pd.DataFrame({"arm": ["speculative"]})
+    figure = figures.accepted_trees(Tables(arm, rows, arm))
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    boxes = [text.get_window_extent(renderer) for text in figure.axes[0].texts]
+    chain = [box for box in boxes if box.y0 == max(each.y0 for each in boxes)]
+    assert len(chain) == labels
+    assert not any(first.overlaps(second) for first, second in combinations(boxes, 2))
 
 
 def test_one_arm_alone_has_no_acceptance_and_no_speed_up(tables):

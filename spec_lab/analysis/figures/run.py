@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -204,36 +205,63 @@ def accepted_trees(tables: Tables, trees: Mapping[str, Collection[Ranks]] | None
         return None
     places = {arm: tree_layout(frame["path"]) for arm, frame in accepted.items()}
     colour, names, columns = palette.colours(arms), style.short(accepted, 24), min(2, len(accepted))
-    filled, title, line = [0.0] * columns, 0.42, 0.25  # inches: used of each column, of a title, of a leaf
+    column_width, share_of_column = 4.8, 0.94  # inches
+    level = {arm: column_width * share_of_column / _levels(each) for arm, each in places.items()}
+    filled, title = [0.0] * columns, 0.42  # inches: used of each column, of a title
     boxes = {}
     for arm in accepted:
+        line = 0.25 if level[arm] >= LABEL_WIDTH else 0.25 + LABEL_WIDTH - LABEL_HEIGHT  # inches of a leaf
         column, height = filled.index(min(filled)), line * (max(node.y for node in places[arm].values()) + 1.3)
         boxes[arm] = column, filled[column] + title, height
         filled[column] += title + height + line
-    figure = Figure(figsize=(4.8 * columns, total := max(filled)))
+    figure = Figure(figsize=(column_width * columns, total := max(filled)))
     for arm, (column, top, height) in boxes.items():
-        box = (column + 0.03) / columns, (total - top - height) / total, 0.94 / columns, height / total
+        box = (column + 0.03) / columns, (total - top - height) / total, share_of_column / columns, height / total
         axes = figure.add_axes(box, label=arm)
-        _draw_tree(axes, accepted[arm], places[arm], colour[arm])
+        _draw_tree(axes, accepted[arm], places[arm], colour[arm], level[arm])
         axes.set_title(f"{names[arm]}: share of steps", fontsize=9)
     return figure
 
 
-def _draw_tree(axes: Axes, frame: pd.DataFrame, places: Mapping[Ranks, NodePosition], colour: str) -> None:
-    """Draw one tree into the axes: widths of edges and areas of discs grow with the share of acceptance."""
+LABEL_WIDTH, LABEL_HEIGHT = 0.32, 0.12
+"""Inches of the label of a node in ``accepted_trees``, with what separates it from the next one."""
+
+
+def _levels(places: Mapping[Ranks, NodePosition]) -> float:
+    """Return the width of a tree's axes in levels."""
+    return max(*(node.x for node in places.values()), 4) + 0.7
+
+
+def _draw_tree(
+    axes: Axes, frame: pd.DataFrame, places: Mapping[Ranks, NodePosition], colour: str, level: float
+) -> None:
+    """Draw one tree into the axes: widths of edges and areas of discs grow with the share of acceptance.
+
+    Args:
+        axes: of the tree.
+        frame: of ``frames.accepted_tree``.
+        places: of ``tree_layout``.
+        colour: of the arm.
+        level: inches from one level to the next. Labels that are wider are turned, and where even turned ones have no
+            room only every second, third, ... level has labels. Discs are smaller on levels that are close together.
+    """
+    turned, disc = level < LABEL_WIDTH, min(1.0, level / LABEL_WIDTH) ** 2
+    every = max(1, ceil(LABEL_HEIGHT / level))
     for path, share in zip(frame["path"], frame["share"], strict=True):
         node = places[path]
         if path:
             parent = places[path[:-1]]
             line = {"color": colour if share else "#c9c9c9", "linewidth": 0.8 + 5 * share, "alpha": 0.75, "zorder": 1}
             axes.plot([parent.x, parent.x + 0.35, node.x], [parent.y, node.y, node.y], **line)
-        axes.scatter(node.x, node.y, s=14 + 110 * share, color=colour if share else "white", zorder=2,
+        axes.scatter(node.x, node.y, s=disc * (14 + 110 * share), color=colour if share else "white", zorder=2,
                      edgecolors="white" if share else "#b5b5b5", linewidths=0.8)  # fmt: skip
-        if share and path:
+        if share and path and len(path) % every == 0:
             box = {"facecolor": "white", "edgecolor": "none", "pad": 0.4, "alpha": 0.8}
             text = f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
-            axes.annotate(text, (node.x + 0.1, node.y - 0.14), fontsize=7, va="bottom", zorder=3, bbox=box)
-    axes.set_xlim(-0.2, max(*(node.x for node in places.values()), 4) + 0.5)
+            way = {"rotation": 90, "ha": "center"} if turned else {}
+            at = node.x if turned else node.x + 0.1, node.y - 0.14
+            axes.annotate(text, at, fontsize=7, va="bottom", zorder=3, bbox=box, **way)
+    axes.set_xlim(-0.2, _levels(places) - 0.2)
     axes.set_ylim(max(node.y for node in places.values()) + 0.5, -0.8)
     axes.axis("off")
 
