@@ -348,7 +348,7 @@ def _bounds(trees: RecordedTrees) -> ArmBounds:
         lost = dict(zip(PARTS, own[3:], strict=True))
         unknown = one.unknown / float(count.sum())
         rows.append(VerifierBounds(name, one.verifier.lossless, name == used, own[0], unknown, own[1], own[2], lost))
-    rows.sort(key=lambda one: -one.tau.mean)
+    rows.sort(key=lambda one: (not one.lossless, -one.tau.mean))
     total = float(count.sum())
     return ArmBounds(
         trees.arm, " and ".join(sorted(trees.ways)), int(total), float(per_request(shape.sizes - 1.0).sum() / total),

@@ -141,7 +141,8 @@ class Estimate:
         """Columns of the table."""
         own = self.design
         return {
-            "method": self.method, "verifier": own.verifier, "shape": str(own.shapes), "drawn": own.drawn or "",
+            "method": self.method, "verifier": own.verifier, "lossless": verifier_of(own.verifier).lossless,
+            "shape": str(own.shapes), "drawn": own.drawn or "",
             "draft_temperature": own.draft_temperature, "draft_top_k": own.draft_top_k, "confidence": own.confidence,
             "tau": self.tau, "low": self.low, "high": self.high, "bound_low": self.bound_low,
             "bound_high": self.bound_high, "bound_kind": self.bound_kind, "effective_steps": self.ess,
@@ -340,9 +341,17 @@ def estimate(
 
 
 def table(estimates: Sequence[Estimate]) -> pd.DataFrame:
-    """Return the estimates as a table, most expected tokens first; those that need the model last."""
-    frame = pd.DataFrame([one.row() for one in estimates], columns=[*Estimate(DESIGN, "").row()])
-    return frame.sort_values("tau", ascending=False, na_position="last", kind="stable", ignore_index=True)
+    """Return the estimates as a table, in the order of ``ordered``."""
+    return ordered(pd.DataFrame([one.row() for one in estimates], columns=[*Estimate(DESIGN, "").row()]))
+
+
+def ordered(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return a table with lossless designs before lossy ones, each most expected tokens first; those that need the
+    model last.
+    """
+    frame = frame.assign(known=frame["needs"] == "")
+    frame = frame.sort_values(["known", "lossless", "tau"], ascending=False, kind="stable", ignore_index=True)
+    return frame.drop(columns="known")
 
 
 DESIGN = Design("token", Shares(((1.0, Subtree()),)))

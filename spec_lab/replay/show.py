@@ -61,7 +61,7 @@ def replay(folder: Path, options: designs.Options, arms: Sequence[str] = ()) -> 
             frame = designs.table(found)
             frame.insert(0, "arm", name)
             frames.append(frame)
-    return pd.concat(frames).sort_values("tau", ascending=False, kind="stable", ignore_index=True)
+    return designs.ordered(pd.concat(frames))
 
 
 def trace(file: Path, written: str = "jsonl", verifiers: Sequence[str] = ()) -> pd.DataFrame:
@@ -100,12 +100,15 @@ def print_trace(frame: pd.DataFrame, console: Console) -> None:
         tau = f"{one['tau']:.3f}"
         if np.isfinite(one["low"]):
             tau += f" [{one['low']:.3f}, {one['high']:.3f}]"
-        shown.add_row(visible(one["rule"]), one["depth"], tau, f"{one['steps']:.0f}")
+        rule = one["rule"] if one["lossless"] is not False else f"{one['rule']}, lossy"
+        shown.add_row(visible(rule), one["depth"], tau, f"{one['steps']:.0f}")
     console.print(shown, highlight=False)
 
 
 def print_table(frame: pd.DataFrame, console: Console) -> None:
-    """Print the designs with the most expected tokens a step, and why others are not identified."""
+    """Print the designs with the most expected tokens a step, lossless ones first, and why others are not
+    identified.
+    """
     known = frame[frame["needs"] == ""]
     varied = [name for name in ("arm", *OPTIONAL) if known[name].nunique(dropna=False) > 1]
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -120,12 +123,12 @@ def print_table(frame: pd.DataFrame, console: Console) -> None:
         if np.isfinite(one["low"]):
             tau += f" [{one['low']:.2f}, {one['high']:.2f}]"
         open_ = f"±{(one['bound_high'] - one['bound_low']) / 2:.2g} {one['bound_kind']}"
-        verifier = one["verifier"].replace(":", " ").replace(",", " ")
-        parts = [one["method"], verifier, _design(one, varied)]
+        parts = [one["method"], _label(one["verifier"], one["lossless"]), _design(one, varied)]
         shown.add_row(*map(visible, parts), tau, open_, f"{one['effective_steps']:.0f}")
     if shown.row_count:
         console.print(shown, highlight=False)
         console.print(
+            "Lossless designs first; lossy verifiers change the distribution of the texts. "
             "tau: tokens per step [95 %, over requests]. open: what tokens that were not recorded leave open of it. "
             "steps: as many as the estimate weighs. See docs/replay.md.", highlight=False,
         )  # fmt: skip

@@ -198,7 +198,9 @@ def _check_step(line: Line) -> None:
 
 
 def taus(trace: Sequence[Line], depths: Sequence[int] = (), lenience: Sequence[float] = ()) -> pd.DataFrame:
-    """Return tau by rule and depth, most tokens first: rule, depth, tau, low, high, steps.
+    """Return tau by rule and depth, most tokens first and lossy rules last.
+
+    Columns: rule, lossless (None of what was observed, whose verifier is not known), depth, tau, low, high, steps.
 
     Args:
         trace: its lines (``checked``).
@@ -226,7 +228,7 @@ def taus(trace: Sequence[Line], depths: Sequence[int] = (), lenience: Sequence[f
         gains["observed"] = [_observed(one) for one in trace]
     if all("accepted" in one and one.get("p") is not None for one in trace):
         gains |= {"token": [_reached(one, 1.0) for one in trace], "match": [_reached(one, None) for one in trace]}
-        gains |= {f"lenient:lenience={each:g}": [_reached(one, each) for one in trace] for each in lenience}
+        gains |= {_lenient(each): [_reached(one, each) for one in trace] for each in lenience}
     for rule, levels in gains.items():
         lengths = np.array([len(one) for one in levels])
         start, every = np.cumsum(lengths) - lengths, np.concatenate(levels)
@@ -238,11 +240,18 @@ def taus(trace: Sequence[Line], depths: Sequence[int] = (), lenience: Sequence[f
             if depth in wanted:
                 add(rule, str(depth), total)
     bottom = np.bincount(cluster, steps)
+    lossless = {"token": True, "match": True, **{_lenient(each): each == 1 for each in lenience}}
     found = [
-        {"rule": rule, "depth": depth, "tau": tau, "low": low, "high": high, "steps": float(steps.sum())}
+        {"rule": rule, "lossless": lossless.get(rule), "depth": depth, "tau": tau, "low": low, "high": high,
+         "steps": float(steps.sum())}
         for (rule, depth), (tau, low, high) in zip(names, _intervals(np.stack(tops, 1), bottom), strict=True)
-    ]
-    return pd.DataFrame(found).sort_values("tau", ascending=False, kind="stable", ignore_index=True)
+    ]  # fmt: skip
+    found.sort(key=lambda row: (row["lossless"] is False, -row["tau"]))
+    return pd.DataFrame(found)
+
+
+def _lenient(lenience: float) -> str:
+    return f"lenient:lenience={lenience:g}"
 
 
 def _observed(line: Line) -> np.ndarray:  # [n]

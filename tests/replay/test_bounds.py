@@ -75,6 +75,8 @@ def test_parts_sum_to_what_is_lost(target, drawn, shape):
     trees, _ = decoded(target, drawn, shape)
     arm = bounds_of(used(trees, "token"))
     assert not arm.needs and arm.kind == ("exact" if drawn == "point" or shape == "1x1" else "bound")
+    order = [(not one.lossless, -one.tau.mean) for one in arm.verifiers]
+    assert order == sorted(order) and {one.lossless for one in arm.verifiers} == {True, False}
     for one in arm.verifiers:
         assert total(arm, one) == pytest.approx(0, abs=1e-12)
         assert one.used == (one.name == "token") and one.unknown == 0

@@ -12,7 +12,7 @@ from rich.console import Console
 from spec_lab.analysis import metrics
 from spec_lab.cli.commands import command
 from spec_lab.replay import designs, memory
-from spec_lab.replay.designs import Options
+from spec_lab.replay.designs import Options, verifier_of
 from spec_lab.replay.show import replay
 from spec_lab.replay.trees import RunVerifier, read
 from spec_lab.results.sweep import INTERRUPTED
@@ -165,6 +165,15 @@ def test_whether_a_run_is_lossless_follows_from_its_manifest():
         assert RunVerifier.of(manifest) is None
 
 
+def test_lossy_designs_are_printed_last_and_marked(recorded):
+    console = quiet()
+    verifiers = ["lenient:lenience=0.2", "lenient:lenience=1", "token", "typical"]
+    assert command(["replay", str(recorded), "--verifiers", *verifiers, "--shapes", "all"], console) == 0
+    rows = [line for line in console.file.getvalue().splitlines() if line.startswith(" steps")]
+    lossy = [("lossy" in line, any(name in line for name in ("lenience=0.2", "typical"))) for line in rows]
+    assert lossy == [(False, False)] * 4 + [(True, True)] * 4  # of two arms
+
+
 def test_the_command_prints_a_sorted_table_and_writes_all_designs(recorded, tmp_path):
     console = quiet()
     assert command(["replay", str(recorded), "--csv", str(tmp_path / "all.csv")], console) == 0
@@ -172,7 +181,11 @@ def test_the_command_prints_a_sorted_table_and_writes_all_designs(recorded, tmp_
     assert "traversal" in shown and "needs the model" in shown and "Table:" in shown
     frame = pd.read_csv(tmp_path / "all.csv", keep_default_na=False, na_values=[""])
     known = frame[frame["needs"].isna()]
-    assert known["tau"].is_monotonic_decreasing and (known["low"] <= known["tau"]).all()
+    groups = [known[known["lossless"]], known[~known["lossless"]]]
+    assert known["lossless"].is_monotonic_decreasing and all(len(one) for one in groups)
+    assert all(one["tau"].is_monotonic_decreasing for one in groups) and (known["low"] <= known["tau"]).all()
+    for verifier, own in frame.groupby("verifier"):
+        assert set(own["lossless"]) == {verifier_of(verifier).lossless}
     narrow = Console(file=StringIO(), width=80)
     options = ["--drawn", "iid", "--temperatures", "0.7", "1", "--shapes", "all", "depth=1,children=2"]
     assert command(["replay", str(recorded), *options], narrow) == 0

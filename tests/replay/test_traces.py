@@ -45,6 +45,12 @@ def test_steps_with_probabilities_are_evaluated_exactly():
     assert found["token", "2"] == pytest.approx(1 + (1 + 0.5 + 0.5 + 0.5) / 2)
     assert found["match", "2"] == pytest.approx(1 + (0.5 + 0.2 + 0.1 + 0.09) / 2)
     assert found["lenient:lenience=0.5", "1"] == pytest.approx(2)
+    frame = taus(STEPS, lenience=[0.5, 1])
+    known = dict(zip(frame["rule"], frame["lossless"], strict=True))
+    assert known == {"token": True, "match": True, "lenient:lenience=1": True, "lenient:lenience=0.5": False,
+                     "observed": None}  # fmt: skip
+    first = frame["rule"].tolist().index("lenient:lenience=0.5")
+    assert set(frame["rule"][first:]) == {"lenient:lenience=0.5"} and frame["tau"][:first].is_monotonic_decreasing
     unsampled = [{**STEPS[0], "q": None}]
     assert by_rule(taus(unsampled))["token", "2"] == pytest.approx(1 + 0.5 + 0.2)
 
