@@ -163,7 +163,7 @@ CHECK_COLUMNS = ("checker", "correct")
 """The optional columns of ``requests`` of runs whose prompts have a checker."""
 
 DRAFT_COLUMNS = tuple(name for name in OPTIONAL["steps"] if name.startswith(("draft_", "emitted_")))
-"""The optional columns of ``steps`` that the run option ``record=drafts`` adds."""
+"""The optional columns of ``steps`` that the run options ``record=drafts`` and ``record=replay`` add."""
 
 TOKENS = {
     "id": (_TEXT, "group/token"),

@@ -290,8 +290,8 @@ def _correct(prompt: Prompt, shown: str) -> bool | None:
     return check(prompt.checker, shown, prompt.answer, prompt.text, completes=prompt.template is None)
 
 
-RECORDED = {"replay": {"replay": REPLAY}, "drafts": {"tokens": TOKENS}}
-"""The further table that a run writes, by its option ``record``."""
+RECORDED = {"replay": {"replay": REPLAY, "tokens": TOKENS}, "drafts": {"tokens": TOKENS}}
+"""The further tables that a run writes, by its option ``record``."""
 
 
 class Recorder:
@@ -300,7 +300,7 @@ class Recorder:
     Args:
         out: the run's directory.
         optional: names of the optional columns (``schema.OPTIONAL``) that the rows of this run have.
-        record: the run option: "replay" adds the table of distributions, "drafts" that of the tokens' texts.
+        record: the run option: "drafts" adds the table of the tokens' texts, "replay" that of distributions too.
     """
 
     def __init__(self, out: Path, optional: Collection[str] = (), record: str = "") -> None:

@@ -81,7 +81,7 @@ def run(
     memory = check_memory(lab, settings, lab.longest_prompts(settings, turns))
     policies = any("policy" in one for one in lab.facts().values())
     chat, checks = lab.chat_facts(), any(one.checker for one in lab.prompts)
-    optional = [*DRAFT_COLUMNS * (settings.record == "drafts"), *["policy"] * policies]
+    optional = [*DRAFT_COLUMNS * settings.records_drafts, *["policy"] * policies]
     optional += [*TURN_COLUMNS * (chat is not None), *CHECK_COLUMNS * checks]
     optional += ["cached_tokens"] * (settings.prefix_cache is not None)
     recorder, size = Recorder(settings.output_dir, optional, settings.record or ""), settings.batch_size
@@ -92,7 +92,7 @@ def run(
             console.print(line, soft_wrap=True, highlight=False)
         finished, names = recorder.finished(), names_in_manifest(facts)
         todo = {number: group for number, group in groups.items() if number not in finished}
-        texts = TokenTexts.of(lab.target) if settings.record == "drafts" else None
+        texts = TokenTexts.of(lab.target) if settings.records_drafts else None
         peak = Peak.start(lab.target.lm.device)
         total = sum(lab.prompts[one.conversation].turns for group in todo.values() for one in group) * len(arms)
         with tqdm(total=total, desc=settings.name, unit="prompt", disable=one_of_several()) as bar:

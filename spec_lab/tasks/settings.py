@@ -39,9 +39,9 @@ class Settings:
         prefix_cache: most tokens of finished requests whose KV cache each arm keeps, for later ones that begin with the
             same tokens; at least 256, at most 2**31 - 1. None keeps none.
         record: "drafts": the table ``steps`` keeps every drafted token with its probabilities (``DRAFT_COLUMNS``), for
-            the report's token view; "replay": the table ``replay`` keeps the distributions of every row of the draft
-            trees, for ``spec-lab replay``; "auto": "drafts" in a benchmark of at most ``SMALL_RUN`` tokens, else
-            nothing; "none" or None: nothing.
+            the report's token view; "replay": these, and the table ``replay`` keeps the distributions of every row of
+            the draft trees, for ``spec-lab replay``; "auto": "drafts" in a benchmark of at most ``SMALL_RUN`` tokens,
+            else nothing; "none" or None: nothing.
         record_top: tokens that ``replay`` keeps of each row, the likeliest; all of a vocabulary that is no larger.
         record_share: the share of steps that ``replay`` keeps.
         verbose: whether tables in the terminal have all their columns.
@@ -109,7 +109,12 @@ class Settings:
     def recording(self) -> Recording:
         """What each step records."""
         top = self.record_top if self.record == "replay" else 0
-        return Recording(self.record == "drafts", top, float(self.record_share))
+        return Recording(self.records_drafts, top, float(self.record_share))
+
+    @property
+    def records_drafts(self) -> bool:
+        """Whether the table ``steps`` keeps every drafted token with its probabilities."""
+        return self.record in ("drafts", "replay")
 
     def with_record(self, most_tokens: int) -> Settings:
         """Return the settings with ``record="auto"`` decided by what is known before the run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,14 @@ MAX_LETTERS = 600_000
 """Most letters of all outputs shown; browsers open larger pages slowly."""
 MAX_PROMPT_LETTERS = 600
 MAX_PROMPT_LINES = 12
+MAX_WORD = 64
+"""Letters after the limit in which a cut is moved to the next word; texts without spaces are cut at the limit."""
+
+SPECIAL = re.compile(r"<[|｜][^<>|｜]*[|｜]>|</?\w+>|\[/?[A-Z_]+\]")
+"""Special tokens as chat templates write them: ``<|im_start|>``, ``<s>``, ``<start_of_turn>``, ``[INST]``."""
+
+WORD = re.compile(r"\s+|(?=<[|｜])")
+"""What ends before a word or a special token."""
 
 MARKS = {"accepted": "a", "forced": "f"}
 """The CSS class of each kind of span that is shaded."""
@@ -125,19 +134,33 @@ def _prompt(tables: Tables, arms: list[str]) -> dict[str, Any]:
                     "arm": number_of_arm,
                     "key": output_key(row["request"], arm, row["sequence"]),
                     "about": _about(row, steps, len(rows)),
+                    "prompt": prompt_end(str(row["prompt"])),  # of a later turn it holds this arm's own answers
                     "spans": _marked(spans, partial(_owner, row["sequence"], parents, has)),
                 }
             )
     about = ", ".join(str(first[name]) for name in ("workload", "source") if first[name])
-    prompt = str(first["prompt"])
-    end = "\n".join(prompt.split("\n")[-MAX_PROMPT_LINES:])[-MAX_PROMPT_LETTERS:]
     return {
         "request": int(first["request"]),
         "name": first["name"],
         "about": about,
-        "end": prompt if len(end) == len(prompt) else f"…\n{end}",
         "outputs": outputs,
     }
+
+
+def prompt_end(prompt: str) -> str:
+    """Return the last lines of a prompt; a longer one is cut between words and beside special tokens, after an
+    ellipsis.
+
+    The tables hold no tokens of prompts, so special tokens are recognised by how they are written (``SPECIAL``). A
+    special token across the limit is kept whole.
+    """
+    end = "\n".join(prompt.split("\n")[-MAX_PROMPT_LINES:])
+    cut = len(end) - MAX_PROMPT_LETTERS
+    if cut > 0:
+        special = next((one.start() for one in SPECIAL.finditer(end) if one.start() < cut < one.end()), None)
+        word = WORD.search(end, cut - 1, cut + MAX_WORD)
+        end = end[special if special is not None else word.end() if word else cut :]
+    return prompt if len(end) == len(prompt) else f"…\n{end}"
 
 
 def _owner(sequence: int, parents: Mapping[int, int], has: set[tuple[int, int]], number: int) -> int | None:

@@ -74,7 +74,7 @@ def study_verifiers(
             short = replace(todo[0], max_new_tokens=min(settings.warmup, settings.max_new_tokens))
             of_prompt(lab, proposers, fitting, short, settings.seed, every, repeats)
         for request in tqdm(todo, desc=settings.name, unit="prompt", disable=None):
-            own = settings.seed, every, repeats, settings.recording
+            own = settings.seed, every, repeats, replace(settings.recording, drafts=False)
             one, rows, replay = of_prompt(lab, proposers, fitting, request, *own)
             tables.write(f"{request.id:06d}", {"replay": replay, "recorded": rows, "texts": [one]})
             lab.tracker.group(request.id, _means(rows))

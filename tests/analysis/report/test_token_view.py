@@ -7,13 +7,16 @@ from shutil import copytree
 
 import pandas as pd
 import pytest
+from markupsafe import escape
 
 from spec_lab.analysis import metrics, report
 from spec_lab.analysis.figures.palette import DARK_PAGE, contrast
 from spec_lab.analysis.report import step_data as steps_of
 from spec_lab.analysis.report.step_data import embedded, output_key, step_data, token_text
 from spec_lab.analysis.report.step_tree import Verification
+from spec_lab.analysis.report.token_view import prompt_end, token_view
 from spec_lab.constrain import AppliedConstraint
+from spec_lab.core.terminal import visible
 from spec_lab.propose import Null
 from spec_lab.results.writer import load_token_texts
 from spec_lab.tasks.benchmark import run
@@ -129,6 +132,49 @@ def test_every_shaded_token_leads_to_its_step(name, runs):
     assert len(keys) == raw.count('<div class="output"')
     data = json.loads(re.search(r'id="steps">(.*?)</script>', raw)[1])
     assert len(data["outputs"]) == len(keys)
+
+
+def test_each_arm_has_its_own_prompt_in_later_turns(runs):
+    folder = runs("turns")
+    tables = metrics.load(folder)
+    view = token_view(folder, tables, arms := metrics.arms(tables), HOW)
+    rows = tables.requests.set_index(["request", "arm"])["prompt"]
+    shown = {
+        (one["request"], arms[output["arm"]]): output["prompt"] for one in view.prompts for output in one["outputs"]
+    }
+    assert shown == {key: prompt_end(text) for key, text in rows.items()}
+    assert any(shown[request, "speculative"] != shown[request, "baseline"] for request, _ in shown)
+    raw = report.write(folder).read_text(encoding="utf-8")
+    assert all(raw.count(str(escape(visible(prompt)))) for prompt in shown.values())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("short <s>", "short <s>"),
+        ("word " * 200, "…\n" + "word " * 120),
+        ("a " + "word " * 200, "…\n" + "word " * 120),
+        ("words " * 100 + "<|im_start|>" + "x" * 595, "…\n<|im_start|>" + "x" * 595),
+        ("q" * 700 + "<|im_start|>" + "x" * 570, "…\n<|im_start|>" + "x" * 570),
+        ("words [INST]" + "y" * 597, "…\n[INST]" + "y" * 597),
+        ("<｜begin▁of▁sentence｜>" + "z" * 590, "<｜begin▁of▁sentence｜>" + "z" * 590),
+        ("一" * 700, "…\n" + "一" * 600),
+        ("line\n" * 20 + "end", "…\n" + "line\n" * 11 + "end"),
+    ],
+)
+def test_a_long_prompt_is_cut_beside_words_and_special_tokens(prompt, expected):
+    assert prompt_end(prompt) == expected
+
+
+def test_a_run_recorded_for_replay_shows_its_draft_trees(tmp_path):
+    for record in ("replay", "drafts"):
+        assert run(lab(temperature=1.0), settings(tmp_path / record, record=record), {}) == 0
+    trees = []
+    for record in ("replay", "drafts"):
+        _, data, note = data_of(tmp_path / record)
+        trees.append([(step["tree"], step["why"]) for steps in data["outputs"].values() for step in steps])
+        assert "record=drafts" not in note and not any(text.startswith("token ") for text in data["texts"].values())
+    assert trees[0] == trees[1]
 
 
 @pytest.mark.nightly
