@@ -27,7 +27,7 @@ from spec_lab.analysis.figures import COLOURS, GREY, STYLE
 from spec_lab.analysis.metrics.phases import since_last_step
 from spec_lab.analysis.projection import Deployment, speedup
 from spec_lab.analysis.projection.acceptance import of_steps
-from spec_lab.analysis.projection.costs import FreeForward, MeasuredForward
+from spec_lab.analysis.projection.costs import ConstantForward, MeasuredForward
 from spec_lab.analysis.projection.drafting import Drafting
 from spec_lab.core.grid import Grid
 from spec_lab.tasks import cost as costs
@@ -95,14 +95,14 @@ def _projected(cost: costs.Cost, tables: metrics.Tables, arm: str, batch: int) -
     steps = metrics.decode_steps(tables.steps, arm)
     context = float(steps["context"].mean())
     acceptance = of_steps(steps, arm, arm, "token").draws(0)
-    length = acceptance.drafted.shape[1]
+    length = acceptance.drafts.shape[1]
     own, plain = (float(cost.arms[one](batch=batch, context=context)) for one in (arm, "baseline"))
     forward = MeasuredForward(
         Grid(
             {"tokens": tuple(1 + n for n in cost.nodes.axes["nodes"]), **_rest(cost.nodes)}, cost.nodes.seconds + plain
         )
     )
-    drafting = Drafting(FreeForward(), lookup=own - plain)
+    drafting = Drafting(step=ConstantForward(own - plain))
     found = speedup(acceptance, length, Deployment("here", forward, {}), drafting, batch, context)
     return float(found[0]) / metrics.speedup(tables.requests, arm).mean - 1
 

@@ -41,7 +41,7 @@ def acceptance(tau: float, levels: Sequence[float]) -> Acceptance:
     How tau divides over levels decides only how many rows the first pass of a draft model computes.
     """
     nodes = np.array([levels], dtype=float)
-    return Acceptance(np.ones_like(nodes), nodes, np.full_like(nodes, (tau - 1) / len(levels)))
+    return Acceptance(nodes, np.ones((1, 1)), np.full_like(nodes, (tau - 1) / len(levels)))
 
 
 def projected(row: dict[str, Any]) -> dict[str, float]:

@@ -184,12 +184,15 @@ def _add_project(project: argparse.ArgumentParser) -> None:
     add("--draft", help="the draft model's size, likewise; required by proposers that draft with a model")
     add("--dtype", help="of weights: bf16, fp16, fp32, fp8, int8 or int4 (bf16)")
     add("--runtime", help="what adds to the roofline: graphs, eager or nominal (graphs)")
-    add("--batch", metavar="SIZES", default="1,2,4,8,16,32,64,128", help="batch sizes, with commas")
-    add("--context", type=int, default=1024, help="tokens of each sequence (1024)")
+    batches = "batch sizes, with commas (1,2,4 ... 128; of --costs, those measured)"
+    add("--batch", metavar="SIZES", help=batches)
+    add("--context", type=int, help="tokens of each sequence (1024; of --costs, the nearest measured)")
     add("--lengths", help="draft lengths, with commas (all that were recorded)")
     add("--prompt", type=int, help="tokens of a prompt: speed-ups include the prefill; with --output")
     add("--output", type=int, help="tokens of an output; with --prompt")
-    add("--lookup-ms", type=float, default=0.0, help="milliseconds of an n-gram or suffix lookup in each step (0)")
-    add("--costs", type=Path, metavar="FILE", help="a CSV file of measured forwards in place of the roofline")
+    lookups = "milliseconds of an n-gram or suffix lookup in each step (0; of --costs, those measured)"
+    add("--lookup-ms", type=float, default=0.0, help=lookups)
+    costs = "measured forwards in place of the roofline: a CSV file, or the directory of a run or of task=cost"
+    add("--costs", type=Path, metavar="PATH", help=costs)
     add("--out", type=Path, metavar="DIR", help="where tables and figures go (the first DIR's folder 'projection')")
     add("-v", "--verbose", action="store_true", help="print every cell")

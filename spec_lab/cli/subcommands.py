@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
+from math import ceil
 from pathlib import Path
 
 import pandas as pd
@@ -104,7 +105,7 @@ def _project(given: argparse.Namespace, console: Console) -> int:
     """Project the speed-up of recorded designs to other hardware; write tables and heat maps."""
     from spec_lab.analysis import projection
 
-    batches = _numbers("--batch", given.batch)
+    batches = None if given.batch is None else _numbers("--batch", given.batch)
     lengths = None if given.lengths is None else _numbers("--lengths", given.lengths)
     for option, value in (("context", given.context), ("prompt", given.prompt), ("output", given.output)):
         if value is not None and value < 1:
@@ -118,18 +119,28 @@ def _project(given: argparse.Namespace, console: Console) -> int:
         designs, idle = projection.recorded(given.folders)
     lookup = given.lookup_ms / 1e3
     options = {name: value for name, value in vars(given).items() if name in ROOFLINE and value is not None}
+    context, used = given.context or 1024, []
     if given.costs is not None:
         if options:
             raise ValueError(f"--costs replaces the roofline: leave out --{next(iter(options))}")
-        deployments = [projection.measured_deployment(designs, given.costs, given.costs.stem, lookup)]
+        with sweep.reading(given.costs):
+            tables = projection.measured_forwards(given.costs)
+        axes = tables["target"].grid.axes
+        batches = batches or [int(size) for size in axes["batch"] if size == int(size)]
+        if given.context is None:
+            context = min(max(context, ceil(min(axes["context"]))), int(max(axes["context"])))
+        used = [f"Measured forwards: {given.costs}, at a context of {context} tokens."]
+        deployments = [projection.measured_deployment(designs, tables, given.costs.resolve().stem, lookup)]
     elif given.model is None:
-        raise ValueError("--model is required: name the target's size, or give measured forwards with --costs FILE")
+        raise ValueError("--model is required: name the target's size, or give measured forwards with --costs PATH")
     else:
         names = [one.strip() for one in options.pop("hardware", "h100-sxm").split(",") if one.strip()]
-        deployments = projection.deployments_of(designs, names, context=given.context, lookup=lookup, **options)
-    cells = projection.project(designs, deployments, batches, given.context, lengths, prefill)
-    even = projection.break_even(designs, deployments, max(batches), given.context, lengths, prefill)
-    projection.show(cells, even, projection.notes(designs, deployments, idle), console, given.verbose)
+        deployments = projection.deployments_of(designs, names, context=context, lookup=lookup, **options)
+    batches = batches or [2**power for power in range(8)]
+    cells = projection.project(designs, deployments, batches, context, lengths, prefill)
+    even = projection.break_even(designs, deployments, max(batches), context, lengths, prefill)
+    notes = [*used, *projection.notes(designs, deployments, idle)]
+    projection.show(cells, even, notes, console, given.verbose)
     out = given.out or given.folders[0] / "projection"
     for file in projection.write(cells, even, out):
         say(console, str(file))

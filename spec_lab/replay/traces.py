@@ -246,8 +246,8 @@ def taus(trace: Sequence[Line], depths: Sequence[int] = (), lenience: Sequence[f
          "steps": float(steps.sum())}
         for (rule, depth), (tau, low, high) in zip(names, _intervals(np.stack(tops, 1), bottom), strict=True)
     ]  # fmt: skip
-    found.sort(key=lambda row: (row["lossless"] is False, -row["tau"]))
-    return pd.DataFrame(found)
+    frame = pd.DataFrame(found).sort_values("tau", ascending=False, kind="stable")
+    return frame.sort_values("lossless", key=lambda each: each.isin([False]), kind="stable", ignore_index=True)
 
 
 def _lenient(lenience: float) -> str:

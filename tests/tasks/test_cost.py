@@ -17,6 +17,9 @@ from rich.console import Console
 
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Tables
+from spec_lab.analysis.projection import measured_forwards
+from spec_lab.analysis.projection.costs import measured
+from spec_lab.cli.commands import command
 from spec_lab.cli.main import conf, main
 from spec_lab.core.grid import Grid
 from spec_lab.core.probabilities import Sampling
@@ -24,8 +27,9 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.roofline import AttentionWork, ForwardWork, MachineLimits, Roofline
 from spec_lab.engine.sequence import Batch
 from spec_lab.propose import Null
+from spec_lab.tasks.benchmark import run
 from spec_lab.tasks.cost import Cost, load, measure, predict, predicted_and_measured, predicted_speedups, show
-from spec_lab.tasks.cost.predict import without_drift
+from spec_lab.tasks.cost.predict import forwards, without_drift
 from spec_lab.tasks.cost.tables import COST, PARTS
 from spec_lab.tasks.cost.timing import Fixed, binary_tree, room, texts, time_arms
 from spec_lab.tasks.lab import Loop
@@ -282,6 +286,40 @@ def test_a_machine_that_is_slower_in_some_repeats_leaves_speed_ups_unchanged():
         t = 10 + context / 10
         expected = 3 * t / (t + 4 * batch + 5)
         assert predict(Cost.of(one), "draft", 3.0, 4, batch, context) == pytest.approx(expected)
+
+
+def test_costs_are_written_as_a_table_of_forwards():
+    """In whole seconds: a step takes 10 + nodes x batch, verifying 1, a chain of 4 and a lookup 8."""
+    rows = []
+    arms = {"nodes 0": (0, 0, 0), "nodes 4": (4, 2, 1), "baseline": (0, 0, 0), "draft": (4, 4, 8), "words": (3, 3, 8)}
+    for batch, (arm, (nodes, depth, propose)) in product((1, 2), arms.items()):
+        seconds = {"target": 8.0 + nodes * batch, "between": 2.0, "verify": 1.0, "propose": float(propose)}
+        place = {"turn": 0, "batch": batch, "context": 64, "nodes": float(nodes), "depth": float(depth)}
+        rows.append({"arm": arm, "fixed": arm.startswith("nodes")} | place | dict.fromkeys(PARTS, 0.0) | seconds)
+    found = forwards(pd.DataFrame(rows), {"draft": ("mine", "draft_chain"), "words": ("ngram", "ngram")})
+    assert list(found) == ["model", "tokens", "batch", "context", "seconds"]
+    assert set(found.itertuples(index=False, name=None)) == {
+        *(("target", 1 + nodes, batch, 64, 11 + nodes * batch) for nodes in (0, 4) for batch in (1, 2)),
+        *(("mine", tokens, batch, 64, 8 / 4) for tokens in (1, 5) for batch in (1, 2)),  # each of four passes
+        *(("ngram", tokens, batch, 64, 8) for tokens in (1, 5) for batch in (1, 2)),
+    }
+
+
+def test_the_written_table_is_read_by_project(tmp_path):
+    class Ngram(Repeat):
+        name = "ngram"
+
+    out, own = tmp_path / "cost", lab(proposer=Ngram(2))
+    few = dict(nodes=[0, 1, 2], batches=[1, 2], contexts=[8], repeats=1, steps=1)
+    assert measure(own, settings(out), {}, quiet(), **few) == 0
+    tables = measured_forwards(out)
+    assert set(tables) == set(measured(out / "forwards.csv")) == {"target", "ngram"}
+    assert tables["target"].grid.axes == {"tokens": (1, 2, 3), "batch": (1, 2), "context": (8,)}
+    assert run(own, settings(tmp_path / "run"), {}, quiet()) == 0
+    for costs in (out, out / "forwards.csv"):
+        assert command(["project", str(tmp_path / "run"), "--costs", str(costs)], quiet()) == 0
+        cells = pd.read_csv(tmp_path / "run" / "projection" / "projection.csv")
+        assert set(cells["batch"]) == {1, 2} and (cells["speedup"] > 0).all()
 
 
 def test_a_speed_up_is_tau_times_the_ratio_of_seconds():

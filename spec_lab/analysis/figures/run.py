@@ -258,9 +258,9 @@ def _draw_tree(
         if share and path and len(path) % every == 0:
             box = {"facecolor": "white", "edgecolor": "none", "pad": 0.4, "alpha": 0.8}
             text = f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
-            way = {"rotation": 90, "ha": "center"} if turned else {}
-            at = node.x if turned else node.x + 0.1, node.y - 0.14
-            axes.annotate(text, at, fontsize=7, va="bottom", zorder=3, bbox=box, **way)
+            at, rotation, side = (node.x, 90, "center") if turned else (node.x + 0.1, 0, "left")
+            axes.annotate(text, (at, node.y - 0.14), fontsize=7, va="bottom", ha=side, rotation=rotation, zorder=3,
+                          bbox=box)  # fmt: skip
     axes.set_xlim(-0.2, _levels(places) - 0.2)
     axes.set_ylim(max(node.y for node in places.values()) + 0.5, -0.8)
     axes.axis("off")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +26,36 @@ known."""
 
 @dataclass(frozen=True)
 class RecordedDesign:
-    """What one arm drafted and accepted, summed within each request, level by level.
+    """What one arm drafted and accepted, counted within each request.
 
     Args:
         name: unique among the designs.
         proposer: name of its proposer.
         steps: ``[G]`` decode steps of each request.
-        drafted: ``[G, K]`` steps whose draft has level k, from 1.
-        nodes: ``[G, K]`` draft nodes in level k.
+        drafts: ``[J, K]`` draft nodes in level k, from 1, of every kind of draft that occurs.
+        drafted: ``[G, J]`` steps with such a draft.
         accepted: ``[G, K]`` steps that accepted k tokens or more; forced ones do not count.
         any_length: whether shorter drafts than recorded are determined.
         why_not: where they are not, why.
         heads: of Medusa; else 0.
+        arm: the name under which its arm is shown in its run.
     """
 
     name: str
     proposer: str
     steps: np.ndarray
+    drafts: np.ndarray
     drafted: np.ndarray
-    nodes: np.ndarray
     accepted: np.ndarray
     any_length: bool = True
     why_not: str = ""
     heads: int = 0
+    arm: str = ""
 
     @property
     def depth(self) -> int:
         """The longest draft."""
-        return self.drafted.shape[1]
+        return self.drafts.shape[1]
 
     @property
     def lengths(self) -> range:
@@ -67,26 +69,31 @@ class RecordedDesign:
         there are no resamples.
         """
         count = len(self.steps)
-        sums = np.hstack([self.drafted, self.nodes, self.accepted, self.steps[:, None]])
+        sums = np.hstack([self.drafted, self.accepted, self.steps[:, None]])
         totals = sums.sum(0, keepdims=True)
         if count > 1 and resamples:
             totals = np.vstack([totals, resampled_sums(sums, resamples)])
-        return Acceptance(*np.split(totals[:, :-1] / totals[:, -1:], 3, axis=1))
+        share, survival = np.split(totals[:, :-1] / totals[:, -1:], [len(self.drafts)], axis=1)
+        return Acceptance(self.drafts, share, survival)
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Means over steps, level by level; ``[R, K]`` for R draws.
+    """What steps draft and accept, for R draws.
 
     Args:
-        drafted: share of the steps whose draft has level k.
-        nodes: nodes in level k.
-        survival: share of the steps that accepted k tokens or more.
+        drafts: ``[J, K]`` draft nodes in level k of every kind of draft.
+        share: ``[R, J]`` share of the steps with such a draft.
+        survival: ``[R, K]`` share of the steps that accepted k tokens or more.
     """
 
-    drafted: np.ndarray
-    nodes: np.ndarray
+    drafts: np.ndarray
+    share: np.ndarray
     survival: np.ndarray
+
+    def nodes(self, length: int) -> np.ndarray:  # [J]
+        """Return the nodes of each kind of draft, cut to ``length`` levels."""
+        return self.drafts[:, :length].sum(1)
 
     def tau(self, length: int) -> np.ndarray:  # [R]
         """Return tokens per step of drafts of at most ``length`` levels: 1 + the sum of survival."""
@@ -146,7 +153,8 @@ def of_run(folder: Path, label: str = "") -> tuple[list[RecordedDesign], list[st
         name = ", ".join(one for one in (label, names.get(arm, arm)) if one)
         proposer = str(facts.get("name", names.get(arm, arm)))
         if len(steps) and steps["depth"].max() > 0:
-            found.append(of_steps(steps, name, proposer, verifiers.get(arm, ""), facts))
+            design = of_steps(steps, name, proposer, verifiers.get(arm, ""), facts)
+            found.append(replace(design, arm=names.get(arm, arm)))
         elif arm in manifest["proposers"] and proposer != "none":
             idle.append(name)
     return found, idle
@@ -166,22 +174,22 @@ def of_steps(
     """
     facts = facts or {}
     request, number = np.unique(steps["request"].to_numpy(), return_inverse=True)
-    depth, nodes = steps["depth"].to_numpy(), steps["nodes"].to_numpy()
     accepted = (steps["accepted"] - steps["forced_accepted"]).to_numpy()
+    kinds, kind = np.unique(steps[["depth", "nodes"]].to_numpy(), axis=0, return_inverse=True)
+    depth, nodes = kinds.T  # [J]
     levels = np.arange(1, int(depth.max()) + 1)
-
-    def summed(each: np.ndarray) -> np.ndarray:  # [N, K] -> [G, K]
-        return np.stack([np.bincount(number, column, len(request)) for column in each.T], axis=1)
-
-    drafted = (depth[:, None] >= levels).astype(float)
+    drafts = (depth[:, None] >= levels).astype(float)
     chains, static = bool((depth == nodes).all()), _static(facts, len(levels))
-    if chains:
-        each = drafted
-    elif static is not None and (nodes <= static.sum()).all():
-        each = drafted * static
-        each *= (nodes / np.maximum(each.sum(1), 1))[:, None]  # of trees cut by the context, the nodes that are left
-    else:
-        each = drafted * (nodes / np.maximum(depth, 1))[:, None]
+    if static is not None and (nodes <= static.sum()).all() and not chains:
+        drafts *= static
+        drafts *= (nodes / np.maximum(drafts.sum(1), 1))[
+            :, None
+        ]  # of trees cut by the context, the nodes that are left
+    elif not chains:
+        drafts *= (nodes / np.maximum(depth, 1))[:, None]
+    drafted, survived = np.zeros((len(request), len(kinds))), np.zeros((len(request), len(levels)))
+    np.add.at(drafted, (number, kind.ravel()), 1.0)
+    np.add.at(survived, number, accepted[:, None] >= levels)
     why = ""
     if verifier not in TOP_DOWN:
         why = f"whether a token is accepted may depend on deeper ones (verifier {verifier or 'not recorded'})"
@@ -190,10 +198,10 @@ def of_steps(
     return RecordedDesign(
         name=name,
         proposer=proposer,
-        steps=np.bincount(number, minlength=len(request)).astype(float),
-        drafted=summed(drafted),
-        nodes=summed(each),
-        accepted=summed((accepted[:, None] >= levels).astype(float)),
+        steps=drafted.sum(1),
+        drafts=drafts,
+        drafted=drafted,
+        accepted=survived,
         any_length=not why,
         why_not=why,
         heads=int(facts.get("heads", 0) or 0),

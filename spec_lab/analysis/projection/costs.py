@@ -1,4 +1,4 @@
-"""Seconds of a forward: from a measured table, or from the roofline of named hardware."""
+"""Seconds of a forward: measured, or from the roofline of named hardware; and their mean over steps."""
 
 from __future__ import annotations
 
@@ -85,16 +85,51 @@ class MeasuredForward:
 
 
 @dataclass(frozen=True)
-class FreeForward:
-    """A forward that takes no time."""
+class ConstantForward:
+    """Work that always takes as long.
+
+    Args:
+        value: seconds.
+    """
+
+    value: float = 0.0
 
     def seconds(self, rows: ArrayLike, batch: ArrayLike, context: ArrayLike) -> np.ndarray:
         """See ``ForwardCost``."""
-        return np.zeros(np.broadcast(rows, batch, context).shape)
+        return np.full(np.broadcast(rows, batch, context).shape, self.value)
+
+
+def mean_seconds(
+    forward: ForwardCost, rows: np.ndarray, share: np.ndarray, batch: np.ndarray, context: float
+) -> np.ndarray:  # [R]
+    """Return the mean over steps of the seconds of a forward.
+
+    With one sequence it is the sum of share x seconds(rows of the step). A batch of B sequences computes the rows of B
+    steps, which are taken as independent: their mean has the mean of a step's rows, and 1 / B of the variance. So the
+    rows of each step are moved towards their mean, to 1 / sqrt(B) of their distance. That has the right mean and
+    variance, and is exact where seconds are linear in rows.
+
+    Args:
+        forward: of one sequence or of a batch.
+        rows: ``[J]`` rows of each sequence, of every kind of step.
+        share: ``[R, J]`` share of the steps of each kind, for R draws; a draw's may sum to 0.
+        batch: ``[R]`` number of sequences.
+        context: tokens of each.
+    """
+    values, kind = np.unique(rows, return_inverse=True)
+    weight = share @ (kind[:, None] == np.arange(len(values)))  # [R, J]
+    total = weight.sum(1, keepdims=True)
+    mean = (weight @ values)[:, None] / np.where(total > 0, total, 1.0)
+    apart = np.clip(mean + (values - mean) / np.sqrt(batch)[:, None], values[0], values[-1])
+    return (weight * forward.seconds(apart, batch[:, None], context)).sum(1)
 
 
 COLUMNS = ("model", "tokens", "batch", "context", "seconds")
-"""Columns of a measured table. ``model`` is "target" or the name of what drafts; ``tokens`` is per sequence."""
+"""Columns of a measured table. ``model`` is "target", the name of an arm or of a proposer, or "draft"; ``tokens`` is
+per sequence. Seconds of what drafts are those of a pass, of a lookup those of a step."""
+
+TABLE = "forwards.csv"
+"""Name of the measured table that ``task=cost`` writes."""
 
 MOST = {"tokens": 1e9, "batch": 1e9, "context": 1e9, "seconds": 1e5}
 """Maximum of each column of a measured table."""
@@ -110,23 +145,36 @@ def measured(file: Path) -> dict[str, MeasuredForward]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: a column is missing, a value is not a positive number, or a model's points are no whole grid.
+        ValueError: a column is missing, a value is not a positive number, a model's points are no whole grid, or
+            there is no target.
     """
-    frame = pd.DataFrame(rows(file))
+    return grids(pd.DataFrame(rows(file)), file)
+
+
+def grids(frame: pd.DataFrame, file: Path) -> dict[str, MeasuredForward]:
+    """Return the measured forwards of a table with ``COLUMNS``, by model; of equal points the median.
+
+    Args:
+        frame: the table.
+        file: where it comes from, for messages.
+
+    Raises:
+        ValueError: as of ``measured``; there is no target.
+    """
     if missing := [name for name in COLUMNS if name not in frame]:
         raise ValueError(f"{file} has no column {missing[0]}; a table of forwards has the columns {', '.join(COLUMNS)}")
     for name in COLUMNS[1:]:
-        values = pd.to_numeric(frame[name], errors="coerce")
+        values, written = pd.to_numeric(frame[name], errors="coerce"), frame[name].astype(str)
         wrong = ~(np.isfinite(values) & ((values > 0) | ((values == 0) & (name == "context"))))
         if wrong.any():
             least = "0 or more" if name == "context" else "above 0"
-            got = frame.loc[wrong, name].iloc[0] or "nothing"
+            got = written[wrong].iloc[0] or "nothing"
             raise ValueError(f"{file}, line {wrong.argmax() + 2}: {name} must be a number {least} (got {got[:40]})")
         large = (values > MOST[name]) | ((values < LEAST) & (values > 0))
         if large.any():
             raise ValueError(
                 f"{file}, line {large.argmax() + 2}: {name} must be a number from {LEAST:g} to {MOST[name]:g} "
-                f"(got {frame.loc[large, name].iloc[0][:40]})"
+                f"(got {written[large].iloc[0][:40]})"
             )
         frame[name] = values
     found = {}
@@ -140,4 +188,6 @@ def measured(file: Path) -> dict[str, MeasuredForward]:
                 "every pair of tokens, batch and context"
             )
         found[str(model)] = MeasuredForward(Grid(points, each.to_numpy().reshape(shape)))
+    if "target" not in found:
+        raise ValueError(f"{file} has no rows whose model is target; the target's forwards are required")
     return found

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from spec_lab.analysis.projection import catalogue
 from spec_lab.analysis.projection.acceptance import RecordedDesign
 from spec_lab.analysis.projection.catalogue import Hardware, ModelShape, Precision, Runtime
-from spec_lab.analysis.projection.costs import RooflineForward, measured
+from spec_lab.analysis.projection.costs import MeasuredForward, RooflineForward
 from spec_lab.analysis.projection.drafting import Drafting, by_roofline, by_table
 from spec_lab.analysis.projection.project import Deployment
 
@@ -64,24 +63,23 @@ def largest_batch(device: Hardware, models: Sequence[ModelShape], precision: Pre
     return max(math.floor(left / each), 0)
 
 
-def measured_deployment(designs: Sequence[RecordedDesign], file: Path, label: str, lookup: float = 0.0) -> Deployment:
+def measured_deployment(
+    designs: Sequence[RecordedDesign], tables: Mapping[str, MeasuredForward], label: str, lookup: float = 0.0
+) -> Deployment:
     """Return the deployment of which a table of forwards was measured.
 
     Args:
         designs: what is projected.
-        file: a CSV file (``costs.COLUMNS``).
+        tables: of ``measured_forwards``.
         label: of the hardware.
-        lookup: seconds of a lookup in each step.
+        lookup: seconds of a lookup in each step; 0 for those that were measured.
 
     Raises:
-        ValueError: a malformed table, one without the target, or no design whose drafting it has.
-        OSError: it cannot be read.
+        ValueError: no design whose drafting it has.
     """
-    tables = measured(file)
-    if "target" not in tables:
-        raise ValueError(f"{file} has no rows whose model is target; the target's forwards are required")
-    drafting, left_out = _each(designs, lambda one: by_table(one.proposer, tables, lookup))
-    deployment = Deployment(label, tables["target"], drafting, max(tables["target"].grid.axes["batch"]), left_out)
+    drafting, left_out = _each(designs, lambda one: by_table(one.arm, one.proposer, tables, lookup))
+    batches = tables["target"].grid.axes["batch"]
+    deployment = Deployment(label, tables["target"], drafting, max(batches), left_out, min(batches))
     check([deployment])
     return deployment
 

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from spec_lab.analysis.projection.acceptance import Acceptance
 from spec_lab.analysis.projection.catalogue import ModelShape, Precision, work
-from spec_lab.analysis.projection.costs import ForwardCost, FreeForward
+from spec_lab.analysis.projection.costs import ConstantForward, ForwardCost, mean_seconds
 from spec_lab.core.roofline import ForwardWork
 
 DRAFT_MODELS = ("draft_chain", "draft_tree", "draft_best_first", "draft_reranked")
@@ -58,19 +58,21 @@ class Drafting:
         sequential: whether each level takes a pass; else one pass drafts all.
         first: rows of the first pass: "committed", all tokens of the step before; "last", the last one, and the last
             drafted one where all were accepted; "masks", these and one row for each further level; "one".
-        lookup: seconds of each step on the host.
+        step: what every step takes besides, whatever it drafts: a lookup on the host. Its rows are those of the
+            target's forward.
     """
 
-    forward: ForwardCost
+    forward: ForwardCost = ConstantForward()
     sequential: bool = True
     first: First = "last"
-    lookup: float = 0.0
+    step: ForwardCost = ConstantForward()
 
-    def seconds(self, acceptance: Acceptance, length: int, batch: ArrayLike, context: ArrayLike) -> np.ndarray:
-        """Return the expected seconds of drafting in one step of a batch, ``[R]``.
+    def seconds(self, acceptance: Acceptance, length: int, batch: ArrayLike, context: float) -> np.ndarray:
+        """Return the mean over steps of the seconds of drafting in a batch, ``[R]``.
 
         Sequences of a batch draft together, so level k takes a pass if any of B drafts that far: with probability
-        1 - (1 - drafted_k)^B if they do so independently. The pass then has the expected number of sequences that do.
+        1 - (1 - drafted_k)^B if they do so independently. The pass then has the expected number of sequences that do,
+        and the rows of their steps (``mean_seconds``).
 
         Args:
             acceptance: of R draws.
@@ -78,33 +80,31 @@ class Drafting:
             batch: number of sequences, one or ``[R]``.
             context: tokens of each.
         """
-        count = np.broadcast_to(np.asarray(batch, dtype=float), (len(acceptance.drafted),))
-        reached, total = acceptance.drafted[:, 0], np.full(count.shape, self.lookup)
-        if isinstance(self.forward, FreeForward):
-            return total
-        for level in range(length):
-            share = acceptance.drafted[:, level]
-            any_of_them = 1.0 - (1.0 - np.minimum(share, 1.0)) ** count
-            live = np.maximum(count * share / np.where(any_of_them > 0, any_of_them, 1.0), 1e-9)
+        count = np.broadcast_to(np.asarray(batch, dtype=float), (len(acceptance.share),))
+        total = mean_seconds(self.step, 1.0 + acceptance.nodes(length), acceptance.share, count, context)
+        for level in range(length if self.sequential else 1):
+            share = acceptance.share * (acceptance.drafts[:, level] > 0)  # [R, J]
+            drafted = np.minimum(share.sum(1), 1.0)
+            any_of_them = 1.0 - (1.0 - drafted) ** count
+            live = np.maximum(count * drafted / np.where(any_of_them > 0, any_of_them, 1.0), 1.0)
             if level == 0:
-                rows = self._first_rows(acceptance, length)
+                rows, share = self._first_rows(acceptance, length)
             else:  # this pass computes the nodes of the level above
-                rows = np.maximum(acceptance.nodes[:, level - 1] / np.where(reached > 0, reached, 1.0), 1.0)
-            total = total + any_of_them * self.forward.seconds(rows, np.maximum(live, 1.0), context)
-            if not self.sequential:
-                break
-            reached = share
+                rows = np.maximum(acceptance.drafts[:, level - 1], 1.0)
+                share = share / np.where(drafted > 0, drafted, 1.0)[:, None]
+            total = total + any_of_them * mean_seconds(self.forward, rows, share, live, context)
         return total
 
-    def _first_rows(self, acceptance: Acceptance, length: int) -> np.ndarray:  # [R]
-        """Return the rows of the first pass."""
-        last = 1.0 + acceptance.survival[:, length - 1]
-        return {
-            "committed": acceptance.tau(length),
-            "last": last,
-            "masks": last + length - 1.0,
-            "one": np.ones(len(last)),
-        }[self.first]
+    def _first_rows(self, acceptance: Acceptance, length: int) -> tuple[np.ndarray, np.ndarray]:  # [J], [R, J]
+        """Return the rows of the first pass after each kind of step, and the share of these steps."""
+        survival = acceptance.survival[:, :length]
+        ones = np.ones((len(survival), 1))
+        if self.first == "one":
+            return np.ones(1), ones
+        if self.first == "committed":
+            return np.arange(1.0, length + 2), -np.diff(np.hstack([ones, survival, 0 * ones]), axis=1)
+        least = float(length) if self.first == "masks" else 1.0
+        return np.array([least, least + 1]), np.hstack([1 - survival[:, -1:], survival[:, -1:]])
 
 
 def by_roofline(
@@ -141,7 +141,7 @@ def by_roofline(
     """
     kind, hidden = kind_of(proposer), target.hidden
     if kind == "lookup":
-        return Drafting(FreeForward(), lookup=lookup)
+        return Drafting(step=ConstantForward(lookup))
     if kind in ("draft model", "parallel draft model"):
         if draft is None:
             raise ValueError("the size of the draft model is required; choose it with --draft MODEL")
@@ -160,19 +160,32 @@ def by_roofline(
     return Drafting(forward, *PASSES_OF[kind])
 
 
-def by_table(proposer: str, tables: Mapping[str, ForwardCost], lookup: float = 0.0) -> Drafting:
-    """Return how a proposer drafts, by measured forwards of what drafts: the rows of its own name, or of "draft".
+def by_table(arm: str, proposer: str, tables: Mapping[str, ForwardCost], lookup: float = 0.0) -> Drafting:
+    """Return how a proposer drafts, by measured forwards: the rows of its arm, else of its name, else of "draft".
+
+    Args:
+        arm: name of its arm.
+        proposer: its name.
+        tables: measured forwards: a pass of what drafts; of lookups, a step's.
+        lookup: seconds of a lookup, in place of measured ones; 0 for these.
 
     Raises:
         ValueError: its drafting is not modelled, or no rows measure it.
     """
     kind = kind_of(proposer)
+    forward = tables.get(arm, tables.get(proposer))
     if kind == "lookup":
-        return Drafting(FreeForward(), lookup=lookup)
-    forward = tables.get(proposer, tables.get("draft"))
+        return Drafting(step=ConstantForward(lookup) if lookup or forward is None else forward)
+    forward = forward or tables.get("draft")
     if forward is None:
         raise ValueError(f"--costs has no rows whose model is {proposer} or draft; measure what drafts, too")
     return Drafting(forward, *PASSES_OF[kind])
+
+
+def passes(proposer: str, depth: float) -> float:
+    """Return the passes with which a proposer drafts ``depth`` levels; 1 of those whose drafting is not modelled."""
+    sequential, _ = PASSES_OF.get(KINDS.get(proposer, ""), (False, "one"))
+    return depth if sequential else 1.0
 
 
 def kind_of(proposer: str) -> str:

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from spec_lab.analysis.metrics.intervals import Interval, quantiles
 from spec_lab.analysis.projection.acceptance import Acceptance, RecordedDesign
-from spec_lab.analysis.projection.costs import ForwardCost
+from spec_lab.analysis.projection.costs import ForwardCost, mean_seconds
 from spec_lab.analysis.projection.drafting import Drafting
 
 STEPS = 60
@@ -42,6 +42,7 @@ class Deployment:
         drafting: how each design drafts there, by name; others are left out.
         largest_batch: sequences that fit into memory beside the weights, or of the measured table; infinite if it is
             not known.
+        smallest_batch: of the measured table.
         left_out: why each of the others is left out.
     """
 
@@ -50,6 +51,7 @@ class Deployment:
     drafting: Mapping[str, Drafting]
     largest_batch: float = float("inf")
     left_out: Mapping[str, str] = field(default_factory=dict)
+    smallest_batch: float = 1.0
 
 
 def speedup(
@@ -65,12 +67,12 @@ def speedup(
 
     Without ``prefill`` it is
 
-        tau(length) x t(1) / (t(1 + nodes) + drafting)
+        tau(length) x t(1) / mean over steps of (t(1 + nodes of the step) + its drafting)
 
-    with t(rows) the seconds of a forward over so many rows of each sequence: Sequoia's formula (2402.12374, section
-    4.3), which for a chain and constant t is theorem 3.8 of Leviathan et al. (2211.17192). All steps have the mean
-    number of nodes. With ``prefill`` both sides add the seconds of computing the prompt, and the first token is the
-    prefill's.
+    with t(rows) the seconds of a forward over so many rows of each sequence. Where all steps draft alike it is
+    Sequoia's formula (2402.12374, section 4.3), which for a chain and constant t is theorem 3.8 of Leviathan et al.
+    (2211.17192). ``mean_seconds`` says how the steps of a batch are combined. With ``prefill`` both sides add the
+    seconds of computing the prompt, and the first token is the prefill's.
 
     Args:
         acceptance: of R draws.
@@ -81,11 +83,12 @@ def speedup(
         context: tokens of each sequence.
         prefill: None leaves the prefill out.
     """
-    count = np.broadcast_to(np.asarray(batch, dtype=float), (len(acceptance.drafted),))
-    rows = 1.0 + acceptance.nodes[:, :length].sum(1)
+    count = np.broadcast_to(np.asarray(batch, dtype=float), (len(acceptance.share),))
+    rows = 1.0 + acceptance.nodes(length)
     tau = acceptance.tau(length)
     plain = deployment.target.seconds(1.0, count, context)
-    step = deployment.target.seconds(rows, count, context) + drafting.seconds(acceptance, length, count, context)
+    step = mean_seconds(deployment.target, rows, acceptance.share, count, context)
+    step = step + drafting.seconds(acceptance, length, count, context)
     if prefill is None:
         return tau * plain / step
     first = deployment.target.seconds(float(prefill.prompt), count, 0.0)
@@ -114,8 +117,8 @@ def project(
         resamples: of the bootstrap over requests.
 
     Returns:
-        Columns: ``hardware``, ``design``, ``proposer``, ``length``, ``batch``, ``nodes`` (of each sequence and step),
-        ``tau``, ``speedup``, ``speedup_low``, ``speedup_high`` (95 %, of acceptance alone; NaN bounds with one
+        Columns: ``hardware``, ``design``, ``proposer``, ``length``, ``batch``, ``nodes`` (of each sequence, a mean over
+        steps), ``tau``, ``speedup``, ``speedup_low``, ``speedup_high`` (95 %, of acceptance alone; NaN bounds with one
         request), ``fits`` (whether the batch is at most the deployment's largest; else the speed-up is NaN), ``best``
         (whether it is the fastest of its deployment and batch), ``best_share`` (of the resamples, those in which it is;
         NaN where designs recorded different numbers of requests).
@@ -138,7 +141,7 @@ def project(
     for curve in _curves(designs, deployments, context, lengths, prefill, resamples):
         for batch in batches:
             fits = batch <= curve.deployment.largest_batch
-            value = curve.speedup(batch) if fits else np.full(len(curve.acceptance.drafted), np.nan)
+            value = curve.speedup(batch) if fits else np.full(len(curve.acceptance.share), np.nan)
             rows.append(
                 {
                     "hardware": curve.deployment.label,
@@ -146,7 +149,7 @@ def project(
                     "proposer": curve.design.proposer,
                     "length": curve.length,
                     "batch": batch,
-                    "nodes": float(curve.acceptance.nodes[0, : curve.length].sum()),
+                    "nodes": float(curve.acceptance.share[0] @ curve.acceptance.nodes(curve.length)),
                     "tau": float(curve.acceptance.tau(curve.length)[0]),
                     **_named("speedup", bounded(value)),
                     "fits": fits,
@@ -184,15 +187,15 @@ def break_even(
 
     Returns:
         Columns: ``hardware``, ``design``, ``length``, ``break_even``, ``break_even_low``, ``break_even_high``: 0 where
-        the speed-up is below 1 at batch 1 already; infinite where it is above 1 up to ``end``, the largest batch that
-        was looked at: ``most``, or fewer where no more fit into memory.
+        the speed-up is below 1 at the smallest batch already, 1 or the smallest that was measured; infinite where it is
+        above 1 up to ``end``, the largest batch that was looked at: ``most``, or fewer where no more fit into memory.
     """
     rows = []
     for curve in _curves(designs, deployments, context, lengths, prefill, resamples):
-        end = min(most, curve.deployment.largest_batch)
-        if end < 1:
+        start, end = curve.deployment.smallest_batch, min(most, curve.deployment.largest_batch)
+        if end < start:
             continue
-        found = crossing(curve.speedup, len(curve.acceptance.drafted), end)
+        found = crossing(curve.speedup, len(curve.acceptance.share), end, start)
         rows.append(
             {
                 "hardware": curve.deployment.label,
@@ -239,18 +242,19 @@ def _curves(
                     yield _Curve(design, acceptance, length, deployment, at)
 
 
-def crossing(at: Callable[[np.ndarray], np.ndarray], count: int, most: float) -> np.ndarray:  # [R]
+def crossing(at: Callable[[np.ndarray], np.ndarray], count: int, most: float, least: float = 1.0) -> np.ndarray:  # [R]
     """Return where a function of the batch first falls to 1, by bisection after a scan in steps of a quarter octave.
 
     Args:
         at: maps batches ``[R]`` to values ``[R]``, one of each draw.
         count: R.
         most: the end of the search.
+        least: its start.
 
     Returns:
-        0 where it is below 1 at 1; infinite where it is not below 1 at any scanned batch.
+        0 where it is below 1 at the start; infinite where it is not below 1 at any scanned batch.
     """
-    points = np.unique(np.append(np.exp2(np.arange(0.0, np.log2(max(most, 1.0)), 0.25)), max(most, 1.0)))
+    points = np.unique(np.append(least * np.exp2(np.arange(0.0, np.log2(most / least), 0.25)), most))
     below = np.stack([at(np.full(count, one)) < 1.0 for one in points])  # [P, R]
     first = below.argmax(0)
     low, high = points[np.maximum(first - 1, 0)], points[first]

@@ -18,6 +18,8 @@ from numpy.typing import ArrayLike
 
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Tables
+from spec_lab.analysis.projection.costs import COLUMNS, LEAST
+from spec_lab.analysis.projection.drafting import passes
 from spec_lab.core.grid import Grid
 
 OF_NODES = ("target", "probabilities", "commit", "between")
@@ -86,6 +88,32 @@ def without_drift(frame: pd.DataFrame) -> pd.DataFrame:
     factor = (usual.reindex(own.index.droplevel("turn")).to_numpy() / own).rename("factor")
     each = frame[["turn", *place]].join(factor, on=["turn", *place])["factor"].fillna(1.0).to_numpy()
     return frame.assign(**{name: frame[name] * each for name in parts})
+
+
+def forwards(frame: pd.DataFrame, arms: Mapping[str, tuple[str, str]]) -> pd.DataFrame:
+    """Return rows of ``measure`` as the table of measured forwards that ``spec-lab project --costs`` reads.
+
+    - ``target``: seconds of a step of a fixed tree; ``tokens`` is 1 + its nodes.
+    - each arm: what its drafting and verification take more than without nodes, for each pass of what drafts (of
+      lookups, each step). Rows of a pass were not varied: it has the same seconds for 1 and for the most tokens.
+
+    Args:
+        frame: the rows; medians over repeats after ``without_drift``.
+        arms: the arms that draft: the name under which each is shown, and its proposer's.
+    """
+    frame, place = without_drift(frame), ["batch", "context"]
+    frame = frame.assign(own=frame[list(OF_ARM)].sum(axis=1), shared=frame[list(OF_NODES)].sum(axis=1))
+    fixed = frame[frame["fixed"]]
+    usual = fixed[fixed["nodes"] == 0].groupby(place)["own"].median()
+    target = fixed.groupby([*place, "nodes"])["shared"].median() + usual
+    most = 1 + frame["nodes"].max()
+    rows = [("target", 1 + nodes, *where, seconds) for (*where, nodes), seconds in target.items()]
+    for arm, (shown, proposer) in arms.items():
+        own = frame[frame["arm"] == arm].groupby(place)[["own", "depth"]].median()
+        count = [passes(proposer, max(depth, 1.0)) for depth in own["depth"]]
+        seconds = ((own["own"] - usual) / count).clip(lower=LEAST)
+        rows += [(shown, tokens, *where, each) for tokens in (1.0, most) for where, each in seconds.items()]
+    return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
 def predict(

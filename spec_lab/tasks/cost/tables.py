@@ -22,6 +22,7 @@ COST = {
     "fixed": (_FLAG, "whether it was a fixed tree"),
     "turn": (_WHOLE, "number of the repeat, from 0; each repeat times every arm at every batch size and context"),
     "nodes": (_REAL, "draft nodes of each sequence, mean over the timed steps"),
+    "depth": (_REAL, "depth of the deepest draft, mean over the timed steps"),
     "propose": (_REAL, "seconds of drafting; like all seconds here, the median over the timed steps"),
     "target": (_REAL, "seconds of the target's forward, packing and KV bookkeeping included"),
     "target_forward": (_REAL, "of these, seconds inside its module calls"),

@@ -10,10 +10,13 @@ from rich.console import Console
 from tqdm import tqdm
 
 from spec_lab.analysis.names import names_in_manifest
+from spec_lab.analysis.projection.costs import TABLE
+from spec_lab.core.files import write_text
 from spec_lab.core.options import whole
 from spec_lab.core.roofline import Roofline
-from spec_lab.propose import branches, draws_of
+from spec_lab.propose import Null, branches, draws_of
 from spec_lab.tasks.cost import show
+from spec_lab.tasks.cost.predict import forwards
 from spec_lab.tasks.cost.tables import parts
 from spec_lab.tasks.cost.timing import Fixed, room, texts, time_arms
 from spec_lab.tasks.lab import Lab, Loop, Settings
@@ -35,6 +38,8 @@ def measure(
     steps: int = 6,
 ) -> int:
     """Time the steps of fixed draft trees and of the lab's own arms, at every batch size and context.
+
+    ``forwards.csv`` has the costs as ``spec-lab project --costs`` reads them.
 
     In each repeat ``steps`` steps of every arm are timed at every pair of batch size and context, so the timings of one
     pair are spread over the whole run. The texts are the lab's prompts, joined and repeated. The rows of a pair are
@@ -93,6 +98,9 @@ def measure(
         summary |= {"turns": repeats, "rounds": steps, "roofline": facts.get("roofline")}
         summary |= show.summarise(frame, Roofline.of(facts.get("roofline")))
         names = names_in_manifest(facts)
+        drafting = {name: (names.get(name, name), arm.proposer.name) for name, arm in arms.items()
+                    if not isinstance(arm.proposer, Fixed | Null)}  # fmt: skip
+        write_text(settings.output_dir / TABLE, forwards(frame, drafting).to_csv(index=False))
 
         def print_summary(found: Mapping[str, Any]) -> None:
             arms = [{**one, "arm": names.get(one["arm"], one["arm"])} for one in found["arms"]]

@@ -154,12 +154,14 @@ def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int
 
 
 def _seconds(done: Sequence[StepInfo]) -> dict[str, float]:
-    """Return the mean nodes and the median seconds of an arm's timed steps: all but the first and the last."""
+    """Return mean nodes and depth and the median seconds of an arm's timed steps: all but the first and the last."""
     clock, timed = done[0].clock, done[1:-1]
     phases = [one.seconds() for one in timed]
     for own, one, after in zip(phases, timed, done[2:], strict=True):
         own["between"] = clock.seconds(one.ended, after.began)
         own["whole"] = clock.seconds(one.began, after.began)
     nodes = [one.draft.shape.nodes / one.draft.shape.roots for one in timed]
+    depths = [float(one.draft.shape.depth.max()) for one in timed]
     names = (*PARTS, "target_forward", "whole")
-    return {"nodes": sum(nodes) / len(nodes)} | {name: median(own[name] for own in phases) for name in names}
+    drafted = {"nodes": sum(nodes) / len(nodes), "depth": sum(depths) / len(depths)}
+    return drafted | {name: median(own[name] for own in phases) for name in names}

@@ -209,14 +209,14 @@ def test_a_table_that_does_not_suffice_is_refused(tmp_path, text, message):
     file = tmp_path / "costs.csv"
     file.write_text(text)
     with pytest.raises(ValueError, match=message):
-        measured_deployment([design(np.ones((2, 2)))], file, "mine")
+        measured_deployment([design(np.ones((2, 2)))], measured(file), "mine")
 
 
 def test_a_measured_place_drafts_with_the_rows_of_the_proposer(tmp_path):
     file = tmp_path / "costs.csv"
     rows = [*GRID, *(("draft", *row[1:4], 0.002) for row in GRID)]
     file.write_text(table(rows))
-    deployment = measured_deployment([design(np.ones((2, 2)))], file, "mine")
+    deployment = measured_deployment([design(np.ones((2, 2)))], measured(file), "mine")
     chain = design(np.full((2, 2), 5.0)).draws(10)
     assert deployment.largest_batch == 4
     assert deployment.drafting["chain"].seconds(chain, 2, 1, 50) == pytest.approx(0.004)

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from spec_lab.analysis.projection import Acceptance, Deployment, Prefill, RecordedDesign, break_even, project, speedup
 from spec_lab.analysis.projection.catalogue import Hardware, Runtime, models, precision, work
-from spec_lab.analysis.projection.costs import FreeForward, RooflineForward
+from spec_lab.analysis.projection.costs import ConstantForward, RooflineForward, mean_seconds
 from spec_lab.analysis.projection.drafting import Drafting, by_roofline
 from spec_lab.analysis.projection.project import crossing
 from spec_lab.core.roofline import MachineLimits, Roofline
 
 BF16 = precision("bf16")
 PLAIN = Runtime("plain", 1.0, 1.0, 0.0, 0.0, "")
-FREE = Drafting(FreeForward())
+FREE = Drafting()
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,13 @@ def roofline(hardware: Hardware, runtime: Runtime = PLAIN, name: str = "llama-3.
 
 def design(accepted: np.ndarray, name: str = "chain", proposer: str = "draft_chain") -> RecordedDesign:
     """Full chains: ``[G, K]`` steps that accepted k tokens or more, of ten steps of each request."""
-    ones = np.full(accepted.shape, 10.0)
-    return RecordedDesign(name, proposer, ones[:, 0], ones, ones, accepted)
+    steps = np.full(len(accepted), 10.0)
+    return RecordedDesign(name, proposer, steps, np.ones((1, accepted.shape[1])), steps[:, None], accepted)
 
 
 def of_chain(rate: float, length: int) -> Acceptance:
     """Full chains whose tokens are accepted with one rate, independently."""
-    ones = np.ones((1, length))
-    return Acceptance(ones, ones, rate ** np.arange(1.0, length + 1)[None])
+    return Acceptance(np.ones((1, length)), np.ones((1, 1)), rate ** np.arange(1.0, length + 1)[None])
 
 
 @pytest.mark.parametrize(("rate", "length", "cost"), [(0.8, 5, 0.1), (0.6, 1, 0.5), (0.9, 12, 0.02), (0.0, 3, 0.2)])
@@ -73,10 +72,64 @@ def test_a_chain_of_constant_acceptance_has_leviathan_s_speed_up(rate, length, c
 
 def test_sequoia_s_formula_divides_by_the_seconds_of_a_forward_over_all_nodes():
     """Section 4.3 of 2402.12374: tau / (t(n) + d c)."""
-    tree = Acceptance(np.ones((1, 2)), np.array([[3.0, 6.0]]), np.array([[0.7, 0.4]]))
+    tree = Acceptance(np.array([[3.0, 6.0]]), np.ones((1, 1)), np.array([[0.7, 0.4]]))
     deployment, draft = Deployment("any", Linear(1.0, 0.05), {}), Drafting(Constant(0.1))
     assert speedup(tree, 2, deployment, draft, 1, 0.0) == pytest.approx(2.1 * 1.05 / (1.5 + 2 * 0.1))
     assert speedup(tree, 1, deployment, draft, 1, 0.0) == pytest.approx(1.7 * 1.05 / (1.2 + 0.1))
+
+
+@dataclass(frozen=True)
+class Staircase:
+    """A forward whose seconds rise at the end of each tile of four rows, less and less: not convex."""
+
+    def seconds(self, rows, batch, context):
+        return np.sqrt(np.ceil(np.asarray(rows) / 4)) + 0.0 * np.asarray(batch) + 0.0 * np.asarray(context)
+
+
+def test_each_step_costs_what_its_own_nodes_cost():
+    """Half of the steps draft nothing, the others ten nodes: the mean of two forwards, not that of five nodes."""
+    found = Acceptance(np.stack([np.zeros(10), np.ones(10)]), np.full((1, 2), 0.5), np.full((1, 10), 0.08))
+    deployment, draft = Deployment("any", Staircase(), {}), Drafting(Constant(0.1))
+    expected = 1.8 * 1.0 / (0.5 * (1.0 + np.sqrt(3)) + 0.5 * 10 * 0.1)
+    assert speedup(found, 10, deployment, draft, 1, 0.0) == pytest.approx(expected)
+    cut = 1.32 * 1.0 / (0.5 * (1.0 + np.sqrt(2)) + 0.5 * 4 * 0.1)
+    assert speedup(found, 4, deployment, draft, 1, 0.0) == pytest.approx(cut)
+
+
+def test_each_step_drafts_with_its_own_rows():
+    """Trees of one level with 2 or 8 nodes, and of two levels: a pass computes the nodes above it, of its own step."""
+    found = Acceptance(
+        np.array([[2.0, 3.0], [8.0, 8.0], [5.0, 0.0]]), np.array([[0.5, 0.3, 0.2]]), np.array([[0.6, 0.25]])
+    )
+    cost = {rows: float(Staircase().seconds(rows, 1, 0)) for rows in range(1, 18)}
+    second = 0.5 * cost[2] + 0.3 * cost[8]
+    committed = 0.4 * cost[1] + 0.35 * cost[2] + 0.25 * cost[3]
+    seconds = {first: Drafting(Staircase(), True, first).seconds(found, 2, 1, 0.0) for first in ("committed", "last")}
+    assert seconds["committed"] == pytest.approx(committed + second)
+    assert seconds["last"] == pytest.approx(0.75 * cost[1] + 0.25 * cost[2] + second)
+    assert Drafting(Staircase(), False, "masks").seconds(found, 2, 1, 0.0) == pytest.approx(
+        cost[2] * 0.75 + cost[3] * 0.25
+    )
+    look_up = Drafting(step=Staircase()).seconds(found, 2, 1, 0.0)
+    assert look_up == pytest.approx(0.5 * cost[6] + 0.3 * cost[17] + 0.2 * cost[6])
+
+
+def test_a_batch_computes_the_rows_of_independent_steps():
+    """Mean and variance of their mean are those of an enumeration; seconds that are linear in rows are exact."""
+    rows, share, batch = np.array([1.0, 3.0, 11.0]), np.array([[0.5, 0.3, 0.2], [0.0, 0.0, 0.0]]), 3
+
+    @dataclass(frozen=True)
+    class Square:
+        def seconds(self, rows, batch, context):
+            return np.asarray(rows) ** 2 + 0.0 * np.asarray(batch)
+
+    every = list(product(range(3), repeat=batch))
+    chance = np.array([share[0][list(each)].prod() for each in every])
+    means = np.array([rows[list(each)].mean() for each in every])
+    count = np.full(2, float(batch))
+    assert mean_seconds(Linear(2.0, 0.1), rows, share, count, 0.0) == pytest.approx([2 + 0.3 * chance @ means, 0])
+    assert mean_seconds(Square(), rows, share, count, 0.0) == pytest.approx([chance @ means**2, 0])
+    assert mean_seconds(Square(), rows, share, np.ones(2), 0.0) == pytest.approx([share[0] @ rows**2, 0])
 
 
 def test_where_reading_weights_bounds_a_step_a_free_draft_gains_tau():
@@ -117,7 +170,7 @@ def test_a_batch_takes_a_pass_while_any_sequence_drafts_on():
     """By enumeration of the lengths of three sequences."""
     lengths = np.array([0.2, 0.3, 0.1, 0.4])  # of 0, 1, 2, 3 tokens
     drafted = np.array([[lengths[k:].sum() for k in (1, 2, 3)]])
-    chain = Acceptance(drafted, drafted, drafted / 2)
+    chain = Acceptance(np.tri(4, 3, -1), lengths[None], drafted / 2)
     expected = sum(lengths[list(each)].prod() * max(each) for each in product(range(4), repeat=3))
     draft = Drafting(Constant(1.0))
     assert draft.seconds(chain, 3, 3, 0.0) == pytest.approx(expected)
@@ -126,7 +179,7 @@ def test_a_batch_takes_a_pass_while_any_sequence_drafts_on():
 
 def test_rows_of_a_pass():
     """The first pass computes what the draft has not seen, each later one the nodes of the level above."""
-    tree = Acceptance(np.ones((1, 3)), np.array([[2.0, 4.0, 5.0]]), np.array([[0.8, 0.5, 0.2]]))
+    tree = Acceptance(np.array([[2.0, 4.0, 5.0]]), np.ones((1, 1)), np.array([[0.8, 0.5, 0.2]]))
     rows = {
         "last": 1.2 + 2 + 4,
         "committed": 2.5 + 2 + 4,
@@ -198,7 +251,7 @@ def test_break_even_of_a_closed_form():
     assert row["break_even_low"] == row["break_even_high"] == pytest.approx(row["break_even"])
     (row,) = break_even([one], [deployment], 100, 0.0, [2]).to_dict("records")
     assert row["break_even"] == np.inf
-    never = Deployment("any", Constant(1.0), {"chain": Drafting(FreeForward(), lookup=5.0)})
+    never = Deployment("any", Constant(1.0), {"chain": Drafting(step=ConstantForward(5.0))})
     assert break_even([one], [never], 100, 0.0)["break_even"].tolist() == [0.0, 0.0]
 
 

@@ -16,14 +16,16 @@ from spec_lab.analysis.projection import (
     break_even,
     draw,
     measured_deployment,
+    measured_forwards,
     notes,
     project,
     recorded,
     write,
 )
 from spec_lab.analysis.projection.acceptance import of_steps
-from spec_lab.analysis.projection.costs import FreeForward
+from spec_lab.analysis.projection.costs import ConstantForward, measured
 from spec_lab.analysis.projection.drafting import Drafting
+from spec_lab.analysis.projection.run_costs import forwards_of
 from spec_lab.cli.commands import command
 from spec_lab.results import sweep
 from spec_lab.tasks.benchmark import run
@@ -45,7 +47,7 @@ def test_tau_of_shorter_chains_counts_what_they_would_have_accepted():
     cut = [1 + np.minimum(frame["accepted"], length).mean() for length in (1, 2, 3)]
     assert [acceptance.tau(length)[0] for length in design.lengths] == pytest.approx(cut)
     assert acceptance.tau(3)[0] == pytest.approx(metrics.tau_pooled_raw(frame))
-    assert acceptance.nodes[0].tolist() == [1.0, 0.75, 0.75]
+    assert [acceptance.share[0] @ acceptance.nodes(length) for length in (1, 2, 3)] == [1.0, 1.75, 2.5]
     assert acceptance.survival[0] == pytest.approx(metrics.survival(frame))
 
 
@@ -69,10 +71,10 @@ def test_levels_of_a_fixed_tree():
     frame = steps({"nodes": 6, "depth": 2, "accepted": 2}, {"nodes": 6, "depth": 2, "accepted": 0})
     facts = {"tree": "0 1 2 0.0 0.1 1.0", "heads": 2}
     design = of_steps(frame, "tree", "medusa", "token", facts)
-    assert design.draws(0).nodes[0].tolist() == [3.0, 3.0]
+    assert design.draws(0).drafts.tolist() == [[3.0, 3.0]] and design.draws(0).share.tolist() == [[1.0]]
     assert design.any_length and design.heads == 2
     cut = steps({"nodes": 4, "depth": 2, "accepted": 2})  # by the context: what is left is spread alike
-    assert of_steps(cut, "tree", "medusa", "token", facts).draws(0).nodes[0].tolist() == [2.0, 2.0]
+    assert of_steps(cut, "tree", "medusa", "token", facts).drafts.tolist() == [[2.0, 2.0]]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_where_shorter_drafts_are_not_determined_only_the_recorded_length_is_pro
     design = of_steps(steps({"nodes": 6, "depth": 2, "accepted": 1}), "tree", "eagle3", verifier, facts)
     assert list(design.lengths) == [2]
     assert re.search(why, design.why_not)
-    assert design.draws(0).nodes[0].sum() == 6
+    assert design.draws(0).nodes(2).tolist() == [6]
 
 
 # Runs --------------------------------------------------------------------------------------------------------------
@@ -137,7 +139,7 @@ def test_the_command_prints_and_writes_a_projection(folder, tmp_path, capsys):
 def small_projection(name):
     """(cells, break-even) of one design at two lengths."""
     design = of_steps(chains((0, 2, 2), (1, 2, 0)), name, "ngram", "token")
-    at = [Deployment("device", Rising(), {name: Drafting(FreeForward())})]
+    at = [Deployment("device", Rising(), {name: Drafting()})]
     return project([design], at, [1, 2], 64), break_even([design], at, 2, 64)
 
 
@@ -204,6 +206,64 @@ def test_measured_forwards_replace_the_roofline(folder, tmp_path, capsys):
     assert "costs were measured for context from 0 to 512, not from 1024 to 1024" in capsys.readouterr().err
 
 
+def test_a_run_s_own_steps_are_its_costs():
+    """The target by nodes, drafting by arm, as medians; steps of smaller batches and of the prefill do not count."""
+
+    def arm(name, *each):
+        """Steps of two sequences: nodes, depth, seconds of drafting, of all else, and of a pause before."""
+        start, rows = 0.0, []
+        for place, (nodes, depth, drafting, rest, pause) in enumerate([(0, 0, 9.0, 9.0, 0.0), *each]):
+            start += pause
+            row = {"arm": name, "group": 0, "round": place, "prefill": place == 0, "prefill_chunks": 0, "live": 2}
+            row |= {"nodes": 2 * nodes, "depth": depth, "propose": 0.75 * drafting, "verify": 0.25 * drafting}
+            rows.append(row | {"start": start, "whole": drafting + rest, "context": 50 + place})
+            start += drafting + rest
+        rows.append(rows[-1] | {"round": len(rows), "live": 1, "start": start, "whole": 100.0})
+        return rows
+
+    rows = [
+        *arm("baseline", *[(0, 0, 0.5, 2.0, 0.25)] * 3),
+        *arm("chain", (3, 3, 3.5, 4.0, 0.0), (3, 3, 3.5, 5.0, 0.0), (3, 3, 12.5, 9.0, 0.0), (1, 1, 1.5, 2.5, 0.5)),
+        *arm("words", (3, 3, 1.0, 4.0, 0.0), (0, 0, 0.625, 2.25, 0.0), (0, 0, 0.625, 2.25, 0.0)),
+        *arm("idle", (0, 0, 0.5, 2.25, 0.0)),
+    ]
+    frame = pd.DataFrame(rows)
+    tables = metrics.Tables(frame.drop(columns=["depth", "context"]), frame, frame[:0])
+    found = forwards_of(tables, {"chain": "draft_chain", "words": "ngram", "idle": "draft_chain"})
+    assert set(found["batch"]) == {2} and set(found["context"]) == {51, 54}
+    assert set(found[["model", "tokens", "seconds"]].itertuples(index=False, name=None)) == {
+        *(("target", 1, 2.25 + 0.5), ("target", 2, 3.0 + 0.5), ("target", 4, 4.5 + 0.5)),
+        *(("chain", tokens, (3 * 3.0 + 1.0) / 10) for tokens in (1, 4)),  # of each pass, one for each level
+        *(("words", tokens, (0.5 + 2 * 0.125) / 3) for tokens in (1, 4)),  # of each step
+    }
+
+
+def test_a_run_is_projected_to_its_own_costs(folder, tmp_path, capsys):
+    assert command(["project", str(folder), "--costs", str(folder), "--out", str(tmp_path)]) == 0
+    cells = pd.read_csv(tmp_path / "projection.csv")
+    assert set(cells["batch"]) == {2} and cells["fits"].all() and len(cells) == 2 + 4 + 3
+    assert f"Measured forwards: {folder}, at a context of" in " ".join(capsys.readouterr().out.split())
+    tables = {name: (one.seconds(1, 2, 10), one.grid) for name, one in measured_forwards(folder).items()}
+    target, plain = tables["target"][1], tables["target"][0]
+    (design,) = [one for one in recorded([folder])[0] if one.name == "longer"]
+    drafts, share = design.drafts[:, :2].sum(1), design.draws(0).share[0]
+    mean = share @ drafts
+    rows = 1 + mean + (drafts - mean) / np.sqrt(2)
+    step = share @ target(tokens=rows, batch=2, context=10) + tables["longer"][0]
+    row = cells[(cells["design"] == "longer") & (cells["length"] == 2)].iloc[0]
+    assert row["speedup"] == pytest.approx(row["tau"] * float(plain / step), rel=1e-4)
+
+
+def test_runs_without_a_baseline_have_no_costs(tmp_path):
+    run(lab(), settings(tmp_path / "run", baseline=False), {})
+    for path, message in (
+        (tmp_path / "run", "no steps of the baseline, which --costs requires: run with baseline=true"),
+        (tmp_path, "holds neither forwards.csv nor a run"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measured_forwards(path)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -244,7 +304,7 @@ def test_figures_show_the_cells(folder, tmp_path):
     rows = [("target", t, b, c, 0.01 + 1e-4 * t * b) for t in (1, 8) for b in (1, 4) for c in (0, 512)]
     pd.DataFrame(rows, columns=["model", "tokens", "batch", "context", "seconds"]).to_csv(file, index=False)
     designs = [one for one in recorded([folder])[0] if one.proposer == "ngram"]
-    cells = project(designs, [measured_deployment(designs, file, "mine")], [1, 4], 64.0)
+    cells = project(designs, [measured_deployment(designs, measured(file), "mine")], [1, 4], 64.0)
     made = draw(cells)
     assert set(made) == {"best", "speedup_ngram", "speedup_longer"}
     axes = made["speedup_longer"].axes[0]
@@ -269,7 +329,7 @@ def test_notes_name_what_is_not_projected(tmp_path):
     designs, idle = recorded([tmp_path])
     assert [one.name for one in designs] == ["repeat"] and idle == ["silent"]
     tree = of_steps(steps({"nodes": 6, "depth": 2, "accepted": 1}), "tree", "eagle3", "token", {"tree": "reranked"})
-    deployment = Deployment("any", FreeForward(), {"tree": Drafting(FreeForward())}, 1, {"repeat": "of a reason"})
+    deployment = Deployment("any", ConstantForward(), {"tree": Drafting()}, 1, {"repeat": "of a reason"})
     assert notes([*designs, tree], [deployment], idle) == [
         "Left out: repeat: of a reason.",
         "tree: only the recorded length, since which nodes a shorter tree keeps was not recorded (it is grown anew in "
