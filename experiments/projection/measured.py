@@ -43,9 +43,9 @@ def results(out: Path) -> pd.DataFrame:
     """Return one row for each temperature, batch size and method.
 
     Columns: ``error``, of the speed-up predicted step by step (geometric mean over groups, less 1); ``raw_error``, the
-    same without ``costs.without_drift``; ``projected_error``, of ``projection.speedup``, which knows acceptance and
-    means only; ``seconds`` and ``baseline_seconds``, predicted over measured decode seconds of the method and of its
-    baseline, less 1.
+    same without ``costs.without_drift``; ``projected_error``, of ``projection.speedup``, which knows drafts, acceptance
+    and a mean context only; ``seconds`` and ``baseline_seconds``, predicted over measured decode seconds of the method
+    and of its baseline, less 1.
     """
     rows: list[dict[str, Any]] = []
     for temperature, batch, folder in runs_of(out):
@@ -185,7 +185,7 @@ def points(frame: pd.DataFrame) -> str:
 ERRORS = {
     "error": "step by step",
     "raw_error": "before the correction",
-    "projected_error": "by the projection's formula, from means",
+    "projected_error": "by the projection's formula",
 }
 """The predictions that are compared, by column."""
 

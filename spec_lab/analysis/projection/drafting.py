@@ -86,7 +86,7 @@ class Drafting:
             share = acceptance.share * (acceptance.drafts[:, level] > 0)  # [R, J]
             drafted = np.minimum(share.sum(1), 1.0)
             any_of_them = 1.0 - (1.0 - drafted) ** count
-            live = np.maximum(count * drafted / np.where(any_of_them > 0, any_of_them, 1.0), 1.0)
+            live = np.clip(count * drafted / np.where(any_of_them > 0, any_of_them, 1.0), 1.0, count)
             if level == 0:
                 rows, share = self._first_rows(acceptance, length)
             else:  # this pass computes the nodes of the level above

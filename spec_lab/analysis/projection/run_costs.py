@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -57,7 +58,7 @@ def forwards_of(tables: metrics.Tables, proposers: Mapping[str, str]) -> pd.Data
     - ``target``: the seconds of whole steps, median by nodes, without drafting and verification, to which the
       baseline's are added. Steps of all arms are pooled, since the target's forward does not know who drafted.
     - each arm: what its drafting and verification take more than the baseline's, for each pass (of lookups, each step);
-      medians by depth, weighted.
+      medians by depth, weighted. A pass has the same seconds for any number of rows, and of sequences that draft.
 
     Counted are the steps in which all sequences of a batch live. Contexts are pooled: the table holds the same seconds
     for the shortest and the longest.
@@ -71,15 +72,16 @@ def forwards_of(tables: metrics.Tables, proposers: Mapping[str, str]) -> pd.Data
     steps = steps[steps["live"] == live]
     usual = steps.loc[steps["arm"] == BASELINE, "drafting"].median()
     target = steps.groupby("nodes")["rest"].median() + usual
-    points = [("target", 1 + nodes, seconds) for nodes, seconds in target.items()]
+    points = [("target", 1 + nodes, live, seconds) for nodes, seconds in target.items()]
     for arm, own in steps[steps["arm"] != BASELINE].groupby("arm", sort=False):
         more = (own["drafting"] - usual).groupby(own["depth"])
         count = sum(len(each) * passes(proposers.get(str(arm), ""), depth) for depth, each in more)
         if count:
             seconds = max(float((more.size() * more.median()).sum()) / count, LEAST)
-            points += [(str(arm), tokens, seconds) for tokens in (1, 1 + target.index.max())]
+            corners = product((1, 1 + target.index.max()), {1, live})
+            points += [(str(arm), tokens, batch, seconds) for tokens, batch in corners]
     contexts = sorted({steps["context"].min(), steps["context"].max()})
-    rows = [(model, tokens, live, context, seconds) for model, tokens, seconds in points for context in contexts]
+    rows = [(*place, context, seconds) for *place, seconds in points for context in contexts]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
