@@ -130,7 +130,8 @@ def _project(given: argparse.Namespace, console: Console) -> int:
         if given.context is None:
             context = min(max(context, ceil(min(axes["context"]))), int(max(axes["context"])))
         used = [f"Measured forwards: {given.costs}, at a context of {context} tokens."]
-        deployments = [projection.measured_deployment(designs, tables, given.costs.resolve().stem, lookup)]
+        label = given.costs.resolve().name if given.costs.is_dir() else given.costs.stem
+        deployments = [projection.measured_deployment(designs, tables, label, lookup)]
     elif given.model is None:
         raise ValueError("--model is required: name the target's size, or give measured forwards with --costs PATH")
     else:

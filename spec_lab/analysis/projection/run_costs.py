@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import product
+from math import ceil, floor
 from pathlib import Path
 
 import pandas as pd
@@ -80,7 +81,7 @@ def forwards_of(tables: metrics.Tables, proposers: Mapping[str, str]) -> pd.Data
             seconds = max(float((more.size() * more.median()).sum()) / count, LEAST)
             corners = product((1, 1 + target.index.max()), {1, live})
             points += [(str(arm), tokens, batch, seconds) for tokens, batch in corners]
-    contexts = sorted({steps["context"].min(), steps["context"].max()})
+    contexts = sorted({floor(steps["context"].min()), ceil(steps["context"].max())})
     rows = [(*place, context, seconds) for *place, seconds in points for context in contexts]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
