@@ -44,8 +44,13 @@ def pytest_unconfigure():
 def pytest_collection_modifyitems(items):
     """``one_in(n)``: the short run has one case in n of a test, and every value that several cases share at least once.
 
-    Which cases follows from a hash of their names. The others are nightly.
+    Which cases follows from a hash of their names. The others are nightly. Tests with the marker ``cuda`` are skipped
+    without a GPU.
     """
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="it requires a CUDA GPU"))
     tests = defaultdict(list)
     for item in items:
         if item.get_closest_marker("one_in") and not item.get_closest_marker("nightly"):

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from experiments.gpu import timing
 from spec_lab.analysis.metrics import Interval
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
@@ -112,7 +113,7 @@ def test_host_work_is_the_time_of_a_step_outside_module_calls():
 
 
 def test_a_balanced_tree_has_two_children_below_each_row():
-    shape = script("gpu").balanced(7)
+    shape = timing.balanced(7)
     assert shape.parent.tolist() == [0, 0, 1, 1, 2, 2, 3]
 
 

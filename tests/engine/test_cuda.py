@@ -1,4 +1,4 @@
-"""On a GPU: the same forwards as on the CPU, eagerly and with captured graphs. Skipped without one."""
+"""On a GPU: the same forwards as on the CPU, eagerly and with captured graphs."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from spec_lab.verify import Token
 from tests.engine.test_causal_lm import TREE, World
 from tests.tiny import CONTEXT, tiny_model
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = pytest.mark.cuda
 FIXED = pytest.mark.parametrize("fixed", [False, True], ids=["eager", "captured"])
 
 

@@ -1,0 +1,153 @@
+"""Captured decoding while the KV caches of a target and of a draft model grow twice: the tokens are those of eager."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from experiments.gpu.check.part import Part, run
+from experiments.gpu.random_models import SHAPES, WAYS, llama, target_of
+from experiments.gpu.timing import Captures, random_requests
+from spec_lab.core.draft import empty
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.engine import Engine
+from spec_lab.models.merged import merge
+from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.tree_plan import TreePlan
+from spec_lab.propose.trees import parse
+from spec_lab.verify import Token
+
+MEDIUM = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, vocab_size=4096)
+CONTEXT = 2048
+NEW = (60, 400, 900)
+"""Most new tokens of each request: the first fits the smallest KV cache, each later one needs a larger one."""
+
+STEPS = 12
+"""Before the next request is added, and after the last one was."""
+
+NOISE = 0.15
+"""Of the draft model's weights, in standard deviations of the target's: some of its tokens are rejected."""
+
+
+def noisy(model: Any) -> Any:
+    """A draft model: the same weights with noise."""
+    draft, generator = deepcopy(model), torch.Generator(model.device).manual_seed(0)
+    for parameter in draft.parameters():
+        if parameter.dim() > 1:
+            noise = torch.randn(parameter.shape, generator=generator, device=parameter.device, dtype=parameter.dtype)
+            parameter.add_(NOISE * parameter.std() * noise)
+    return draft
+
+
+def decode(model: Any, draft: Any, captured: bool) -> dict[str, Any]:
+    """Decode while requests are added; what they got, and how the caches grew."""
+    target, lm = target_of(model, "target", captured), CausalLM(draft, fixed=captured)
+    captures = {"target": Captures.of(target.causal_lm), "draft": Captures.of(lm)}
+    engine = Engine(target, DraftModel(lm, CONTEXT, TreePlan(parse("1x1x1x1"), "point")), Token(), CounterDraws(0))
+    requests = random_requests(target.vocabulary, len(NEW), 40, max(NEW))
+    sizes: dict[str, list[tuple[int, int]]] = {"target": [], "draft": []}
+    accepted = drafted = 0
+    with torch.inference_mode():
+        for request, new in zip(requests, NEW, strict=True):
+            engine.add(replace(request, max_new_tokens=new))
+            for _ in range(STEPS):
+                info = engine.step()
+                assert info is not None
+                accepted += sum(len(done.path) for done in info.committed)
+                drafted += info.draft.shape.nodes
+                for name, cells in (("target", target.causal_lm.cells), ("draft", lm.cells)):
+                    size = cells.spans, cells.capacity
+                    if [size] != sizes[name][-1:]:
+                        sizes[name].append(size)
+    target.lm.clock.synchronise()
+    texts = [list(sequence.emitted) for sequence in engine.sequences]
+    engine.close()
+    return {
+        "tokens": texts,
+        "spans_and_cells": sizes,
+        "captures": {name: [one.count, one.seconds] for name, one in captures.items()},
+        "accepted": accepted,
+        "drafted": drafted,
+    }
+
+
+def first_difference(texts: Mapping[str, list[list[int]]]) -> list[int] | None:
+    """Request and position of the first token that differs between both ways; None where all agree."""
+    for number, (first, second) in enumerate(zip(*texts.values(), strict=True)):
+        for place, (one, other) in enumerate(zip(first, second, strict=False)):
+            if one != other:
+                return [number, place]
+    return None
+
+
+@torch.inference_mode()
+def logits_error(model: Any, captured: bool) -> float:
+    """The largest error of the logits of one-token steps against a plain forward, in standard deviations."""
+    lm = CausalLM(model, fixed=captured)
+    tokens = list(random_requests(lm.vocabulary, 1, 48, 1)[0].tokens)
+    sequence, rows = lm.open(64), []
+    for start, stop in ((0, 40), *((place, place + 1) for place in range(40, 48))):
+        rows.append(lm.run(lm.prepare([sequence], [tokens[start:stop]], empty(1, lm.device))).logits[-1].float())
+        sequence.accept()
+    expected = lm.plain_logits(tokens, 9).float()
+    return float((torch.stack(rows) - expected).abs().max() / expected.std())
+
+
+def compare(part: Part, name: str, model: Any, draft: Any, exact: bool) -> None:
+    """Decode both ways with a target and a draft model, and compare their tokens."""
+    found = {}
+    for way in WAYS:
+        with part.attempt(f"{name}, {way}"):
+            found[way] = decode(model, draft, way == "captured")
+            part.keep(f"{name}, {way}", found[way])
+    for way in WAYS:
+        with part.attempt(f"{name}, {way}, logits"):
+            error = logits_error(model, way == "captured")
+            part.keep(f"{name}, {way}, logits error", error)
+            part.say(f"{name}, {way}: logits off by {error:.2g} standard deviations of a plain forward's")
+    if len(found) < len(WAYS):
+        return
+    texts = {way: one["tokens"] for way, one in found.items()}
+    different, count = first_difference(texts), sum(map(len, texts["captured"]))
+    part.keep(f"{name}, first difference", different)
+    where = "equal those of eager" if different is None else f"differ first at request {different[0]}, {different[1]}"
+    own = found["captured"]
+    grown = {who: len(sizes) - 1 for who, sizes in own["spans_and_cells"].items()}
+    captures = {who: number for who, (number, _) in own["captures"].items()}
+    part.say(
+        f"{name}: {count} tokens {where}; {own['accepted']} of {own['drafted']} draft tokens accepted; the caches grew "
+        f"{grown['target']} and {grown['draft']} times; {captures['target']} and {captures['draft']} captures"
+    )
+    if min(grown.values()) < 2:
+        part.fail(f"{name}: the caches should have grown twice: {grown}")
+    if exact and different is not None:
+        part.fail(f"{name}: captured tokens differ from eager ones")
+
+
+@torch.inference_mode()
+def measure(part: Part) -> None:
+    """Compare on a model in float32, where tokens must be equal, then on one of 1B parameters in bfloat16."""
+    with part.attempt("float32"):
+        sizes = {**SHAPES["tiny"], "vocab_size": 64} if part.tiny else MEDIUM
+        model = llama(sizes, part.device, torch.float32, CONTEXT)
+        draft = noisy(model)
+        merge(model)
+        merge(draft)
+        compare(part, "float32", model, draft, exact=True)
+        del model, draft
+    if not part.tiny:
+        with part.attempt("1B, bfloat16"):
+            model = llama(SHAPES["1B"], part.device, part.dtype, CONTEXT)
+            draft = noisy(model)
+            merge(model)
+            merge(draft)
+            compare(part, "1B, bfloat16", model, draft, exact=False)
+
+
+if __name__ == "__main__":
+    run(measure)

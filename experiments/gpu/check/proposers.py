@@ -1,0 +1,142 @@
+"""A proposer of each bundled kind for a small random target; what has weights has random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from experiments.gpu.random_models import llama, target_of
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.draft_pass import Sublayer
+from spec_lab.engine.engine import Engine
+from spec_lab.models.block import BlockSettings
+from spec_lab.models.block import random_network as random_block
+from spec_lab.models.eagle import Eagle3Settings, EagleSettings
+from spec_lab.models.eagle import random_network as random_eagle
+from spec_lab.models.hydra import HydraSettings, random_heads
+from spec_lab.models.kangaroo import KangarooSettings, random_kangaroo
+from spec_lab.models.merged import merge
+from spec_lab.models.mtp import MtpSettings, random_mtp
+from spec_lab.models.target import Target
+from spec_lab.propose import Null, Proposer
+from spec_lab.propose.best_first import Budget
+from spec_lab.propose.best_of import BestOf
+from spec_lab.propose.block import BlockDrafter
+from spec_lab.propose.cascade import DraftCascade
+from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.early_exit import EarlyExit
+from spec_lab.propose.feature_drafter import FeatureDrafter
+from spec_lab.propose.heads import Heads
+from spec_lab.propose.hydra import Hydra
+from spec_lab.propose.jacobi import Jacobi
+from spec_lab.propose.kangaroo import KangarooHead
+from spec_lab.propose.lookahead import Lookahead
+from spec_lab.propose.medusa import Medusa
+from spec_lab.propose.ngram import Ngram, NgramTree
+from spec_lab.propose.pard import Pard
+from spec_lab.propose.pld_plus import PldPlus
+from spec_lab.propose.recycling import Recycling
+from spec_lab.propose.skip import Skip
+from spec_lab.propose.suffix import Suffix
+from spec_lab.propose.tree_plan import TreePlan
+from spec_lab.propose.trees import parse
+from spec_lab.propose.union import Union
+from spec_lab.verify import Token
+
+SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=128)
+"""Of the target. The vocabulary is small, so that its text repeats itself and look-ups draft."""
+
+LAYER: Mapping[str, Any] = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+}  # fmt: skip
+"""Of drafters with decoder layers."""
+
+V, H, CONTEXT = SIZES["vocab_size"], SIZES["hidden_size"], 512
+
+CHAIN = TreePlan(parse("1x1x1"), "point")
+TREE = TreePlan(parse("2x2x1"), "point")
+BEST_FIRST = TreePlan((), "point", budget=Budget(8, 2, 3, width=2))
+EAGLE_2 = TreePlan((), "point", budget=Budget(8, 4, 3, width=4, rerank=True))
+
+BLOCK = BlockSettings(LAYER, H, H, V, (1, 2), block_size=4, mask_token=V - 1)
+EAGLE_3 = Eagle3Settings(LAYER, H, H, V, (1, 2, 3), draft_vocab_size=96)
+
+
+def small_target(device: Any, dtype: Any, captured: bool) -> Target:
+    """A random target."""
+    model = llama(SIZES, device, dtype, CONTEXT)
+    if captured:
+        merge(model)
+    return target_of(model, "small", captured)
+
+
+def _draft_lm(target: Target, layers: int = 1) -> CausalLM:
+    model = llama({**SIZES, "num_hidden_layers": layers}, target.lm.device, target.lm.dtype, CONTEXT)
+    return target.draft_runner(model, "")
+
+
+def _draft(plan: TreePlan) -> Callable[[Target], Proposer]:
+    return lambda target: DraftModel(_draft_lm(target), CONTEXT, plan)
+
+
+def _features(name: str, settings: Any, plan: TreePlan) -> Callable[[Target], Proposer]:
+    make = random_mtp if isinstance(settings, MtpSettings) else random_eagle
+
+    def build(target: Target) -> Proposer:
+        network: Any = make(settings, target.services, target.lm.device, target.lm.dtype)
+        return FeatureDrafter(network, target, plan, name)
+
+    return build
+
+
+def _kangaroo(target: Target) -> Proposer:
+    network = random_kangaroo(KangarooSettings(LAYER, H, 1), target.services, target.lm.device, target.lm.dtype)
+    return EarlyExit(target.causal_lm, 1, CHAIN, KangarooHead(network, target, 3))
+
+
+def _cascade(target: Target) -> Proposer:
+    draft = Target(_draft_lm(target), None, "draft", CONTEXT, "", 0.0)
+    return DraftCascade(Engine(draft, Ngram(3, 2, 1), Token(), CounterDraws(0)).parts, 4, "point")
+
+
+def _medusa(target: Target) -> Medusa:
+    return Medusa(Heads.random(target, 3, False), parse("2x2x1"))
+
+
+PROPOSERS: Mapping[str, Callable[[Target], Proposer]] = {
+    "null": lambda target: Null(),
+    "draft_chain": _draft(CHAIN),
+    "eagle3_chain": _features("eagle", EAGLE_3, CHAIN),
+    "eagle3_tree": _features("eagle", EAGLE_3, TREE),
+    "eagle3_rerank": _features("eagle", EAGLE_3, EAGLE_2),
+    "eagle3_best_first": _features("eagle", EAGLE_3, BEST_FIRST),
+    "eagle_chain": _features("eagle", EagleSettings(LAYER, H, V), CHAIN),
+    "medusa": _medusa,
+    "draft_tree": _draft(TREE),
+    "draft_best_first": _draft(BEST_FIRST),
+    "draft_confident": _draft(TreePlan(parse("1x1x1"), "point", confidence=0.001)),
+    "ngram": lambda target: Ngram(6, 3, 1),
+    "ngram_tree": lambda target: NgramTree(8, 4, 3, 1),
+    "suffix": lambda target: Suffix.load(target, children=2),
+    "mtp": _features("mtp", MtpSettings(LAYER, H, V, modules=2), CHAIN),
+    "hydra": lambda target: Hydra(random_heads(HydraSettings(H, V, 3), target), target, TREE),
+    "hydra_prefix": lambda target: Hydra(random_heads(HydraSettings(H, V, 3, prefix=LAYER), target), target, TREE),
+    "block": lambda target: BlockDrafter(random_block(BLOCK, target), target, TREE),
+    "pard": lambda target: Pard(_draft_lm(target), CONTEXT, V - 1, CHAIN),
+    "early_exit": lambda target: EarlyExit(target.causal_lm, 1, CHAIN),
+    "kangaroo": _kangaroo,
+    "skip": lambda target: Skip(target.causal_lm, CHAIN, frozenset({Sublayer("attn", 1), Sublayer("mlp", 2)})),
+    "recycling": lambda target: Recycling.load(target, "2x2x1"),
+    "lookahead": lambda target: Lookahead.load(target, 3, 3, 3),
+    "jacobi": lambda target: Jacobi.load(target, 4),
+    "pld_plus": lambda target: PldPlus.load(target, 6),
+    "union": lambda target: Union.load(target, {"medusa": _medusa(target), "ngram": Ngram(4, 2, 1)}),
+    "best_of": lambda target: BestOf.load(target, {"suffix": Suffix.load(target), "chain": _draft(CHAIN)(target)}),
+    "cascade": _cascade,
+}
+"""Each builds one; the most used ones first."""
+
+WITHOUT_FIXED_SHAPES = ("early_exit", "kangaroo", "skip")
+"""Those that run ranges of the target's layers, which a target in fixed shapes refuses."""
