@@ -74,7 +74,7 @@ class Timer:
             result = call()
             self.clock.synchronise()
         kernels = [event for event in profiled.events() if event.device_type.name == "CUDA"]
-        self.kernels.append((len(kernels), sum(event.self_device_time_total for event in kernels) / 1e6))
+        self.kernels.append((len(kernels), sum(event.time_range.elapsed_us() for event in kernels) / 1e6))
         return result
 
     def results(self) -> dict[str, Any]:
