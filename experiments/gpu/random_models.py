@@ -36,7 +36,7 @@ WAYS = ("eager", "captured")
 
 
 def llama(sizes: Mapping[str, int], device: torch.device | str, dtype: torch.dtype, context: int) -> Any:
-    """A Llama with random weights, made on the device.
+    """A Llama with random weights, the same in every call, made on the device.
 
     Args:
         sizes: fields of its config; ``num_key_value_heads`` is 8, or 2 where it has 4 attention heads.
@@ -51,6 +51,7 @@ def llama(sizes: Mapping[str, int], device: torch.device | str, dtype: torch.dty
     )  # fmt: skip
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
+    torch.manual_seed(0)
     try:
         with torch.device(device):
             return LlamaForCausalLM(config).eval().requires_grad_(False)

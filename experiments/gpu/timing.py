@@ -31,6 +31,10 @@ WARM_UP = 8
 """Steps before the timed ones: kernels are chosen, graphs are captured."""
 
 
+LEAST_SECONDS = 2.0
+"""That decoding with one of several ways may take, whatever the others took."""
+
+
 class Row(NamedTuple):
     """One measurement.
 
@@ -157,7 +161,7 @@ def autoregressive(
         if number and time.perf_counter() > end:
             break
         for way in order:
-            infos = decoding(targets[way], batch, prompt, steps, max(end - time.perf_counter(), 0.0) + 1.0)
+            infos = decoding(targets[way], batch, prompt, steps, max((end - time.perf_counter()) / 2, LEAST_SECONDS))
             parts = [info.seconds() for info in infos]
             read, computed = roofline.seconds(**rows_of(infos))
             bound = float(np.maximum(read, computed).sum())

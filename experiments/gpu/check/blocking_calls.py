@@ -26,8 +26,11 @@ from spec_lab.verify import Token
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = (__file__, warnings.__file__)
-MOST_WARM_UP = 12
-"""Most steps before the watched one: prompts, captures, and until something is drafted."""
+WARM_UP = 4
+"""Steps before the watched one: prompts, captures."""
+
+MOST_WATCHED = 10
+"""Most steps that are watched until one drafts; it is the one that is reported."""
 
 
 def places() -> tuple[str, str]:
@@ -74,20 +77,20 @@ def one_step(part: Part, name: str, captured: bool, temperature: float) -> dict[
     for number in range(2):
         prompt = (*range(3 + number, 20), *range(3, 12), 5, 6, 5, 6, 5, 6)
         engine.add(Request(number, f"r{number}", prompt, Sampling(temperature), 64))
-    drafted, warm_up = 0, 0
     with torch.inference_mode():
-        while warm_up < 4 or (warm_up < MOST_WARM_UP and not drafted):
-            info = engine.step()
-            drafted, warm_up = 0 if info is None else info.draft.shape.nodes, warm_up + 1
-        target.lm.clock.synchronise()
-        before = captures.count
-        calls: Counter[tuple[str, str]] = Counter()
-        began = time.perf_counter()
-        with watched(calls):
-            info = engine.step()
-        seconds = time.perf_counter() - began
-        target.lm.clock.synchronise()
-    assert info is not None, "decoding ended before the watched step"
+        for _ in range(WARM_UP):
+            engine.step()
+        for _ in range(MOST_WATCHED):
+            target.lm.clock.synchronise()
+            before, calls = captures.count, Counter[tuple[str, str]]()
+            began = time.perf_counter()
+            with watched(calls):
+                info = engine.step()
+            seconds = time.perf_counter() - began
+            assert info is not None, "decoding ended before a step drafted"
+            if info.draft.shape.nodes or name == "null":
+                break
+    target.lm.clock.synchronise()
     engine.close()
     return {
         "calls": sum(calls.values()),

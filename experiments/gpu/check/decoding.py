@@ -46,7 +46,7 @@ def measure(part: Part) -> None:
                         {"shape": shape, "batch": batch, "captures": captures.count, "seconds": captures.seconds}
                     )
                     part.keep("captures", captured)
-                    part.say(f"{shape}, batch {batch}: {captures.count} captures in {captures.seconds:.2f} s")
+                    part.say(f"{shape}, batch {batch}: {captures.count} {part.captures}, in {captures.seconds:.2f} s")
             del model
 
 

@@ -141,7 +141,7 @@ def compare(part: Part, name: str, model: Any, draft: Any, exact: bool) -> None:
     captures = {who: number for who, (number, _) in own["captures"].items()}
     part.say(
         f"{name}: {count} tokens {where}; {own['accepted']} of {own['drafted']} draft tokens accepted; the caches grew "
-        f"{grown['target']} and {grown['draft']} times; {captures['target']} and {captures['draft']} captures"
+        f"{grown['target']} and {grown['draft']} times; {captures['target']} and {captures['draft']} {part.captures}"
     )
     if min(grown.values()) < 2:
         part.fail(f"{name}: the caches should have grown twice: {grown}")

@@ -51,6 +51,11 @@ class Part:
         return torch.float32 if self.tiny else torch.bfloat16
 
     @property
+    def captures(self) -> str:
+        """What the captures that are counted are."""
+        return "shapes, not captured" if self.tiny else "captures"
+
+    @property
     def left(self) -> float:
         """Seconds that are left."""
         return self.until - time.time()
