@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -104,6 +105,9 @@ class Check:
             entry["lines"].append(message["line"])
         elif "error" in message:
             entry["error"] = "\n".join(filter(None, (entry["error"], message["error"])))
+        elif "unavailable" in message:
+            entry["status"], self.entries["machine"] = "failed", {**self.entries["machine"], "status": "failed"}
+            entry["error"] = self.entries["machine"]["error"] = message["unavailable"]
         elif "machine" in message:
             self.entries["machine"] |= {"status": "done", "results": message["machine"]}
         elif "ended" in message:
@@ -228,6 +232,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts = chosen(given.parts) if given.parts else list(PARTS)
     except ValueError:
         parser.error(f"--parts must be numbers from 1 to {len(PARTS)}, such as 3,5 (got {given.parts!r})")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", given.device):
+        parser.error(f"--device must be cpu, cuda or cuda:N (got {given.device!r})")
     if given.output is None and not given.device.startswith("cuda"):
         parser.error(f"--device {given.device} requires --output: {RESULTS.relative_to(ROOT)} is for results of GPUs")
     output = (given.output or RESULTS).resolve()
@@ -239,6 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in parts:
         print(f"{part.title} ...", flush=True)
         check.run(part, log)
+        if check.entries["machine"]["error"]:
+            break  # the others would say the same
     show(check.entries)
     print(f"Written to {check.file}")
     if output != RESULTS:

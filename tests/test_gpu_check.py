@@ -99,9 +99,22 @@ def test_parts_that_are_not_asked_for_are_not_run(tmp_path, monkeypatch):
     assert statuses == ["done", "not run", "not run", "done", "not run", "done", "not run"]
 
 
+def test_without_the_device_no_further_part_is_run(tmp_path, monkeypatch, capsys):
+    print_it = """print('{"unavailable": "--device cuda: torch sees 0 GPUs"}', file=channel, flush=True)"""
+    monkeypatch.setattr(gpu_check, "command", lambda part: [sys.executable, "-c", REPORTS.split("for ")[0] + print_it])
+    assert gpu_check.main(["--output", str(tmp_path)]) == 1
+    statuses = [entry["status"] for entry in read(tmp_path).values()]
+    assert statuses == ["failed", "failed", *["not run"] * 5] and "sees 0 GPUs" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [(["--parts", "7"], "'7'"), (["--parts", "x"], "'x'"), (["--device", "cpu"], "--output")],
+    [
+        (["--parts", "7"], "'7'"),
+        (["--parts", "x"], "'x'"),
+        (["--device", "gpu"], "'gpu'"),
+        (["--device", "cpu"], "--output"),
+    ],
 )
 def test_wrong_options_are_named(arguments, named, capsys):
     with pytest.raises(SystemExit) as error:

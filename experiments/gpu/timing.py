@@ -91,12 +91,11 @@ class Captures:
         clock = Clock(self.device)
         clock.synchronise()
         began = time.perf_counter()
-        try:
-            return self.capture(forward)
-        finally:
-            self.count += 1
-            clock.synchronise()
-            self.seconds += time.perf_counter() - began
+        replay = self.capture(forward)
+        clock.synchronise()
+        self.count += 1
+        self.seconds += time.perf_counter() - began
+        return replay
 
 
 def balanced(nodes: int) -> Shape:

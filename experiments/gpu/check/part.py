@@ -137,11 +137,14 @@ def run(measure: Callable[[Part], None]) -> None:
             channel.flush()
 
         part = Part(torch.device(given.device), given.until, send)
+        number, gpus = part.device.index or 0, torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if part.device.type == "cuda" and number >= gpus:
+            seen = f"torch {torch.__version__} sees {gpus} GPUs"
+            send({"unavailable": f"--device {part.device}: {seen}; --device cpu tries the script without one"})
+            return
         try:
             if part.device.type == "cuda":
-                if not torch.cuda.is_available():
-                    raise RuntimeError("this torch sees no GPU: use --device cpu to try the script")
-                torch.cuda.set_device(part.device.index or 0)
+                torch.cuda.set_device(number)
             send({"machine": facts(part.device)})
             measure(part)
         except Exception as error:
