@@ -182,8 +182,8 @@ def ended(process: subprocess.Popen[bytes]) -> int | None:
 def environment() -> dict[str, str]:
     """The environment of a part: the repository comes first, no network is looked for, and no plugins of pytest."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    own = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    return {**os.environ, **own, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    more = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return {**os.environ, **more, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def tail(log: Path) -> str:

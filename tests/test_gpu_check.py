@@ -29,10 +29,12 @@ def test_every_part_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} is imported')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert gpu_check.main(["--device", "cpu", "--output", str(tmp_path / "out")]) == 0
-    found = read(tmp_path / "out")
-    assert list(found) == ["machine", *(part.name for part in gpu_check.PARTS)]
-    assert {entry["status"] for entry in found.values()} == {"done"} and not any(one["error"] for one in found.values())
-    tests, blocking, decoding, growth, rows, drafters = (found[part.name]["results"] for part in gpu_check.PARTS)
+    entries = read(tmp_path / "out")
+    assert list(entries) == ["machine", *(part.name for part in gpu_check.PARTS)]
+    assert {entry["status"] for entry in entries.values()} == {"done"} and not any(
+        entry["error"] for entry in entries.values()
+    )
+    tests, blocking, decoding, growth, rows, drafters = (entries[part.name]["results"] for part in gpu_check.PARTS)
     assert tests["files"] == ["tests/engine/test_cuda.py"] and sum(tests["counts"].values()) == len(tests["tests"]) > 0
 
     steps = blocking["eager, greedy"]
@@ -80,16 +82,16 @@ def test_a_crash_a_hang_and_an_error_leave_their_results_and_the_other_parts(tmp
     monkeypatch.setattr(gpu_check, "BEFORE_THE_END", 0.5)
     monkeypatch.setattr(gpu_check, "command", lambda part: [sys.executable, "-c", REPORTS + ENDS[part.name]])
     assert gpu_check.main(["--output", str(tmp_path), "--parts", "1,2,3,4"]) == 1
-    found = read(tmp_path)
-    statuses = {name: entry["status"] for name, entry in found.items()}
+    entries = read(tmp_path)
+    statuses = {name: entry["status"] for name, entry in entries.items()}
     assert statuses == {
         "machine": "done", "cuda_tests": "failed", "blocking_calls": "timed out", "decoding": "failed",
         "kv_growth": "done",
     }  # fmt: skip
-    assert all(found[part.name]["results"] == {"speed": 3} for part in parts)
-    assert "code -6" in found["cuda_tests"]["error"] and "3 seconds" in found["blocking_calls"]["error"]
-    assert found["decoding"]["error"] == "no GPU" and found["kv_growth"]["lines"] == ["all well"]
-    assert 3 <= found["blocking_calls"]["seconds"] < 10
+    assert all(entries[part.name]["results"] == {"speed": 3} for part in parts)
+    assert "code -6" in entries["cuda_tests"]["error"] and "3 seconds" in entries["blocking_calls"]["error"]
+    assert entries["decoding"]["error"] == "no GPU" and entries["kv_growth"]["lines"] == ["all well"]
+    assert 3 <= entries["blocking_calls"]["seconds"] < 10
 
 
 def test_parts_that_are_not_asked_for_are_not_run(tmp_path, monkeypatch):
@@ -150,5 +152,5 @@ def test_the_wheels_are_packages_of_the_project():
     script = (ROOT / "scripts" / "gpu_wheels.sh").read_text()
     names = re.search(r"^names=\((.*?)\)", script, re.M)[1].split()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    every = project["dependencies"] + [one for extra in project["optional-dependencies"].values() for one in extra]
-    assert set(names) <= {re.split("[<>=[]", one)[0] for one in every}
+    groups = project["dependencies"], *project["optional-dependencies"].values()
+    assert set(names) <= {re.split("[<>=[]", requirement)[0] for group in groups for requirement in group}

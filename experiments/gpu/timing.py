@@ -82,9 +82,9 @@ class Captures:
     @staticmethod
     def of(lm: CausalLM) -> Captures:
         """Count those of this model from now on."""
-        own = Captures(lm.device, lm.graphs.capture)
-        lm.graphs.capture = own
-        return own
+        captures = Captures(lm.device, lm.graphs.capture)
+        lm.graphs.capture = captures
+        return captures
 
     def __call__(self, forward: Callable[[], Any]) -> Callable[[], Any]:
         """See ``engine.graphs.Capture``."""
@@ -235,11 +235,20 @@ def forwards(
                     steps[way].append(step)
         read, computed = roofline.seconds([0] * batch, [context + 1] * batch, [1] * batch, [count] * batch)
         bound = float(np.maximum(read, computed).sum())
-        for way, found in spans.items():
-            low, high = np.quantile(found, [0.25, 0.75]).tolist()
-            middle = median(found)
+        for way, seconds_of_way in spans.items():
+            low, high = np.quantile(seconds_of_way, [0.25, 0.75]).tolist()
+            middle = median(seconds_of_way)
             yield Row(
-                shape, way, batch, context, count, middle, (low, high), bound / middle, median(steps[way]), len(found)
+                shape,
+                way,
+                batch,
+                context,
+                count,
+                middle,
+                (low, high),
+                bound / middle,
+                median(steps[way]),
+                len(seconds_of_way),
             )
     for sequences in states.values():
         for sequence in sequences:

@@ -118,13 +118,14 @@ def measure(part: Part) -> None:
                     first_left_out = first_left_out or f"no time was left from {name}, {way}, {sampled} on"
                     break
                 with part.attempt(f"{name}, {way}, {sampled}"):
-                    found = one_step(part, name, way == "captured", temperature)
-                    of_way[name] = found
+                    step = one_step(part, name, way == "captured", temperature)
+                    of_way[name] = step
                     steps += 1
-                    total.update({place["line"]: place["calls"] for place in found["places"]})
+                    for call in step["places"]:
+                        total[call["line"]] += call["calls"]
                     part.keep(f"{way}, {sampled}", of_way)
             if of_way:
-                part.say(f"{way}, {sampled}: " + ", ".join(f"{name} {one['calls']}" for name, one in of_way.items()))
+                part.say(f"{way}, {sampled}: " + ", ".join(f"{name} {step['calls']}" for name, step in of_way.items()))
     part.keep("lines", dict(total.most_common()))
     if part.tiny:
         part.say("a CPU reports no blocking calls; the steps ran")

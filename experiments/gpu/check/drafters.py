@@ -79,23 +79,23 @@ class Timer:
 
     def results(self) -> dict[str, Any]:
         """Medians; the first three calls, which warm up, are left out."""
-        found: dict[str, Any] = {"calls": len(self.host[3:])}
-        found |= {
+        results: dict[str, Any] = {"calls": len(self.host[3:])}
+        results |= {
             name: median(seconds[3:])
             for name, seconds in (("host_s", self.host), ("device_s", self.device), ("whole_s", self.whole))
         }
         if self.kernels:
-            found["kernels"], found["kernels_s"] = (median(part) for part in zip(*self.kernels, strict=True))
-        return found
+            results["kernels"], results["kernels_s"] = (median(column) for column in zip(*self.kernels, strict=True))
+        return results
 
 
 def say(part: Part, name: str, timer: Timer) -> None:
     """Report what was timed."""
-    found = timer.results()
-    part.keep(name, found)
-    more = f", {found['kernels']:.0f} kernels of {found['kernels_s'] * 1e3:.2f} ms" if "kernels" in found else ""
-    device = "" if part.tiny else f"device {found['device_s'] * 1e3:.2f} ms, "
-    part.say(f"{name}: host {found['host_s'] * 1e3:.2f} ms, {device}whole {found['whole_s'] * 1e3:.2f} ms{more}")
+    results = timer.results()
+    part.keep(name, results)
+    more = f", {results['kernels']:.0f} kernels of {results['kernels_s'] * 1e3:.2f} ms" if "kernels" in results else ""
+    device = "" if part.tiny else f"device {results['device_s'] * 1e3:.2f} ms, "
+    part.say(f"{name}: host {results['host_s'] * 1e3:.2f} ms, {device}whole {results['whole_s'] * 1e3:.2f} ms{more}")
 
 
 def eagle3(part: Part, target: Target) -> nn.Module:
@@ -107,10 +107,10 @@ def eagle3(part: Part, target: Target) -> nn.Module:
     settings = Eagle3Settings(layer, wide, wide, v, (min(2, layers), layers // 2, layers - 1), min(32000, v))
     network = settings.network()
     tensors = {
-        name: torch.randn(shape.shape, device=part.device, dtype=part.dtype) * shape.shape[-1] ** -0.5
-        if shape.dim() > 1
-        else torch.ones(shape.shape, device=part.device, dtype=part.dtype)
-        for name, shape in network.named_parameters()
+        name: torch.randn(parameter.shape, device=part.device, dtype=part.dtype) * parameter.shape[-1] ** -0.5
+        if parameter.dim() > 1
+        else torch.ones(parameter.shape, device=part.device, dtype=part.dtype)
+        for name, parameter in network.named_parameters()
     }
     return load_weights(network, tensors, target.services, part.device, part.dtype)
 

@@ -85,7 +85,7 @@ def decode(model: Any, draft: Any, captured: bool, pools: bool = False) -> dict[
     return {
         "tokens": texts,
         "spans_and_cells": sizes,
-        "captures": {name: [one.count, one.seconds] for name, one in captures.items()},
+        "captures": {name: [counted.count, counted.seconds] for name, counted in captures.items()},
         "accepted": accepted,
         "drafted": drafted,
     }
@@ -94,9 +94,9 @@ def decode(model: Any, draft: Any, captured: bool, pools: bool = False) -> dict[
 def first_difference(texts: Mapping[str, list[list[int]]]) -> list[int] | None:
     """Request and position of the first token that differs between both ways; None where all agree."""
     for number, (first, second) in enumerate(zip(*texts.values(), strict=True)):
-        for place, (one, other) in enumerate(zip(first, second, strict=False)):
-            if one != other:
-                return [number, place]
+        for position, (token, other) in enumerate(zip(first, second, strict=False)):
+            if token != other:
+                return [number, position]
     return None
 
 
@@ -106,7 +106,7 @@ def logits_error(model: Any, captured: bool) -> float:
     lm = CausalLM(model, fixed=captured)
     tokens = list(random_requests(lm.vocabulary, 1, 48, 1)[0].tokens)
     sequence, rows = lm.open(64), []
-    for start, stop in ((0, 40), *((place, place + 1) for place in range(40, 48))):
+    for start, stop in ((0, 40), *((position, position + 1) for position in range(40, 48))):
         rows.append(lm.run(lm.prepare([sequence], [tokens[start:stop]], empty(1, lm.device))).logits[-1].float())
         sequence.accept()
     expected = lm.plain_logits(tokens, 9).float()
@@ -115,33 +115,34 @@ def logits_error(model: Any, captured: bool) -> float:
 
 def compare(part: Part, name: str, model: Any, draft: Any, exact: bool) -> None:
     """Decode both ways with a target and a draft model, and compare their tokens."""
-    found = {}
+    ended = {}
     for way in WAYS:
         with part.attempt(f"{name}, {way}"):
-            found[way] = decode(model, draft, way == "captured")
-            part.keep(f"{name}, {way}", found[way])
+            ended[way] = decode(model, draft, way == "captured")
+            part.keep(f"{name}, {way}", ended[way])
     for way in WAYS:
         with part.attempt(f"{name}, {way}, logits"):
             error = logits_error(model, way == "captured")
             part.keep(f"{name}, {way}, logits error", error)
             part.say(f"{name}, {way}: logits off by {error:.2g} standard deviations of a plain forward's")
-    if len(found) < len(WAYS):
-        if "eager" in found and not part.tiny:  # would it work if graphs shared no memory?
+    if len(ended) < len(WAYS):
+        if "eager" in ended and not part.tiny:  # would it work if graphs shared no memory?
             with part.attempt(f"{name}, captured, a memory pool for each graph"):
-                texts = {"eager": found["eager"]["tokens"], "captured": decode(model, draft, True, True)["tokens"]}
+                texts = {"eager": ended["eager"]["tokens"], "captured": decode(model, draft, True, True)["tokens"]}
                 part.keep(f"{name}, a memory pool for each graph, first difference", first_difference(texts))
                 part.say(f"{name}: with a memory pool for each graph it ends without an error")
         return
-    texts = {way: one["tokens"] for way, one in found.items()}
+    texts = {way: decoded["tokens"] for way, decoded in ended.items()}
     different, count = first_difference(texts), sum(map(len, texts["captured"]))
     part.keep(f"{name}, first difference", different)
     where = "equal those of eager" if different is None else f"differ first at request {different[0]}, {different[1]}"
-    own = found["captured"]
-    grown = {who: len(sizes) - 1 for who, sizes in own["spans_and_cells"].items()}
-    captures = {who: number for who, (number, _) in own["captures"].items()}
+    captured = ended["captured"]
+    grown = {who: len(sizes) - 1 for who, sizes in captured["spans_and_cells"].items()}
+    captures = {who: number for who, (number, _) in captured["captures"].items()}
     part.say(
-        f"{name}: {count} tokens {where}; {own['accepted']} of {own['drafted']} draft tokens accepted; the caches grew "
-        f"{grown['target']} and {grown['draft']} times; {captures['target']} and {captures['draft']} {part.captures}"
+        f"{name}: {count} tokens {where}; {captured['accepted']} of {captured['drafted']} draft tokens accepted; the "
+        f"caches grew {grown['target']} and {grown['draft']} times; {captures['target']} and {captures['draft']} "
+        f"{part.captures}"
     )
     if min(grown.values()) < 2:
         part.fail(f"{name}: the caches should have grown twice: {grown}")
