@@ -65,7 +65,7 @@ display(tables.steps[["request", "arm", "round", "nodes", "path", "accepted", "e
 #
 # The arms alternate on each group of prompts (here a group is one prompt), so both decode the same prompts shortly
 # after each other. The speed-up is a ratio of sums: total tokens per total seconds of `medusa` over those of the
-# baseline. Its 95 % interval is a bootstrap over groups. It depends on the machine: drafting pays where a forward of
+# baseline. Its 95 % interval is over groups. It depends on the machine: drafting pays where a forward of
 # several tokens costs little more than a forward of one. The weights are in float32 here, as many
 # CPUs multiply bfloat16 slowly: there it costs several times as much, and the speed-up is below 1.
 

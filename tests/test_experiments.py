@@ -137,3 +137,17 @@ def test_long_context_measures_every_way_at_every_length(monkeypatch):
     assert list(frame["way"]) == [*ways, *ways] and (frame[["step", "forward"]] > 0).all(axis=None)
     grown = module.growth(frame)
     assert grown["ratio"].to_dict() == pytest.approx((grown["step"] / grown["forward"]).to_dict())
+
+
+@pytest.mark.parametrize(("kind", "words", "right"), [("quiet", "rrd", 2), ("loaded", "rdn", 2)])
+def test_the_study_of_the_verdict_counts_which_are_right(tmp_path, monkeypatch, capsys, kind, words, right):
+    study, names = script("verdict"), {"r": "reliable", "d": "doubtful", "n": "not reliable"}
+    found = iter(words)
+
+    def measure(out, way, prompts, seed, seconds, options):
+        return {"run": out.name, "load": way, "verdict": names[next(found)], "speedup": 1.5, "reasons": "why"}
+
+    monkeypatch.setattr(study, "measure", measure)
+    table = study.main([f"--{kind}", "--runs", "3", "--ways", "all", "stop", "--out", str(tmp_path)])
+    assert table["load"].tolist() == (["quiet"] * 3 if kind == "quiet" else ["all", "stop", "all"])
+    assert f"right: {right} of 3" in capsys.readouterr().out and (tmp_path / f"{kind}.csv").is_file()

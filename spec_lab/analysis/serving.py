@@ -13,10 +13,10 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from spec_lab.analysis import figures
-from spec_lab.analysis.metrics import Interval, cluster_interval, ratio, speedup_of_totals
+from spec_lab.analysis import figures, metrics
+from spec_lab.analysis.metrics import Interval, TimingVerdict, cluster_interval, ratio, speedup_of_totals
 from spec_lab.analysis.roofline_text import roofline_notes
-from spec_lab.analysis.text import WIDE, cache_notes, interval, kv_notes, number, table
+from spec_lab.analysis.text import WIDE, cache_notes, interval, kv_notes, number, table, verdict_line
 
 PERCENTILES = (50, 90, 99)
 
@@ -43,7 +43,7 @@ def summarise(
 
     Throughput is the number of tokens over the seconds from a segment's first arrival to its last token, both summed
     over segments. The speed-up is the ratio of the two throughputs on the same requests (``metrics.speedup``), with an
-    interval by bootstrap over segments; NaN of the baseline itself, and without a baseline. Figures over no rows are
+    interval over segments; NaN of the baseline itself, and without a baseline. Figures over no rows are
     NaN.
 
     The share of the roofline is that of the target's forwards in steps that computed no part of a prompt
@@ -70,7 +70,7 @@ def summarise(
         base = spans[arm_of == baseline].droplevel("arm")
         speedup = Interval(*[float("nan")] * 3)
         if arm != baseline:
-            speedup = speedup_of_totals(mine["tokens"], mine["seconds"], base["tokens"], base["seconds"])
+            speedup = speedup_of_totals(mine[["tokens", "seconds"]], base[["tokens", "seconds"]])
         found[arm] = {
             "requests": len(own),
             "tokens": int(mine["tokens"].sum()),
@@ -86,6 +86,24 @@ def summarise(
             },
         }
     return found
+
+
+def serving_verdict(frame: pd.DataFrame, manifest: Mapping[str, Any], baseline: str = "baseline") -> TimingVerdict:
+    """Return the verdict on the times of a served stream (``metrics.timing_verdict``), segment by segment.
+
+    Args:
+        frame: the rows of segments in which no request broke.
+        manifest: of the run.
+        baseline: the arm that others are compared with.
+    """
+    arms = {}
+    for arm, own in frame.groupby("arm", sort=False):
+        each = own.groupby("segment")
+        table = pd.DataFrame({"tokens": each["tokens"].sum(), "seconds": each["end"].max() - each["arrival"].min()})
+        table = table[(table > 0).all(axis=1)]
+        slowness, load = metrics.token_slowness(table), metrics.other_cores(own, "segment")
+        arms[str(arm)] = table.assign(slowness=slowness, other_cores=load)
+    return metrics.timing_verdict(arms, *metrics.threads_and_cores(manifest), baseline, "segment")
 
 
 def _roofline(own: pd.DataFrame) -> dict[str, Any]:
@@ -110,6 +128,7 @@ def print_summary(summary: Mapping[str, Any], console: Console, verbose: bool = 
     first token, and means. A note names the segments that were left out because a request broke.
     """
     arms = summary["arms"]
+    console.print(verdict_line(summary), highlight=False)
     shown = table(
         f"{summary['experiment']}: {next(iter(arms.values()))['requests']} requests, arrivals: {summary['arrivals']}"
     )

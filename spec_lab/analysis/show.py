@@ -22,6 +22,7 @@ from spec_lab.analysis.text import (
     margin_notes,
     number,
     table,
+    verdict_line,
 )
 from spec_lab.core.terminal import visible
 from spec_lab.results.manifest import with_parts
@@ -48,6 +49,7 @@ def show(summary: Mapping[str, Any], console: Console, verbose: bool = False) ->
     summary = {**summary, "arms": renamed(summary["arms"], names), "against": against, **renamed_too}
     verbose = verbose or console.width >= WIDE
     wide = console.width >= WIDE
+    console.print(verdict_line(summary), highlight=False)
     console.print(_arms(_title(summary), (*FIGURES, *MORE_FIGURES) if wide else FIGURES, summary["arms"]))
     if verbose and not wide:
         console.print(_arms("More figures", MORE_FIGURES, summary["arms"]))
@@ -177,7 +179,9 @@ def _notes(summary: Mapping[str, Any], verbose: bool) -> list[str]:
     if not measured and len(arms) == 1:
         lines.append("One arm only, so no speed-up was measured.")
     if summary["short_groups"] and measured:
-        lines.append("The last group has fewer prompts than the others: it is left out of the speed-ups.")
+        lines.append("The last group has fewer prompts than the others: it is left out of all speeds.")
+    if repeated := summary.get("repeated_groups"):
+        lines.append(f"Decoded again, because they were disturbed: groups {', '.join(repeated)}.")
     if summary["broken_groups"]:
         lines.append(
             f"In {summary['broken_groups']} of {summary['groups']} groups a request broke: they are left out of speeds "

@@ -10,6 +10,9 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from spec_lab.analysis.metrics.verdict import in_words
+from spec_lab.core.terminal import visible
+
 WIDE = 130
 """Columns of a terminal that shows every column of a table without ``verbose``."""
 
@@ -141,6 +144,19 @@ def losslessness(arm: Mapping[str, Any]) -> tuple[str, str]:
     missing = "; ".join(certificate.get("missing", ()))
     why = f"declared lossless, not enumerated ({missing}); +experiment=certify tests it by samples" if missing else ""
     return "not certified", why
+
+
+def verdict_line(summary: Mapping[str, Any]) -> str:
+    """Return the verdict on the times of a result, such as "Verdict: doubtful: 4 groups, fewer than 8 ...".
+
+    Args:
+        summary: ``summary.json``, or another mapping with its ``verdict`` and ``verdict_reasons``; an older one lacks
+            them.
+    """
+    word, reasons = summary.get("verdict"), summary.get("verdict_reasons") or ()
+    if not word:
+        return "Verdict: not recorded; spec-lab report computes it from the rows."
+    return f"Verdict: {in_words(str(word), [visible(str(reason)) for reason in reasons])}."
 
 
 def cache_notes(shares: Mapping[str, float | None]) -> list[str]:

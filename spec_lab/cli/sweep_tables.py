@@ -80,7 +80,10 @@ def print_results(folder: Path, console: Console | None = None, verbose: bool = 
     if "tau_pooled" not in table or not len(table):
         return
     shown = table[(table["arm"] != "baseline") | (table.groupby("run")["arm"].transform("nunique") == 1)]
-    keys = list(dict.fromkeys(sweep.key(one) for run in sweep.runs(folder) for one in run.overrides))
+    runs = sweep.runs(folder)
+    for line in sweeps.verdicts(table, sweeps.run_labels(runs)):
+        console.print(visible(line), highlight=False)
+    keys = list(dict.fromkeys(sweep.key(one) for run in runs for one in run.overrides))
     varied = sweeps.varied(table, keys)
     heads = [*(sweeps.short_names(varied)[key] for key in varied)] or ["run"]
     heads += ["arm"] * (shown["arm"].nunique() > 1)

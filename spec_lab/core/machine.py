@@ -43,9 +43,9 @@ class Usage:
 
     Args:
         wall: the moment, in seconds of a monotonic clock.
-        machine: by all processes on all cores, time stolen by the hypervisor included; None if not known. Processes of
-            low priority (nice) are not counted, since they yield, unless this process has low priority itself.
-        own: by this process.
+        machine: by all processes on the cores that this process may use, time stolen by the hypervisor included; None
+            if not known.
+        own: by this process. Processes that it started count as others: they take cores from it as others do.
     """
 
     wall: float
@@ -83,9 +83,13 @@ def crowded(load: float | None, threads: int, cores: int) -> bool:
 def _machine_seconds() -> float | None:
     """Return ``Usage.machine``."""
     try:
-        first = STAT.read_text().split("\n", 1)[0]
-        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first.split()[1:9])
+        lines = [line.split() for line in STAT.read_text().splitlines() if line.startswith("cpu")]
+        allowed = {f"cpu{core}" for core in allowed_cores()}
+        counted = [line for line in lines if line[0] in allowed] or lines[:1]
+        ticks = 0
+        for line in counted:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, line[1:9])
+            ticks += user + nice + system + irq + softirq + steal
     except (OSError, ValueError):
         return None
-    low = nice if os.nice(0) > 0 else 0
-    return (user + low + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return ticks / os.sysconf("SC_CLK_TCK") if counted else None

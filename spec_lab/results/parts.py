@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from spec_lab.core.files import Unreadable, own_folder, refuse_link, replacing
@@ -68,6 +69,27 @@ class TableParts:
         for name, one in self.schemas.items():
             if rows[name]:
                 _write(pa.Table.from_pylist(rows[name], schema=one), folder / f"{name}-{part}.parquet")
+
+    def discard(self, number: int, part: str) -> None:
+        """Remove the rows of a finished unit; one that is killed meanwhile leaves the unit unfinished.
+
+        Args:
+            number: of the unit.
+            part: its name in file names.
+
+        Raises:
+            OSError: a file cannot be written.
+            Unreadable: see ``load``.
+        """
+        assert self.unit is not None
+        for name in reversed(self.schemas):
+            (self.out / "parts" / f"{name}-{part}.parquet").unlink(missing_ok=True)
+            whole = self.out / f"{name}.parquet"
+            if whole.exists():
+                table = self._read(whole)
+                kept = table.filter(pc.not_equal(table[self.unit], number))
+                if len(kept) < len(table):
+                    _write(kept, whole)
 
     def load(self) -> dict[str, pd.DataFrame]:
         """Return the rows of the finished units of a run that is running, was killed or is done.

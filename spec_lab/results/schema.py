@@ -152,6 +152,12 @@ OPTIONAL = {
         "checker": (_TEXT, "the checker of this answer (text.checkers.CHECKERS); empty where it is not checked"),
         "correct": (_FLAG, "whether the checker finds the answer correct; null where it is not checked"),
         "cached_tokens": (_WHOLE, "of the prompt's tokens, those whose KV cache came from the prefix cache"),
+        "other_cores": (
+            _REAL,
+            "cores that other processes used on average while the arm decoded the group (of conversations the turn); "
+            "null where the system does not report it",
+        ),
+        "attempt": (_WHOLE, "how often its group had been decoded before and was discarded as disturbed"),
     },
 }
 """Columns that some runs write in addition; a row may be null there. Readers accept tables with and without them."""
@@ -161,6 +167,9 @@ TURN_COLUMNS = ("conversation", "turn")
 
 CHECK_COLUMNS = ("checker", "correct")
 """The optional columns of ``requests`` of runs whose prompts have a checker."""
+
+TIMING_COLUMNS = ("other_cores", "attempt")
+"""The optional columns of ``requests`` that every run writes; older ones lack them."""
 
 DRAFT_COLUMNS = tuple(name for name in OPTIONAL["steps"] if name.startswith(("draft_", "emitted_")))
 """The optional columns of ``steps`` that the run options ``record=drafts`` and ``record=replay`` add."""

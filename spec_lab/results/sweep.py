@@ -550,6 +550,8 @@ def mixed(found: Iterable[Run]) -> dict[str, list[str]]:
 def _arms(summary: Mapping[str, Any]) -> Iterator[tuple[str | None, dict[str, Any]]]:
     """Yield each arm's figures with those that all arms share; of a summary without arms, the summary's own."""
     shared = {name: value for name, value in summary.items() if not isinstance(value, dict | list)}
+    if reasons := summary.get("verdict_reasons"):
+        shared["verdict_reasons"] = "; ".join(map(str, reasons))
     found = summary.get("arms")  # a task without arms may use the name for a list
     arms: dict[str | None, dict[str, Any]] = found if isinstance(found, dict) and found else {None: {}}
     for arm, figures in arms.items():

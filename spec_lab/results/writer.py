@@ -236,6 +236,8 @@ def request_row(
     order: int,
     conversation: str = "",
     turn: int = 1,
+    other_cores: float | None = None,
+    attempt: int = 0,
 ) -> dict[str, Any]:
     """Return the row of one outcome.
 
@@ -245,7 +247,7 @@ def request_row(
         shown: the output as text.
         ends: for each token, number of characters of the text that no later token changes.
         seed, group, arm, order: see ``schema.REQUESTS``.
-        conversation, turn: see ``schema.OPTIONAL``.
+        conversation, turn, other_cores, attempt: see ``schema.OPTIONAL``.
     """
     number = outcome.request.id
     return {
@@ -278,6 +280,8 @@ def request_row(
         "error": outcome.error,
         "conversation": conversation or prompt.name,
         "turn": turn,
+        "other_cores": other_cores,
+        "attempt": attempt,
         "checker": prompt.checker,
         "correct": _correct(prompt, shown),
     }
@@ -323,6 +327,10 @@ class Recorder:
         """Write the rows of a finished group."""
         rows = {"replay": replay or [], "tokens": tokens or [], "rounds": rounds, "steps": steps, "requests": requests}
         self.parts.write(f"{group:06d}", rows)
+
+    def discard(self, group: int) -> None:
+        """Remove the rows of a finished group, which is to be decoded again; see ``TableParts.discard``."""
+        self.parts.discard(group, f"{group:06d}")
 
     def gather(self) -> Tables:
         """Join the parts into one file per table and remove them; see ``Parts.gather``."""

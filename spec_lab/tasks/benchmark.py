@@ -29,10 +29,10 @@ from spec_lab.engine.proposer import most_at_once
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.replay.bounds import ArmBounds, for_summary
-from spec_lab.results.schema import CHECK_COLUMNS, DRAFT_COLUMNS, TURN_COLUMNS
+from spec_lab.results.schema import CHECK_COLUMNS, DRAFT_COLUMNS, TIMING_COLUMNS, TURN_COLUMNS
 from spec_lab.results.writer import Recorder
 from spec_lab.tasks.certify.certificate import in_short
-from spec_lab.tasks.groups import BASELINE, decode_group
+from spec_lab.tasks.groups import BASELINE, attempts, check_repeats, decode_group, next_attempts
 from spec_lab.tasks.lab import Arm, Lab, Loop, Settings
 from spec_lab.tasks.memory import check_memory
 from spec_lab.tasks.shell import Done, Task
@@ -46,7 +46,13 @@ MOST_MARGINS = 32
 
 
 def run(
-    lab: Lab, settings: Settings, config: Mapping[str, Any], console: Console | None = None, *, history: str = "own"
+    lab: Lab,
+    settings: Settings,
+    config: Mapping[str, Any],
+    console: Console | None = None,
+    *,
+    history: str = "own",
+    repeat_disturbed: bool = False,
 ) -> int:
     """Decode every group with every arm; leave tables, manifest, summary and figures in ``settings.output_dir``.
 
@@ -61,6 +67,9 @@ def run(
         console: where the final table goes; default standard output.
         history: which answers the later turns of conversations continue: "own", each arm its own, or "baseline", so
             that all arms decode the same prompts.
+        repeat_disturbed: whether groups that were disturbed (``metrics.disturbed``) are decoded again by every arm, at
+            most ``MOST_ATTEMPTS`` times in all. The rows of an attempt replace those of the one before; the column
+            ``attempt`` counts them.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C.
@@ -72,6 +81,7 @@ def run(
     many = settings.overrides is not None
     console = console or Console(quiet=many, markup=False)
     one_of("task.history", history, ("own", BASELINE))
+    check_repeats(repeat_disturbed, lab, settings)
     settings = settings.with_record(lab.most_tokens(settings))
     arms, turns = lab.arms(settings), lab.first_turns(settings)
     if history == BASELINE and BASELINE not in arms:
@@ -83,7 +93,7 @@ def run(
     chat, checks = lab.chat_facts(), any(one.checker for one in lab.prompts)
     optional = [*DRAFT_COLUMNS * settings.records_drafts, *["policy"] * policies]
     optional += [*TURN_COLUMNS * (chat is not None), *CHECK_COLUMNS * checks]
-    optional += ["cached_tokens"] * (settings.prefix_cache is not None)
+    optional += [*TIMING_COLUMNS, *["cached_tokens"] * (settings.prefix_cache is not None)]
     recorder, size = Recorder(settings.output_dir, optional, settings.record or ""), settings.batch_size
     groups = {start // size: turns[start : start + size] for start in range(0, len(turns), size)}
 
@@ -91,29 +101,46 @@ def run(
         for line in (*show.chosen_trees(lab.facts(), facts["proposers"]), *_waiting(arms, min(size, len(requests)))):
             console.print(line, soft_wrap=True, highlight=False)
         finished, names = recorder.finished(), names_in_manifest(facts)
-        todo = {number: group for number, group in groups.items() if number not in finished}
+        todo = [number for number in groups if number not in finished]
         texts = TokenTexts.of(lab.target) if settings.records_drafts else None
         peak = Peak.start(lab.target.lm.device)
-        total = sum(lab.prompts[one.conversation].turns for group in todo.values() for one in group) * len(arms)
-        with tqdm(total=total, desc=settings.name, unit="prompt", disable=one_of_several()) as bar:
-            if todo and settings.warmup:
-                bar.set_postfix_str("warming up")
-                _warm_up(arms, requests[:size], settings.warmup)
-                bar.set_postfix_str("")
-            for number, group in todo.items():
-                rows = decode_group(lab, settings, arms, names, number, group, bar, history)
-                tokens = token_rows(number, rows.steps, texts) if texts is not None else []
-                recorder.write(number, rows.rounds, rows.steps, rows.requests, rows.replay, tokens)
-                seen = tracking.group_figures(pd.DataFrame(rows.requests))
-                lab.tracker.group(number, seen)
-                speeds = {series.rpartition("/")[0] or MAIN: f"{speed:.3g} tokens/s" for series, speed in seen.items()}
-                bar.set_postfix(renamed(speeds, names))
-        used: dict[str, Any] = {"memory": {**(facts.get("memory") or {}), **peak.facts(bool(todo))}}
+
+        def decode(numbers: Mapping[int, int]) -> None:
+            """Decode groups, given by number with the number of the attempt."""
+            turns = sum(lab.prompts[one.conversation].turns for number in numbers for one in groups[number])
+            with tqdm(total=turns * len(arms), desc=settings.name, unit="prompt", disable=one_of_several()) as bar:
+                if numbers and settings.warmup:
+                    bar.set_postfix_str("warming up")
+                    _warm_up(arms, requests[:size], settings.warmup)
+                    bar.set_postfix_str("")
+                for number, attempt in numbers.items():
+                    if attempt:
+                        recorder.discard(number)
+                    rows = decode_group(lab, settings, arms, names, number, groups[number], bar, history, attempt)
+                    tokens = token_rows(number, rows.steps, texts) if texts is not None else []
+                    recorder.write(number, rows.rounds, rows.steps, rows.requests, rows.replay, tokens)
+                    seen = tracking.group_figures(pd.DataFrame(rows.requests))
+                    lab.tracker.group(number, seen)
+                    speeds = {
+                        series.rpartition("/")[0] or MAIN: f"{speed:.3g} tokens/s" for series, speed in seen.items()
+                    }
+                    bar.set_postfix(renamed(speeds, names))
+
+        decode(dict.fromkeys(todo, 0))
+        repeated = 0
+        while repeat_disturbed and (again := next_attempts(metrics.load(settings.output_dir), facts)):
+            repeated += len(again)
+            console.print(
+                f"Decoding {len(again)} disturbed groups again: {', '.join(map(str, again))}", highlight=False
+            )
+            decode(again)
+        used: dict[str, Any] = {"memory": {**(facts.get("memory") or {}), **peak.facts(bool(todo or repeated))}}
         tables = recorder.gather()
         if settings.prefix_cache is not None:
             used["cached_prompt_shares"] = metrics.cached_prompt_shares(tables.requests)
         bounds = for_summary(settings.output_dir) if settings.record == "replay" else {}
         summary = _summary(lab, settings, arms, tables, config, facts.get("roofline"), bounds)
+        summary |= metrics.run_verdict(tables, facts, names).summary()
         return Done(
             summary | margins(lab, requests, tables) | used,
             lambda: [] if many else _draw(with_names(tables, names), settings.output_dir / "figures"),
@@ -207,6 +234,7 @@ def _summary(
         "groups": tables.requests["group"].nunique(),
         "broken_groups": len(metrics.broken_groups(tables.requests)),
         "short_groups": len(metrics.short_groups(tables.requests)),
+        "repeated_groups": {str(number): attempt for number, attempt in attempts(tables).items() if attempt},
         **main,
         "arms": each,
         "against": metrics.speedups_over_peers(tables),

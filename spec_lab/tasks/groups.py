@@ -11,13 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from spec_lab.analysis import metrics
+from spec_lab.core.machine import Usage, other_load
 from spec_lab.engine.request import BROKEN
 from spec_lab.results import writer
 from spec_lab.results.writer import Outcome
-from spec_lab.tasks.lab import Arm, Lab, Settings, Turn
+from spec_lab.tasks.lab import Arm, Lab, Settings, Turn, shared_store
 from spec_lab.text.checkers import reply
 
 BASELINE = "baseline"
+
+MOST_ATTEMPTS = 3
+"""Most times that a group is decoded where disturbed ones are repeated."""
 
 
 @dataclass
@@ -39,6 +44,7 @@ def decode_group(
     group: Sequence[Turn],
     bar: Any,
     history: str = "own",
+    attempt: int = 0,
 ) -> GroupRows:
     """Decode a group with every arm, the arms in the group's order; return its rows.
 
@@ -51,6 +57,7 @@ def decode_group(
         group: the first turns of its conversations.
         bar: the progress bar; it counts requests, and prints why one broke.
         history: which answers later turns continue: "own", each arm its own, or "baseline".
+        attempt: how often the group was decoded before and discarded.
     """
     rows, order = GroupRows(), arm_order(list(arms), number)
     todo = {name: list(group) for name in order}
@@ -61,7 +68,9 @@ def decode_group(
             if not todo[name]:
                 continue
             turn = todo[name][0].number
+            began = Usage.now()
             decoded = arms[name].decode([one.request for one in todo[name]])
+            load = other_load(began, Usage.now())
             own_rounds, own_steps = writer.rows_of(decoded.steps, number, name, turn, rounds[name])
             rows.replay += writer.replay_rows_of(decoded.steps, number, name, lab.target.vocabulary, rounds[name])
             rounds[name] += len(own_rounds)
@@ -70,7 +79,7 @@ def decode_group(
             by_request = {one.request.id: one for one in todo[name]}
             for outcome in decoded.outcomes:
                 one = by_request[outcome.request.id]
-                row = _row(lab, settings, outcome, one, number, name, place)
+                row = _row(lab, settings, outcome, one, number, name, place, load, attempt)
                 rows.requests.append(row)
                 if outcome.error:
                     bar.write(f"{names[name]}: {outcome.error}", file=sys.stderr)
@@ -81,10 +90,45 @@ def decode_group(
             answers = said[name if history == "own" else BASELINE]
             todo[name], broken = _next_turns(lab, settings, todo[name], answers)
             for outcome, one in broken:
-                rows.requests.append(_row(lab, settings, outcome, one, number, name, place))
+                rows.requests.append(_row(lab, settings, outcome, one, number, name, place, None, attempt))
                 bar.write(f"{names[name]}: {outcome.error}", file=sys.stderr)
                 bar.update(1)
     return rows
+
+
+def check_repeats(repeat_disturbed: bool, lab: Lab, settings: Settings) -> None:
+    """Refuse to repeat groups where a repetition would profit from the attempt before.
+
+    Raises:
+        ValueError: names the option.
+    """
+    if not isinstance(repeat_disturbed, bool):
+        raise ValueError(f"task.repeat_disturbed must be true or false, not {repeat_disturbed!r}")
+    if not repeat_disturbed:
+        return
+    why = "an arm would decode a group again with what it kept of the first attempt"
+    if settings.prefix_cache is not None:
+        raise ValueError(f"task.repeat_disturbed=true does not support prefix_cache: {why}. Set prefix_cache=null")
+    proposers = [lab.proposer, *lab.more_proposers.values()]
+    if stores := [proposer.name for proposer in proposers if shared_store(proposer)]:
+        raise ValueError(
+            f"task.repeat_disturbed=true does not support proposers that learn across requests ({', '.join(stores)}): "
+            f"{why}. Set task.repeat_disturbed=false"
+        )
+
+
+def attempts(tables: metrics.Tables) -> dict[int, int]:
+    """Return how often each group was decoded before and discarded."""
+    if "attempt" not in tables.requests:  # an older run
+        return {}
+    return {int(group): int(times) for group, times in tables.requests.groupby("group")["attempt"].max().items()}
+
+
+def next_attempts(tables: metrics.Tables, facts: Mapping[str, Any]) -> dict[int, int]:
+    """Return the number of the next attempt of each disturbed group that may be decoded again."""
+    disturbed = metrics.disturbed(metrics.units_of_run(tables), *metrics.threads_and_cores(facts))
+    done = attempts(tables)
+    return {group: done[group] + 1 for group in disturbed if done[group] + 1 < MOST_ATTEMPTS}
 
 
 def arm_order(names: list[str], number: int) -> list[str]:
@@ -121,11 +165,19 @@ def _next_turns(
 
 
 def _row(
-    lab: Lab, settings: Settings, outcome: Outcome, turn: Turn, group: int, arm: str, order: int
+    lab: Lab,
+    settings: Settings,
+    outcome: Outcome,
+    turn: Turn,
+    group: int,
+    arm: str,
+    order: int,
+    other_cores: float | None,
+    attempt: int,
 ) -> dict[str, Any]:
     """Return the row of an outcome."""
     shown = lab.shown(outcome.request, outcome.tokens), lab.ends(outcome.request, outcome.tokens)
     return writer.request_row(
         outcome, turn.prompt, *shown, settings.seed, group, arm, order,
-        lab.prompts[turn.conversation].name, turn.number,
+        lab.prompts[turn.conversation].name, turn.number, other_cores, attempt,
     )  # fmt: skip

@@ -23,7 +23,8 @@ from tqdm import tqdm
 
 from spec_lab.analysis.metrics import cached_prompt_shares
 from spec_lab.analysis.names import arm_names, renamed
-from spec_lab.analysis.serving import draw, print_summary, summarise
+from spec_lab.analysis.serving import draw, print_summary, serving_verdict, summarise
+from spec_lab.core.machine import Usage, other_load
 from spec_lab.core.memory import Peak
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.randomness import CounterDraws
@@ -71,6 +72,9 @@ ROOFLINE = {
     "forward_seconds": (_REAL, "seconds inside the target's module calls of these steps, likewise"),
 }
 """Optional columns: not in older runs, and not where the runner does not state its work."""
+
+TIMING = {"other_cores": OPTIONAL["requests"]["other_cores"]}
+"""The optional column that older runs lack."""
 
 CACHED = {"cached_tokens": OPTIONAL["requests"]["cached_tokens"]}
 """The optional column of runs with a prefix cache."""
@@ -146,8 +150,8 @@ def serve(
         check_requests(arm, stream, limits)
     segments = segments_of(stream, times, segment)
     roofline = lab.roofline()
-    written = [*({} if roofline is None else ROOFLINE), *({} if settings.prefix_cache is None else CACHED)]
-    optional = {"served": ROOFLINE | CACHED}
+    written = [*TIMING, *({} if roofline is None else ROOFLINE), *({} if settings.prefix_cache is None else CACHED)]
+    optional = {"served": TIMING | ROOFLINE | CACHED}
     tables = TableParts(settings.output_dir, {"served": SERVED}, optional=optional, written=written)
     about = {
         "experiment": settings.name,
@@ -185,6 +189,7 @@ def serve(
             **({} if settings.prefix_cache is None else {"cached_prompt_shares": cached_prompt_shares(complete)}),
             "arms": summarise(complete, list(arms), ttft_bound, tpot_bound, baseline),
             "errors": frame.loc[frame["error"] != "", "error"].tolist(),
+            **serving_verdict(complete, facts, baseline or "").summary(),
         }
         shown = partial(print_summary, console=console, verbose=settings.verbose)
         return Done(summary, lambda: draw(complete, settings.output_dir / "figures") if len(complete) else [], shown)
@@ -279,8 +284,10 @@ def serve_with_every_arm(
     names, shift = list(arms), segment.number % len(arms)
     rows: Rows = []
     for order, name in enumerate(names[shift:] + names[:shift]):
+        began = Usage.now()
         served = serve_segment(arms[name], segment.requests, segment.due, limits, roofline)
-        key = {"segment": segment.number, "arm": name, "order": order}
+        load = other_load(began, Usage.now())
+        key = {"segment": segment.number, "arm": name, "order": order, "other_cores": load}
         rows += [{"id": f"{row['request']}/{name}", **key, **row} for row in served]
         for row in served:
             if row["error"]:

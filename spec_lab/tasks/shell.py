@@ -96,6 +96,10 @@ class Task:
             done = self.work(facts)
             summary = finite({"schema_version": SCHEMA_VERSION, **done.summary})
             write_json(out / self.summary, summary)
+            if "verdict" in summary:
+                judged = ("verdict", "verdict_reasons", "repeated_groups")
+                facts |= {name: summary[name] for name in judged if name in summary}
+                write_json(out / "manifest.json", facts)
             lab.tracker.finish(summary, done.draw(), done.tables)
         except KeyboardInterrupt:
             if self.parts is not None:

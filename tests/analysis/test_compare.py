@@ -442,3 +442,19 @@ def test_runs_of_the_lab_are_compared(tmp_path):
     assert found.pairs[0].identical == 1.0  # greedy: the draft cannot matter
     assert [one.key for one in found.configuration] == ["depth"]
     assert figure(found, "tau_pooled").other == json.loads((folders[1] / "summary.json").read_text())["tau_pooled"]
+
+
+# Verdicts on times ---------------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_on_each_run_stands_above_all_changes(tmp_path):
+    """Runs of an older version have no times of forwards and no load: their rows allow the rest."""
+    few, apart = write(tmp_path / "few", [2.0] * 4), write(tmp_path / "apart", [1.0, 6.0] * 8)
+    comparison = compare([few, apart])
+    words = {label: verdict.word for label, verdict in comparison.verdicts.items()}
+    assert words == {"A": "doubtful", "B": "doubtful"}
+    console = Console(file=io.StringIO(), width=100)
+    show(comparison, console)
+    printed = " ".join(console.file.getvalue().split())
+    assert printed.index("A: Verdict: doubtful: 4 groups") < printed.index("B: Verdict: doubtful: the speed-up of toy")
+    assert printed.index("geometric mean: it depends") < printed.index("compared with A")

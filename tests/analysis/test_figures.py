@@ -254,3 +254,54 @@ def test_a_forest_of_many_runs_draws_the_fastest(tmp_path):
     axes = figures.forest(table, KEYS).axes[0]
     assert axes.get_title(loc="left") == "Speed-ups: the 40 fastest of 600"
     assert len(axes.get_yticks()) == figures.MAX_ROWS
+
+
+# Outliers ------------------------------------------------------------------------------------------------------------
+
+
+def marks(axes, marker: str) -> list[list[float]]:
+    return [point for line in axes.lines if line.get_marker() == marker for point in line.get_xydata().tolist()]
+
+
+def test_an_axis_ends_at_the_largest_value_that_is_no_outlier():
+    assert figures.style.axis_end([1.0, 1.5, 2.0, 21.0]) == 2.0
+    assert figures.style.axis_end([1.0, 2.0, 3.0, 4.0]) == 4.0, "spread, but no outlier"
+    assert figures.style.axis_end([1.0, np.nan, 1.9]) == 1.9
+    assert np.isnan(figures.style.axis_end([]))
+
+
+def test_groups_beyond_the_axis_are_marked_at_its_end_and_counted():
+    """Eight groups; in one the baseline was disturbed, so that its ratio is 21."""
+    rows = [
+        {"group": group, "arm": arm, "request": group, "decode_tokens": 60, "prefill_tokens": 1, "finish": "length",
+         "prefill_seconds": 0.0, "decode_seconds": 1.0 if arm == "speculative" else 31.5 if group == 3 else 1.5}
+        for group in range(8) for arm in ("speculative", "baseline")
+    ]  # fmt: skip
+    rounds = pd.DataFrame({"arm": ["speculative", "baseline"], "group": 0})
+    left, right = figures.throughput(Tables(rounds, pd.DataFrame(), pd.DataFrame(rows))).axes
+    assert len(marks(right, ">")) == 2 and right.get_xlim()[1] < 6, "the ratio of 21, and the end of the interval"
+    assert {point[0] for point in marks(right, ">")} == {max(point[0] for point in marks(right, ">"))}
+    assert len(marks(right, "o")) == 7
+    assert any("1 of 8 beyond" in text.get_text() for text in right.texts)
+    assert not marks(left, ">") and not any("beyond" in text.get_text() for text in left.texts)
+
+
+def test_a_run_of_a_sweep_beyond_the_axis_is_marked_and_counted():
+    table = swept()
+    table.loc[table["run"] == "b4", ["speedup", "speedup_low", "speedup_high"]] = [40.0, 30.0, 50.0]
+    axes = figures.forest(table, KEYS).axes[0]
+    assert len(marks(axes, ">")) == 1 and axes.get_xlim()[1] < 10
+    assert any("1 of 6 beyond" in text.get_text() for text in axes.texts)
+    points = figures.tau_and_speedup(table, KEYS, "proposer").axes[0]
+    assert len(marks(points, "^")) == 1 and any("1 of 6 beyond" in text.get_text() for text in points.texts)
+
+
+def test_a_change_beyond_the_axis_is_marked_and_counted():
+    table = pd.DataFrame(
+        [{"figure": "speedup_geometric_mean", "label": f"B / A: {factor}", "other_name": "medusa", "relative": True,
+          "change": factor, "simultaneous_low": factor / 1.2, "simultaneous_high": 1.2 * factor,
+          "verdict": "significant"} for factor in (0.9, 1.0, 1.1, 1.2, 1.3, 30.0)]
+    )  # fmt: skip
+    axes = figures.changes(table, "speedup_geometric_mean", "speed-up").axes[0]
+    assert len(marks(axes, ">")) == 1 and axes.get_xlim()[1] < 3
+    assert any("1 of 6 beyond" in text.get_text() for text in axes.texts)

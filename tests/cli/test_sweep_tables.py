@@ -59,6 +59,20 @@ def test_a_sweep_without_intervals_or_speed_ups_has_a_table(tmp_path, monkeypatc
     assert table == [[seed, *["1.50"] * mean, "1234.5", tau, "2.25"] for seed, tau in (("1", "2.50"), ("2", "3.50"))]
 
 
+def test_runs_whose_times_cannot_be_trusted_are_named_above_the_table(tmp_path, monkeypatch):
+    lines = swept(tmp_path, [["seed=1"], ["seed=2"]], monkeypatch, verdict="doubtful", verdict_reasons="4 groups; load")
+    heading = next(place for place, line in enumerate(lines) if "speed-up" in line)
+    said = lines[:heading]
+    assert any("2 doubtful" in line for line in said)
+    assert [line for line in said if "seed=" in line] == [f"seed={n}: doubtful: 4 groups; load" for n in (1, 2)]
+
+
+def test_of_reliable_runs_and_of_older_ones_only_the_number_is_printed(tmp_path, monkeypatch):
+    lines = swept(tmp_path / "new", [["seed=1"], ["seed=2"]], monkeypatch, verdict="reliable", verdict_reasons=None)
+    assert "2 reliable" in lines[0] and not any("seed=" in line for line in lines)
+    assert not any("erdict" in line for line in swept(tmp_path / "old", [["seed=1"]], monkeypatch))
+
+
 @pytest.mark.parametrize("checked", [True, False])
 def test_accuracy_stands_beside_speed_where_answers_were_checked(tmp_path, monkeypatch, checked):
     more = {"correct": 0.5, "correct_low": 0.25, "correct_high": 0.75} if checked else {}

@@ -23,7 +23,7 @@ from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.tasks import serve as module
 from spec_lab.tasks.lab import Loop
-from spec_lab.tasks.serve import ROOFLINE, SERVED, serve, serve_segment
+from spec_lab.tasks.serve import ROOFLINE, SERVED, TIMING, serve, serve_segment
 from spec_lab.verify import Match, Token, Traversal
 from tests import checkpoints
 from tests.labs import TEXTS, Repeat, lab, settings
@@ -273,10 +273,16 @@ def test_every_arm_serves_every_request_once_and_the_first_arm_alternates(tmp_pa
     assert run(tmp_path / "out", console, requests=7) == 0
     rows = pd.read_parquet(tmp_path / "out" / "served.parquet")
     assert (
-        list(rows.columns) == [*SERVED, *ROOFLINE]
+        list(rows.columns) == [*SERVED, *TIMING, *ROOFLINE]
         and rows["id"].is_unique
         and not (tmp_path / "out" / "parts").exists()
     )
+    summary, manifest = (
+        json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("summary", "manifest")
+    )
+    assert summary["verdict"] in ("doubtful", "not reliable"), "four segments"
+    assert (manifest["verdict"], manifest["verdict_reasons"]) == (summary["verdict"], summary["verdict_reasons"])
+    assert f"Verdict: {summary['verdict']}" in console.file.getvalue()
     assert {arm: sorted(own["request"]) for arm, own in rows.groupby("arm")} == {
         "repeat": [*range(7)], "baseline": [*range(7)],
     }  # fmt: skip

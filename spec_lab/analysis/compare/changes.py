@@ -11,11 +11,9 @@ from typing import Any
 from spec_lab.analysis.compare.pairing import ArmComparison, FigureChange, Verdict, compare_arms
 from spec_lab.analysis.compare.rows import RunRows
 from spec_lab.analysis.compare.selection import SelectedRun, SettingValues, select_runs, setting_values
+from spec_lab.analysis.metrics import MIN_CLUSTERS, TimingVerdict
 from spec_lab.core.files import Unreadable
 from spec_lab.results import sweep
-
-MIN_UNITS = 8
-"""With fewer units nothing is tested: their spread is not known well enough."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +23,7 @@ class Comparison:
     Args:
         runs: the runs.
         described: each run in words, by label.
+        verdicts: whether each run's times can be trusted, by label.
         configuration, provenance: settings that are not the same in all of them.
         pairs: what was compared.
         level: of every ``interval``.
@@ -35,6 +34,7 @@ class Comparison:
 
     runs: tuple[SelectedRun, ...]
     described: Mapping[str, str]
+    verdicts: Mapping[str, TimingVerdict]
     configuration: tuple[SettingValues, ...]
     provenance: tuple[SettingValues, ...]
     pairs: tuple[ArmComparison, ...]
@@ -64,6 +64,7 @@ def compare(folders: Sequence[Path], level: float = 0.95) -> Comparison:
     selected, pairs, notes = select_runs(folders, unreadable)
     found: list[ArmComparison] = []
     described: dict[str, str] = {}
+    verdicts: dict[str, TimingVerdict] = {}
     manifests: dict[str, Mapping[str, Any]] = {}
     reference: RunRows | None = None
     for first, second in pairs:  # the rows of at most two runs are in memory at once
@@ -76,13 +77,15 @@ def compare(folders: Sequence[Path], level: float = 0.95) -> Comparison:
             unreadable.append(str(error))
             continue
         for run in (reference, other):
-            manifests[run.selected.label], described[run.selected.label] = run.manifest, run.described()
+            label = run.selected.label
+            if label not in manifests:
+                manifests[label], described[label], verdicts[label] = run.manifest, run.described(), run.verdict()
     if not found:
         raise Unreadable("; ".join(dict.fromkeys(unreadable)))
     selected = [run for run in selected if run.label in manifests]
-    tested = sum(_enough(one, MIN_UNITS) for pair in found for one in pair.changes)
+    tested = sum(_enough(one, MIN_CLUSTERS) for pair in found for one in pair.changes)
     simultaneous = 1 - (1 - level) / max(tested, 1)
-    fewest = max(MIN_UNITS, 1 + math.ceil(math.log2(max(tested, 1) / (1 - level))))
+    fewest = max(MIN_CLUSTERS, 1 + math.ceil(math.log2(max(tested, 1) / (1 - level))))
     arms = [
         replace(pair, changes=tuple(_tested(one, level, simultaneous, fewest) for one in pair.changes))
         for pair in found
@@ -90,7 +93,7 @@ def compare(folders: Sequence[Path], level: float = 0.95) -> Comparison:
     settings = setting_values({run.label: manifests[run.label] for run in selected})
     notes += _unpaired(arms)
     files = tuple(dict.fromkeys(unreadable))
-    return Comparison(tuple(selected), described, *settings, tuple(arms), level, tested, tuple(notes), files)
+    return Comparison(tuple(selected), described, verdicts, *settings, tuple(arms), level, tested, tuple(notes), files)
 
 
 def _enough(one: FigureChange, fewest: int) -> bool:

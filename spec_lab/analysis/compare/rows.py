@@ -10,6 +10,7 @@ import pandas as pd
 
 from spec_lab.analysis import metrics
 from spec_lab.analysis.compare.selection import SelectedRun, manifest_of
+from spec_lab.analysis.metrics import TimingVerdict
 from spec_lab.analysis.names import names_in_manifest
 from spec_lab.analysis.roofline_text import share_in_words
 from spec_lab.core.roofline import Roofline
@@ -79,6 +80,10 @@ class RunRows:
         """Return how close the baseline's forwards come to the roofline of the run's machine, in words."""
         found = metrics.roofline_figures(self.tables, "baseline", Roofline.of(self.manifest.get("roofline")))
         return share_in_words(found, "its machine's")
+
+    def verdict(self) -> TimingVerdict:
+        """Return whether the run's times can be trusted."""
+        return metrics.run_verdict(self.tables, self.manifest, names_in_manifest(self.manifest))
 
     def described(self) -> str:
         """Return proposer, size and state of the run, in words."""

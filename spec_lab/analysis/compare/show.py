@@ -12,7 +12,7 @@ from rich.text import Text
 from spec_lab.analysis.compare.changes import Comparison
 from spec_lab.analysis.compare.pairing import ArmComparison, FigureChange
 from spec_lab.analysis.compare.selection import SettingValues
-from spec_lab.analysis.text import COLUMNS, WIDE, table
+from spec_lab.analysis.text import COLUMNS, WIDE, table, verdict_line
 from spec_lab.core.terminal import visible
 
 
@@ -27,6 +27,8 @@ def show(comparison: Comparison, console: Console, verbose: bool = False) -> Non
     for run in comparison.runs:
         runs.add_row(run.label, visible(run.name), visible(comparison.described[run.label]))
     console.print(runs)
+    for line in verdict_lines(comparison):
+        console.print(line, highlight=False)
     for title, heading, settings in (
         ("Configuration, where it differs", "option", comparison.configuration),
         ("Code, machine, weights, prompts, where they differ", "", comparison.provenance),
@@ -41,6 +43,12 @@ def show(comparison: Comparison, console: Console, verbose: bool = False) -> Non
             console.print(_each_alone(pair, comparison))
     for line in notes(comparison):
         console.print(line, highlight=False, soft_wrap=line.startswith("Left out"))  # folders stay on one line
+
+
+def verdict_lines(comparison: Comparison) -> list[str]:
+    """Return the verdict on the times of each run."""
+    lines = [f"{label}: {verdict_line(verdict.summary())}" for label, verdict in comparison.verdicts.items()]
+    return lines if len(lines) > 1 else [line.partition(": ")[2] for line in lines]
 
 
 def as_frame(comparison: Comparison) -> pd.DataFrame:

@@ -38,6 +38,10 @@ def changes(table: pd.DataFrame, figure: str, heading: str) -> Figure | None:
         1, 4.4, style.ROW * len(kept) + 0.2, left=style.text_width(names, 8) + 0.1, right=2.0, bottom=0.5
     )
     none = 1.0 if relative else 0.0
+    end, clipped = np.inf, 0
+    if relative:  # differences have both signs, and no outliers by factors
+        most = style.axis_end(kept["change"])
+        end = np.fmax(1.5 * most, style.axis_end(kept.loc[kept["change"] <= most, "simultaneous_high"]))
     axes.axvline(none, color=palette.GREY, linestyle="--", linewidth=1)
     sign = "×" if relative else ""
     for place, row in enumerate(kept.to_dict("records")):
@@ -45,13 +49,19 @@ def changes(table: pd.DataFrame, figure: str, heading: str) -> Figure | None:
         known = row["verdict"] in ("significant", "not significant")
         ink = palette.colour(row["other_name"])
         face = ink if row["verdict"] == "significant" else "white"
+        if max(middle, high if known else middle) > end:
+            clipped += 1
+            axes.plot(end, place, ">", color=ink, ms=5.5, zorder=6)
         if known:
-            axes.plot([low, high], [place, place], color=ink, linewidth=1.6, solid_capstyle="butt", zorder=4)
-        axes.plot(middle, place, "D", color=ink, markerfacecolor=face, ms=5.5, zorder=5)
+            axes.plot(
+                np.minimum([low, high], end), [place, place], color=ink, linewidth=1.6, solid_capstyle="butt", zorder=4
+            )
+        axes.plot(min(middle, end), place, "D", color=ink, markerfacecolor=face, ms=5.5, zorder=5)
         form = ".2f" if relative else "+.3f"
         text = f"{sign}{middle:{form}}" + (f" [{low:{form}}, {high:{form}}]" if known else "")
         axes.annotate(text, (1.02, place), xycoords=("axes fraction", "data"), va="center", fontsize=8)
     style.rows(axes, names, size=8)
+    style.note_clipped(axes, clipped, len(kept))
     unit = "factor" if relative else "difference"
     axes.set_xlabel(f"{heading}: {unit} from the reference")
     of = f", the {len(kept)} largest of {len(rows)}" if len(kept) < len(rows) else ""

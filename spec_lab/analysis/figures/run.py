@@ -62,25 +62,32 @@ def throughput(tables: Tables) -> Figure | None:
     figure, (left, right) = style.panels(
         2, 7.2, max(2.7, 0.42 * len(others) + 0.4), left=0.95, right=0.9, between=style.text_width(names) + 0.35
     )
-    top = frame["tokens_per_second"].max() * 1.05
+    end = max(style.axis_end(frame["tokens_per_second"]), style.axis_end(frame["baseline"]))
+    farthest = max(style.axis_end([*frame["speedup"], *means["mean"]]), 1.0)
+    highest = means["high"].max()
+    farthest = np.fmax(farthest, min(highest, 2 * farthest) if highest == highest else 0.0)
+    top, counts = end * 1.05, [0, 0]
     left.plot([0, top], [0, top], color=palette.GREY, linestyle="--", linewidth=1)
     style.one_line(right)
     for place, arm in enumerate(others):
         groups = frame[frame["arm"] == arm]
-        left.plot(groups["baseline"], groups["tokens_per_second"], "o", ms=4, alpha=0.6, color=colour[arm])
+        speeds = groups["baseline"], groups["tokens_per_second"]
+        counts[0] += style.clipped(left, *speeds, colour[arm], (end, end), ms=4, alpha=0.6)
         if arm not in means.index:
             continue
         ratios = groups["speedup"].dropna()
         jitter = np.random.default_rng(0).uniform(-0.12, 0.12, len(ratios))
-        right.plot(ratios, place + 0.16 + jitter, "o", ms=3, alpha=0.4, color=colour[arm])
+        ends = farthest, np.inf
+        counts[1] += style.clipped(right, ratios, place + 0.16 + jitter, colour[arm], ends, ms=3, alpha=0.4)
         mean, low, high = (float(means.loc[arm, name]) for name in ("mean", "low", "high"))
-        text = style.interval_mark(right, mean, low, high, place - 0.14, colour[arm])
+        text = style.interval_mark(right, mean, low, high, place - 0.14, colour[arm], farthest)
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
-        right.annotate(text, (mean, place - 0.28), ha="center", va="bottom", fontsize=8, bbox=box)
+        right.annotate(text, (min(mean, farthest), place - 0.28), ha="center", va="bottom", fontsize=8, bbox=box)
     left.set(xlabel="baseline, tokens/s", ylabel="arm, tokens/s", xlim=(0, top), ylim=(0, top))
     left.locator_params(nbins=5)
     left.set_title("Groups of prompts; dashed: the baseline's speed")
-    farthest = np.nanmax([frame["speedup"].max(), means["high"].max(), 1.0])
+    style.note_clipped(left, counts[0], int(frame["arm"].isin(others).sum()))
+    style.note_clipped(right, counts[1], int(frame["speedup"].notna().sum()))
     right.set(xlabel=style.SPEEDUP, xlim=(0, farthest * 1.06))
     right.locator_params(axis="x", nbins=5)
     right.set_title("Speed-up, 95 % interval; dots: ratios of groups")

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.textpath import TextPath
+from numpy.typing import ArrayLike
 
 from spec_lab.analysis.figures.palette import GREY, GRID
 from spec_lab.core.terminal import visible
@@ -165,12 +166,62 @@ def interval_text(mean: float, low: float, high: float) -> str:
     return f"{mean:.2f}" if np.isnan(low) or np.isnan(high) else f"{mean:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def interval_mark(axes: Axes, mean: float, low: float, high: float, place: float, colour: str) -> str:
-    """Draw a mean with its interval into a row; returns both as text."""
+def interval_mark(
+    axes: Axes, mean: float, low: float, high: float, place: float, colour: str, end: float = np.inf
+) -> str:
+    """Draw a mean with its interval into a row; returns both as text. What is beyond the axis' end is a triangle."""
+    if max(mean, high if high == high else mean) > end:
+        axes.plot(end, place, ">", color=colour, ms=5, zorder=6)
+    text = interval_text(mean, low, high)
+    mean, low, high = min(mean, end), min(low, end), min(high, end)
     known = not (np.isnan(low) or np.isnan(high))
     whiskers = np.array([[mean - low], [high - mean]]) if known else None
     axes.errorbar(mean, place, xerr=whiskers, fmt="D", color=colour, ms=5, capsize=3, lw=1.4, zorder=5)
-    return interval_text(mean, low, high)
+    return text
+
+
+def axis_end(values: ArrayLike) -> float:
+    """Return the largest of positive values that is no outlier, so that a few of them do not squeeze all others.
+
+    Outliers are above twice the median, and above it by 3.5 standard deviations of the logarithms, estimated from the
+    median absolute deviation (Iglewicz and Hoaglin 1993). NaN of no value.
+    """
+    x = np.asarray(values, dtype=float).ravel()
+    x = x[np.isfinite(x) & (x > 0)]
+    if not len(x):
+        return float("nan")
+    away = np.log(x / np.median(x))
+    return float(x[away <= max(np.log(2), 3.5 * 1.4826 * float(np.median(np.abs(away))))].max())
+
+
+def clipped(
+    axes: Axes, x: ArrayLike, y: ArrayLike, colour: str, ends: tuple[float, float], label: str = "", **marks: Any
+) -> int:
+    """Draw points; those beyond the ends of the axes are drawn at the end, as triangles. Returns their number.
+
+    Args:
+        axes: the axes.
+        x, y: the points.
+        colour: of all marks.
+        ends: the ends of the x and the y axis; infinite for one that holds all points.
+        label: in the legend; empty for none.
+        marks: further options of matplotlib's ``plot``.
+    """
+    x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    right, above = x > ends[0], y > ends[1]
+    inside = ~right & ~above
+    axes.plot(x[inside], y[inside], "o", color=colour, label=label or None, **marks)
+    for mark, beyond in ((">", right), ("^", above & ~right)):
+        if beyond.any():
+            axes.plot(np.minimum(x[beyond], ends[0]), np.minimum(y[beyond], ends[1]), mark, color=colour, **marks)
+    return int((right | above).sum())
+
+
+def note_clipped(axes: Axes, count: int, total: int) -> None:
+    """State below the axes how many of its marks are beyond its end."""
+    if count:
+        text = f"{count} of {total} beyond the axis (triangles)"
+        axes.annotate(text, (1, -34), xycoords=("axes fraction", "axes points"), ha="right", va="top", fontsize=7.5)
 
 
 def one_line(axes: Axes, axis: str = "x") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -44,12 +45,15 @@ def forest(table: pd.DataFrame, keys: Sequence[str]) -> Figure | None:
     )
     style.one_line(axes)
     colour = palette.colours(sweeps.compared_arms(table))
+    fastest = style.axis_end(intervals[:, 0])
+    end = np.fmax(1.5 * fastest, style.axis_end(intervals[intervals[:, 0] <= fastest, 2]))
     for place, row in enumerate(shown.to_dict("records")):
         mean, low, high = (float(row[name]) for name in ("speedup", "speedup_low", "speedup_high"))
-        text = style.interval_mark(axes, mean, low, high, place, colour[row["arm"]])
+        text = style.interval_mark(axes, mean, low, high, place, colour[row["arm"]], end)
         axes.annotate(text, (1.02, place), xycoords=("axes fraction", "data"), va="center", fontsize=8)
     style.rows(axes, names, size=8)
     axes.set_xlim(0, None)
+    style.note_clipped(axes, int((np.nanmax(intervals, axis=1) > end).sum()), len(shown))
     axes.set_xlabel(f"{style.SPEEDUP}, 95 % interval")
     count = f"the {len(shown)} fastest of {len(frame)}" if len(shown) < len(frame) else f"{len(frame)} rows"
     axes.set_title(f"Speed-ups: {count}")
@@ -78,10 +82,11 @@ def tau_and_speedup(table: pd.DataFrame, keys: Sequence[str], by: str) -> Figure
         1, 4.4, style.legend_height(3.2, names), left=0.95, right=style.legend_width(names.values())
     )
     style.one_line(axes, "y")
+    end, count = style.axis_end(frame["speedup"]), 0
     for word in words:
-        rows_of_word = frame[categories[by] == word]
-        axes.plot(rows_of_word["tau_pooled"], rows_of_word["speedup"], "o", ms=5, alpha=0.75, color=colour[word],
-                  label=names[word])  # fmt: skip
+        tau, speedup = (frame.loc[categories[by] == word, name] for name in ("tau_pooled", "speedup"))
+        count += style.clipped(axes, tau, speedup, colour[word], (np.inf, end), names[word], ms=5, alpha=0.75)
+    style.note_clipped(axes, count, len(frame))
     axes.set(xlabel=VALUES["tau_pooled"], ylabel=style.SPEEDUP, title="Speed-up against tau")
     style.legend_right(axes)
     return figure

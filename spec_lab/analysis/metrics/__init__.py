@@ -16,12 +16,14 @@ Published formulas differ, so a figure is always named with its formula. Convent
 - **Speed-up** (``speedup``) is a ratio of sums: the arm's total tokens per total seconds over the baseline's, on the
   same groups of prompts in the same run. Other means of the same ratios have other names: ``speedup_mean_of_groups``
   (arithmetic mean of the groups' ratios), ``speedup_geometric_mean`` (``paired``), ``spec_bench_speedup``.
-- Speed-ups leave out a last group with fewer prompts than the others (``short_groups``): it ran at a smaller batch
-  size.
+- All speeds are over the same groups (``timed_groups``), so that the published speeds of two arms give the published
+  speed-up. A last group with fewer prompts than the others (``short_groups``) is left out: it ran at a smaller batch
+  size. So are groups in which an arm emitted nothing after its prefill.
 - Figures named after another system (``published``) count what its code counts, forced tokens included, so that they
   compare with its numbers.
 - Shares of the machine's roofline (``roofline``) are over steps after the prefill that computed no part of a prompt.
-- Intervals are 95 %, by bootstrap over groups: what was decoded together is drawn together.
+- Intervals are 95 %, over groups (``intervals``); fewer than ``MIN_CLUSTERS`` have none.
+- Every timed result carries a verdict on whether its times can be trusted (``verdict``).
 
 A figure over nothing is NaN.
 """
@@ -44,9 +46,9 @@ from spec_lab.analysis.metrics.acceptance import (
 )
 from spec_lab.analysis.metrics.accuracy import accuracy, correct, correct_totals
 from spec_lab.analysis.metrics.intervals import (
+    MIN_CLUSTERS,
     Interval,
     cluster_interval,
-    cluster_intervals,
     cluster_variance,
     interval,
     ratio,
@@ -67,13 +69,16 @@ from spec_lab.analysis.metrics.published import (
 from spec_lab.analysis.metrics.roofline import roofline_figures, step_bounds
 from spec_lab.analysis.metrics.speed import (
     broken_groups,
+    geometric_mean,
     group_speeds,
+    group_totals,
     prefill_seconds,
     short_groups,
     speedup,
     speedup_of_totals,
     time_per_output_token,
     time_to_first_token,
+    timed_groups,
     tokens_per_second,
     tokens_per_second_interval,
     walltime_speedup_paired,
@@ -84,5 +89,14 @@ from spec_lab.analysis.metrics.texts import (
     first_differences,
     identical_outputs,
     repeated_8gram_share,
+)
+from spec_lab.analysis.metrics.units import other_cores, token_slowness, units_of_run
+from spec_lab.analysis.metrics.verdict import (
+    TimingVerdict,
+    disturbed,
+    in_words,
+    run_verdict,
+    threads_and_cores,
+    timing_verdict,
 )
 from spec_lab.results.writer import Tables, load

@@ -11,15 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from spec_lab.analysis.metrics.intervals import (
-    Interval,
-    cluster_interval,
-    cluster_intervals,
-    cluster_variance,
-    quantiles,
-    ratio,
-    resampled_sums,
-)
+from spec_lab.analysis.metrics.intervals import Interval, cluster_interval, cluster_variance, ratio
 from spec_lab.engine.request import BROKEN
 
 Summands = tuple[np.ndarray, np.ndarray]
@@ -119,13 +111,14 @@ def forced_rate(steps: pd.DataFrame) -> float:
 def acceptance_intervals(
     steps: pd.DataFrame, figures: dict[str, Callable[[pd.DataFrame], Summands]]
 ) -> dict[str, Interval]:
-    """Return 95 % intervals of ratios of sums over steps, by bootstrap over groups with the same draws for all.
+    """Return 95 % intervals over groups of ratios of sums over steps.
 
     Args:
         steps: an arm's decode steps.
         figures: functions that return the terms, by figure: ``SUMMANDS`` here and in ``published``.
     """
-    return cluster_intervals({name: terms(steps) for name, terms in figures.items()}, steps["group"].to_numpy())
+    groups = steps["group"].to_numpy()
+    return {name: cluster_interval(*terms(steps), groups) for name, terms in figures.items()}
 
 
 def calibration(steps: pd.DataFrame) -> dict[str, float]:
@@ -159,23 +152,17 @@ def calibration(steps: pd.DataFrame) -> dict[str, float]:
     }
 
 
-def depth_bands(steps: pd.DataFrame, level: float = 0.95, resamples: int = 999) -> dict[str, np.ndarray]:
-    """Return bootstrap bands ``[2, K]`` (low, high) of survival and conditional, groups drawn with replacement."""
+def depth_bands(steps: pd.DataFrame) -> dict[str, np.ndarray]:
+    """Return bands ``[2, K]`` (low, high) of survival and conditional: 95 % intervals over groups."""
     accepted, rejected = _unforced(steps, "accepted").to_numpy(), steps["stop_had_children"].to_numpy(dtype=bool)
-    group = np.unique(steps["group"].to_numpy(), return_inverse=True)[1]
-    groups, each = int(group.max(initial=-1)) + 1, np.array(depths(steps))
-
-    def per_group(flags: np.ndarray) -> np.ndarray:  # [N, K] -> [groups, K]
-        return np.stack([np.bincount(group, flags[:, k], groups) for k in range(flags.shape[1])], axis=1)
-
-    if groups < 2 or not len(each):
-        return dict.fromkeys(("survival", "conditional"), np.full((2, len(each)), np.nan))
-    hit = per_group(accepted[:, None] >= each)
-    missed = per_group((accepted[:, None] == each - 1) & rejected[:, None])
-    sums = np.hstack([hit, missed, np.bincount(group, minlength=groups)[:, None]])
-    hits, misses, total = np.split(resampled_sums(sums, resamples), [len(each), 2 * len(each)], axis=1)
-    rates = np.divide(hits, hits + misses, out=np.full(hits.shape, np.nan), where=hits + misses > 0)
-    return {"survival": quantiles(hits / total, level), "conditional": quantiles(rates, level)}
+    groups, one = steps["group"].to_numpy(), np.ones(len(steps))
+    bands: dict[str, list[Interval]] = {"survival": [], "conditional": []}
+    for k in depths(steps):
+        hit, missed = accepted >= k, (accepted == k - 1) & rejected
+        bands["survival"].append(cluster_interval(hit, one, groups))
+        bands["conditional"].append(cluster_interval(hit, hit | missed, groups))
+    ends = {kind: np.array([[band.low, band.high] for band in each]) for kind, each in bands.items()}
+    return {kind: each.reshape(-1, 2).T for kind, each in ends.items()}
 
 
 def pooled(summands: Callable[[pd.DataFrame], Summands], steps: pd.DataFrame) -> float:

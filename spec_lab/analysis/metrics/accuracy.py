@@ -23,8 +23,8 @@ def accuracy(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> di
 
     Returns:
         Of each checker: ``answers``, their number; ``cut``, the share that ``max_new_tokens`` ended, so that they may
-        lack what the checker looks for; ``correct``, the share with its 95 % interval (mean, low, high), by
-        bootstrap over groups; ``change``, the share minus the baseline's over the questions that both answered, paired
+        lack what the checker looks for; ``correct``, the share with its 95 % interval (mean, low, high) over
+        groups; ``change``, the share minus the baseline's over the questions that both answered, paired
         and with its interval; NaN of the baseline itself and without one.
     """
     known = _checked(requests)

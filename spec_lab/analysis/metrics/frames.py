@@ -27,10 +27,10 @@ Ranks = tuple[int, ...]
 
 
 def throughput(tables: Tables, baseline: str = "baseline") -> pd.DataFrame:
-    """Return the decode speed of each arm and group.
+    """Return the decode speed of each arm and timed group.
 
-    Columns: arm, group, tokens_per_second, baseline (its tokens/s on the same prompts), speedup (the ratio, of full
-    groups; NaN of others and of the baseline itself). An arm whose every token came with the prefill is left out.
+    Columns: arm, group, tokens_per_second, baseline (its tokens/s on the same prompts), speedup (the ratio; NaN of the
+    baseline itself). An arm whose every token came with the prefill is left out.
     """
     speeds = {arm: group_speeds(tables.requests, arm) for arm in arms(tables)}
     parts = []
@@ -61,8 +61,8 @@ def speedups(tables: Tables, baseline: str = "baseline") -> pd.DataFrame:
 def by_depth(tables: Tables) -> pd.DataFrame:
     """Return acceptance by depth of every arm that drafts.
 
-    Columns: arm, kind ('survival', 'conditional'), depth, value, low, high. The band is 95 %, by bootstrap over
-    groups of prompts; NaN below two groups.
+    Columns: arm, kind ('survival', 'conditional'), depth, value, low, high. The band is 95 % over groups of
+    prompts; NaN below ``MIN_CLUSTERS`` groups.
     """
     rows = []
     for arm in arms(tables):

@@ -1,88 +1,105 @@
-"""Bootstrap intervals, of means and of ratios of sums, over clusters.
+"""Intervals of means and of ratios of sums, over clusters.
 
-The steps of a group share their prompts and the machine's state, so they are not independent, and a bootstrap over
-steps would give intervals that are too narrow. Clusters (of a run: its groups) are drawn as wholes instead. The
-interval is the percentile one; with few clusters it is too narrow (with eight it misses about one time in ten).
+The steps of a group share their prompts and the machine's state, so they are not independent, and an interval over
+steps would be too narrow. Intervals are over clusters instead (of a run: its groups), by leaving out one cluster at a
+time (jackknife, Tukey 1958) and Student's t. With few clusters a percentile bootstrap is too narrow: with eight it
+misses about one time in ten (``tests/analysis/metrics/test_intervals.py``). With fewer than ``MIN_CLUSTERS`` there is
+no interval: their spread is not known well enough.
+
+``resampled_sums`` and ``quantiles`` are a bootstrap for what no jackknife covers: the best of many designs, bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
+from scipy.stats import t
+
+MIN_CLUSTERS = 8
+"""Fewest clusters that have an interval."""
 
 MOST_DRAWS = 2**22
 """Draws of a bootstrap that are computed at once, of at most 32 bytes each: the resamples of many units are chunked."""
 
 
 class Interval(NamedTuple):
-    """A mean (or ratio of sums) with its bounds; low and high are NaN with fewer than two values."""
+    """A mean (or ratio of sums) with its bounds; low and high are NaN with fewer than ``MIN_CLUSTERS`` values."""
 
     mean: float
     low: float
     high: float
 
 
-def interval(values: Sequence[float] | pd.Series, level: float = 0.95, resamples: int = 9999) -> Interval:
-    """Return mean and percentile bootstrap interval of independent values; equal values give equal intervals."""
+def interval(values: Sequence[float] | pd.Series, level: float = 0.95) -> Interval:
+    """Return the mean of independent values with its interval; equal values give equal bounds."""
     x = np.asarray(values, dtype=np.float64)
-    return cluster_interval(x, np.ones(len(x)), np.arange(len(x)), level, resamples)
+    return cluster_interval(x, np.ones(len(x)), np.arange(len(x)), level)
 
 
-def cluster_interval(
-    top: ArrayLike, bottom: ArrayLike, clusters: ArrayLike, level: float = 0.95, resamples: int = 9999
-) -> Interval:
-    """Return a ratio of sums, ``sum(top) / sum(bottom)``, with its percentile bootstrap interval over clusters.
+def cluster_interval(top: ArrayLike, bottom: ArrayLike, clusters: ArrayLike, level: float = 0.95) -> Interval:
+    """Return a ratio of sums, ``sum(top) / sum(bottom)``, with its interval over clusters.
 
-    Whole clusters are drawn with replacement, as many as there are, and the ratio is computed of each draw. Equal rows
-    give equal intervals. Draws whose bottom is 0 are left out.
+    Clusters whose two sums are 0 are left out. A ratio of terms that are never negative has no negative bound, and a
+    share, whose top is at most its bottom in every cluster, none above 1.
 
     Args:
         top, bottom: the terms of the two sums, ``[N]``.
         clusters: the cluster of each row, ``[N]``.
         level: the interval's nominal coverage.
-        resamples: number of draws.
 
     Returns:
-        The ratio, low and high; NaN bounds with fewer than two clusters, NaN over nothing.
+        The ratio, low and high; NaN bounds with fewer than ``MIN_CLUSTERS`` clusters, NaN over nothing.
     """
-    return cluster_intervals({"": (top, bottom)}, clusters, level, resamples)[""]
+    sums = _within(clusters, [top, bottom])
+    sums = sums[(sums != 0).any(axis=1)]
+    mean, low, high = jackknife(sums, lambda totals: _over(*totals.T), level)
+    if (sums >= 0).all():
+        low = np.maximum(low, 0.0)
+        if (sums[:, 0] <= sums[:, 1]).all():
+            high = np.minimum(high, 1.0)
+    return Interval(mean, float(low), float(high))
 
 
-def cluster_intervals(
-    terms: Mapping[str, tuple[ArrayLike, ArrayLike]],
-    clusters: ArrayLike,
-    level: float = 0.95,
-    resamples: int = 9999,
-) -> dict[str, Interval]:
-    """Return ``cluster_interval`` of several ratios over the same rows and the same draws, by name."""
-    sums = {name: _within(clusters, pair) for name, pair in terms.items()}
-    return {name: bootstrap(one, lambda totals: _over(*totals.T), level, resamples) for name, one in sums.items()}
-
-
-def bootstrap(
-    sums: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], level: float = 0.95, resamples: int = 9999
+def jackknife(
+    sums: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], level: float = 0.95, relative: bool = False
 ) -> Interval:
-    """Return a function of sums over clusters with its percentile bootstrap interval.
+    """Return a function of sums over clusters with its interval.
 
-    NaN bounds with fewer than two clusters, NaN over none.
+    NaN bounds with fewer than ``MIN_CLUSTERS`` clusters, NaN over none.
 
     Args:
-        sums: what each cluster adds to each sum, ``[clusters, K]``.
+        sums: what each cluster adds to each sum, ``[N, K]``.
         statistic: maps totals ``[R, K]`` to values ``[R]``.
         level: the interval's nominal coverage.
-        resamples: number of draws.
+        relative: whether the interval is symmetric in the logarithm, as a factor's is.
     """
     if not len(sums):
         return Interval(*[float("nan")] * 3)
-    mean = float(statistic(sums.sum(0, keepdims=True))[0])
-    if len(sums) < 2:
+    totals = sums.sum(0, keepdims=True)
+    mean = float(statistic(totals)[0])
+    if len(sums) < MIN_CLUSTERS:
         return Interval(mean, float("nan"), float("nan"))
-    low, high = quantiles(statistic(resampled_sums(sums, resamples))[:, None], level)[:, 0]
-    return Interval(mean, float(low), float(high))
+    each = statistic(totals - sums)
+    if relative:
+        half = half_width(jackknife_variance(np.log(each)), len(sums) - 1, level)
+        return Interval(mean, float(mean * np.exp(-half)), float(mean * np.exp(half)))
+    half = half_width(jackknife_variance(each), len(sums) - 1, level)
+    return Interval(mean, mean - half, mean + half)
+
+
+def jackknife_variance(leave_one_out: np.ndarray) -> float:
+    """Return the variance of a figure from the figures without each unit in turn, ``[N]``; NaN below two units."""
+    n = len(leave_one_out)
+    return float((n - 1) / n * np.square(leave_one_out - leave_one_out.mean()).sum()) if n > 1 else float("nan")
+
+
+def half_width(variance: float, freedom: float, level: float) -> float:
+    """Return half the width of Student's interval; NaN without a degree of freedom."""
+    return float(t.ppf((1 + level) / 2, freedom) * np.sqrt(variance)) if freedom > 0 else float("nan")
 
 
 def cluster_variance(top: ArrayLike, bottom: ArrayLike, clusters: ArrayLike) -> float:

@@ -5,11 +5,11 @@ steps; the logarithm of a geometric mean is the sum of logarithms over their num
 leaving out one unit at a time (jackknife, Tukey 1958) and Student's t. Where both runs have the same units, a unit is
 left out of both at once, so that the difficulty of a prompt cancels.
 
-Why not the percentile bootstrap: with eight units its 95 % interval misses about one time in ten, and many comparisons
-need levels near 100 %, where it has no resolution. Student's t covers both (``tests/analysis/metrics/test_paired.py``)
-and needs no random numbers. Why the geometric mean of group speed-ups (``speedup_geometric_mean``) and not their ratio
-of sums (``speedup``): without a difference the change of its logarithm is symmetric; a change of the ratio of means is
-not, and with eight groups it was called significant too often.
+Why not the percentile bootstrap: see ``intervals``; and many comparisons need levels near 100 %, where it has no
+resolution. Student's t covers both (``tests/analysis/metrics/test_paired.py``). Why the geometric mean of group
+speed-ups (``speedup_geometric_mean``) and not their ratio of sums (``speedup``): without a difference the change of its
+logarithm is symmetric; a change of the ratio of means is not, and with eight groups it was called significant too
+often.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy.stats import t
 
 from spec_lab.analysis.metrics.acceptance import SUMMANDS
-from spec_lab.analysis.metrics.intervals import Interval, ratio
+from spec_lab.analysis.metrics.intervals import Interval, half_width, jackknife_variance, ratio
 from spec_lab.analysis.metrics.speed import walltime_speedup_paired
 
 FIGURES = ("tau_pooled", "expected_tau", "draft_token_rate", "nodes_per_step")
@@ -73,7 +72,7 @@ class Change:
 
     def half_width(self, level: float = 0.95) -> float:
         """Return the smallest change (of the logarithm, if relative) whose interval would exclude no change."""
-        return float(t.ppf((1 + level) / 2, self.freedom) * self.error) if self.freedom > 0 else float("nan")
+        return half_width(self.error**2, self.freedom, level)
 
 
 def factor(logarithm: float) -> float:
@@ -104,9 +103,9 @@ def change(reference: Totals, other: Totals, paired: bool, relative: bool = Fals
     leave_one_out = [_leave_one_out(run) for run in runs]
     units = len(runs[0].top), len(runs[1].top)
     if paired:
-        error, freedom = float(np.sqrt(_variance(leave_one_out[1] - leave_one_out[0]))), units[0] - 1.0
+        error, freedom = float(np.sqrt(jackknife_variance(leave_one_out[1] - leave_one_out[0]))), units[0] - 1.0
     else:
-        variances = [_variance(figures) for figures in leave_one_out]
+        variances = [jackknife_variance(figures) for figures in leave_one_out]
         error, freedom = float(np.sqrt(sum(variances))), _welch(variances, units)
     figures = [float(np.exp(run.figure())) if relative else run.figure() for run in runs]
     equal_terms = paired and all(np.array_equal(a, b) for a, b in zip(*runs, strict=True))
@@ -131,24 +130,18 @@ def acceptance_totals(steps: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def speedup_totals(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> pd.DataFrame:
-    """Return ``top`` (logarithm of the group's speed-up over the baseline) and ``bottom`` (1) of each full group.
+    """Return ``top`` (logarithm of the group's speed-up over the baseline) and ``bottom`` (1) of each timed group.
 
     Their figure is the logarithm of ``speedup_geometric_mean``.
     """
     ratios = walltime_speedup_paired(requests, arm, baseline)
-    return pd.DataFrame({"top": np.log(ratios[ratios > 0]), "bottom": 1.0})
+    return pd.DataFrame({"top": np.log(ratios), "bottom": 1.0})
 
 
 def _leave_one_out(run: Totals) -> np.ndarray:  # [N]
     """Return the figure without each unit in turn; NaN where nothing remains."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return (run.top.sum() - run.top) / (run.bottom.sum() - run.bottom)
-
-
-def _variance(leave_one_out: np.ndarray) -> float:
-    """Return the jackknife's variance of a figure, from the figures without each unit in turn."""
-    n = len(leave_one_out)
-    return float((n - 1) / n * np.square(leave_one_out - leave_one_out.mean()).sum()) if n > 1 else float("nan")
 
 
 def _welch(variances: list[float], units: tuple[int, int]) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from spec_lab.analysis.metrics.intervals import Interval, bootstrap, cluster_interval, ratio
+from spec_lab.analysis.metrics.intervals import Interval, interval, jackknife, ratio
 from spec_lab.engine.request import BROKEN
 
 
@@ -28,37 +28,50 @@ def short_groups(requests: pd.DataFrame) -> set[int]:
     return set(sizes.index[sizes < sizes.max()])
 
 
+def timed_groups(requests: pd.DataFrame, prefill: bool = False) -> list[int]:
+    """Return the groups over which every speed of the run is: full ones, not broken, in which every arm emitted tokens.
+
+    An arm that emitted no token in any group has no speed, and does not count.
+
+    Args:
+        requests: the run's requests.
+        prefill: whether the prefill's tokens and seconds are included.
+    """
+    totals = _totals(requests, prefill)
+    emitted = (totals > 0).all(axis=1).unstack("arm", fill_value=False)
+    return sorted(emitted.index[emitted.loc[:, emitted.any()].all(axis=1)]) if emitted.any(axis=None) else []
+
+
 def group_speeds(requests: pd.DataFrame, arm: str, prefill: bool = False) -> pd.Series:
-    """Return decode tokens per second of each group: its tokens over the time until its last request ended, summed over
-    the turns of conversations.
+    """Return tokens per second of each of the ``timed_groups``: the arm's tokens over the time until its last request
+    ended, summed over the turns of conversations.
 
     With ``prefill`` the prefill's tokens and seconds are included.
     """
-    tokens, seconds = _tokens_and_seconds(requests, arm, prefill)
-    return (tokens / seconds)[seconds > 0]
+    totals = group_totals(requests, arm, prefill)
+    return totals["tokens"] / totals["seconds"]
 
 
 def tokens_per_second(requests: pd.DataFrame, arm: str) -> float:
-    """Return all decode tokens of the arm over all its decode seconds."""
-    tokens, seconds = _tokens_and_seconds(requests, arm)
-    return ratio(tokens.sum(), seconds.sum())
+    """Return all decode tokens of the arm over all its decode seconds, of the ``timed_groups``."""
+    totals = group_totals(requests, arm)
+    return ratio(totals["tokens"].sum(), totals["seconds"].sum())
 
 
 def tokens_per_second_interval(requests: pd.DataFrame, arm: str) -> Interval:
-    """Return ``tokens_per_second`` with its 95 % interval, by bootstrap over groups.
+    """Return ``tokens_per_second`` with its 95 % interval over groups.
 
     Do not compare two arms by these intervals: both decoded the same prompts, so their ratio is known more precisely
     than either speed (``speedup``).
     """
-    tokens, seconds = _tokens_and_seconds(requests, arm)
-    return cluster_interval(tokens, seconds, tokens.index)
+    totals = group_totals(requests, arm).to_numpy(dtype=float)
+    return jackknife(totals, lambda sums: sums[:, 0] / sums[:, 1], relative=True)
 
 
 def speedup(requests: pd.DataFrame, arm: str, baseline: str = "baseline", prefill: bool = False) -> Interval:
-    """Return the speed-up with its 95 % interval: total tokens per total seconds of the arm over the baseline's.
+    """Return the speed-up with its 95 % interval over groups: ``tokens_per_second`` of the arm over the baseline's.
 
-    Both sums run over the same full groups of prompts, in the same run. The bootstrap draws groups, and each draw takes
-    a group's tokens and seconds of both arms together.
+    A group's tokens and seconds of both arms are left out together, as what was decoded on the same prompts.
 
     Args:
         requests: the run's requests.
@@ -71,40 +84,40 @@ def speedup(requests: pd.DataFrame, arm: str, baseline: str = "baseline", prefil
     """
     if arm == baseline:
         return Interval(*[float("nan")] * 3)
-    full = requests[~requests["group"].isin(short_groups(requests))]
-    totals = [one for name in (arm, baseline) for one in _tokens_and_seconds(full, name, prefill)]
-    return speedup_of_totals(*totals)
+    return speedup_of_totals(group_totals(requests, arm, prefill), group_totals(requests, baseline, prefill))
 
 
-def speedup_of_totals(
-    tokens: pd.Series, seconds: pd.Series, baseline_tokens: pd.Series, baseline_seconds: pd.Series
-) -> Interval:
+def speedup_of_totals(totals: pd.DataFrame, baseline: pd.DataFrame) -> Interval:
     """Return the speed-up with its 95 % interval, from the tokens and seconds of each paired unit.
 
-    Each series is indexed by unit. Units that only one arm has, or in which one of the four is 0, are left out.
+    Args:
+        totals: ``tokens`` and ``seconds`` of the arm, indexed by unit; ``baseline``: the baseline's. Units that only
+            one arm has, or in which one of the four is 0, are left out.
     """
-    totals = [tokens, seconds, baseline_tokens, baseline_seconds]
-    sums = pd.concat(totals, axis=1, join="inner").to_numpy(dtype=float)  # [units, 4]
+    sums = pd.concat([totals, baseline], axis=1, join="inner").to_numpy(dtype=float)  # [units, 4]
     sums = sums[(sums > 0).all(axis=1)]
 
-    def ratio_of_speeds(totals: np.ndarray) -> np.ndarray:  # [R, 4] -> [R]
-        tokens, seconds, baseline_tokens, baseline_seconds = totals.T
+    def ratio_of_speeds(sums: np.ndarray) -> np.ndarray:  # [R, 4] -> [R]
+        tokens, seconds, baseline_tokens, baseline_seconds = sums.T
         return tokens / seconds * baseline_seconds / baseline_tokens
 
-    return bootstrap(sums, ratio_of_speeds)
+    return jackknife(sums, ratio_of_speeds, relative=True)
 
 
 def walltime_speedup_paired(
     requests: pd.DataFrame, arm: str, baseline: str = "baseline", prefill: bool = False
 ) -> pd.Series:
-    """Return of each full group the arm's tokens per second over the baseline's on the same prompts in the same run.
+    """Return of each timed group the arm's tokens per second over the baseline's on the same prompts in the same run.
 
     The speed-up of a run is the ratio of sums over these groups (``speedup``). The arithmetic mean of the ratios is
-    ``speedup_mean_of_groups``. Groups in which one of the two emitted nothing after its prefill have no ratio.
+    ``speedup_mean_of_groups``, the geometric one ``speedup_geometric_mean``.
     """
-    full = requests[~requests["group"].isin(short_groups(requests))]
-    speeds, baseline_speeds = group_speeds(full, arm, prefill), group_speeds(full, baseline, prefill)
-    return (speeds[speeds > 0] / baseline_speeds[baseline_speeds > 0]).dropna()
+    return (group_speeds(requests, arm, prefill) / group_speeds(requests, baseline, prefill)).dropna()
+
+
+def geometric_mean(ratios: pd.Series) -> Interval:
+    """Return the geometric mean of positive ratios with its 95 % interval."""
+    return Interval(*np.exp(interval(np.log(ratios))).tolist())
 
 
 def prefill_seconds(requests: pd.DataFrame, arm: str) -> float:
@@ -113,35 +126,45 @@ def prefill_seconds(requests: pd.DataFrame, arm: str) -> float:
 
 
 def time_to_first_token(requests: pd.DataFrame, arm: str) -> pd.Series:
-    """Return of each request the seconds from its arrival to its first token. Broken groups are left out."""
-    requests = _unbroken(requests, arm)
+    """Return of each request the seconds from its arrival to its first token. Broken and short groups are left out."""
+    requests = _complete(requests)
+    requests = requests[requests["arm"] == arm]
     return (requests["queue_seconds"] + requests["prefill_seconds"]).groupby(requests["request"]).max()
 
 
 def time_per_output_token(requests: pd.DataFrame, arm: str) -> pd.Series:
-    """Return of each request its decode seconds / decode tokens (vLLM's TPOT). Broken groups are left out.
+    """Return of each request its decode seconds / decode tokens (vLLM's TPOT). Broken and short groups are left out.
 
     Requests of a batch are decoded together, so at batch size B a token takes about B times the seconds that throughput
     alone suggests. Requests that ended with their prefill have none.
     """
-    requests = _unbroken(requests, arm).groupby("request")
-    tokens, seconds = requests["decode_tokens"].sum(), requests["decode_seconds"].max()
+    requests = _complete(requests)
+    by_request = requests[requests["arm"] == arm].groupby("request")
+    tokens, seconds = by_request["decode_tokens"].sum(), by_request["decode_seconds"].max()
     return (seconds / tokens)[tokens > 0]
 
 
-def _unbroken(requests: pd.DataFrame, arm: str) -> pd.DataFrame:
-    """Return the arm's rows of groups that did not break."""
-    return requests[(requests["arm"] == arm) & ~requests["group"].isin(broken_groups(requests))]
-
-
-def _tokens_and_seconds(requests: pd.DataFrame, arm: str, prefill: bool = False) -> tuple[pd.Series, pd.Series]:
-    """Return the arm's tokens and seconds of each group that did not break.
+def group_totals(requests: pd.DataFrame, arm: str, prefill: bool = False) -> pd.DataFrame:
+    """Return ``tokens`` and ``seconds`` of the arm in each of the ``timed_groups``, indexed by group.
 
     The seconds of a group are those until its last request ended, of conversations the sum over their turns.
     """
-    requests = _unbroken(requests, arm)
-    together = requests.groupby(["group", "turn"] if "turn" in requests else ["group"])
+    totals, groups = _totals(requests, prefill), timed_groups(requests, prefill)
+    own = totals[totals.index.get_level_values("arm") == arm].droplevel("arm")
+    own = own[own.index.isin(groups)]
+    return own if (own > 0).all(axis=None) else own.iloc[:0]
+
+
+def _complete(requests: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of groups that are full and did not break."""
+    return requests[~requests["group"].isin(broken_groups(requests) | short_groups(requests))]
+
+
+def _totals(requests: pd.DataFrame, prefill: bool) -> pd.DataFrame:
+    """Return ``tokens`` and ``seconds`` by arm and complete group."""
+    requests = _complete(requests)
+    together = requests.groupby(["arm", "group", *["turn"] * ("turn" in requests)])
     tokens, seconds = together["decode_tokens"].sum(), together["decode_seconds"].max()
     if prefill:
         tokens, seconds = tokens + together["prefill_tokens"].sum(), seconds + together["prefill_seconds"].max()
-    return tokens.groupby("group").sum(), seconds.groupby("group").sum()
+    return pd.DataFrame({"tokens": tokens, "seconds": seconds}).groupby(["arm", "group"]).sum()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pandas as pd
+
 from spec_lab.analysis.metrics import acceptance, phases, published, speed, texts
 from spec_lab.analysis.metrics.accuracy import accuracy, correct
 from spec_lab.analysis.metrics.intervals import Interval, interval, ratio
@@ -53,12 +55,12 @@ def speedups_over_peers(tables: Tables) -> dict[str, dict[str, dict[str, float]]
 def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Roofline | None = None) -> dict[str, Any]:
     """Return every figure of one arm against the baseline; NaN for figures without data.
 
-    Most keys are the names of the functions that compute them. ``intervals`` holds mean, low and high (95 %, bootstrap
-    over groups) of those that are ratios of sums, ``calibration`` sampled against exact acceptance. ``speedup`` and
-    ``speedup_with_prefill`` are ratios of sums; ``speedup_mean_of_groups`` is the arithmetic mean of the groups'
-    ratios. Times to first and per output token are means over requests, in seconds. Figures named after another system
-    are as its code computes them (``published``). ``accuracy`` has the answers' figures by checker, ``correct`` and
-    ``correct_change`` those of all checkers together, ``correct_cut`` the share of checked answers that
+    Most keys are the names of the functions that compute them. ``intervals`` holds mean, low and high (95 %, over
+    groups) of those that are ratios of sums, ``calibration`` sampled against exact acceptance. ``speedup`` and
+    ``speedup_with_prefill`` are ratios of sums; ``speedup_mean_of_groups`` and ``speedup_geometric_mean`` are means of
+    the groups' ratios. Times to first and per output token are means over requests, in seconds. Figures named after
+    another system are as its code computes them (``published``). ``accuracy`` has the answers' figures by checker,
+    ``correct`` and ``correct_change`` those of all checkers together, ``correct_cut`` the share of checked answers that
     ``max_new_tokens`` ended.
     """
     compared = arm != baseline
@@ -68,7 +70,7 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
     mask_busy, mask_wait = phases.mask_seconds(tables.rounds, arm)
     intervals = acceptance.acceptance_intervals(steps, acceptance.SUMMANDS | published.SUMMANDS)
     intervals["tokens_per_second"] = speed.tokens_per_second_interval(tables.requests, arm)
-    ratios = speed.walltime_speedup_paired(tables.requests, arm, baseline) if compared else []
+    ratios = speed.walltime_speedup_paired(tables.requests, arm, baseline) if compared else pd.Series(dtype=float)
     nan = float("nan")
     base = roofline_figures(tables, baseline, roofline)
     answers, change, cut = correct(tables.requests, arm, baseline)
@@ -113,6 +115,7 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
         "speedup": mapped(speed.speedup(tables.requests, arm, baseline)),
         "speedup_with_prefill": mapped(speed.speedup(tables.requests, arm, baseline, prefill=True)),
         "speedup_mean_of_groups": mapped(interval(ratios)),
+        "speedup_geometric_mean": mapped(speed.geometric_mean(ratios)),
         "time_to_first_token": float(speed.time_to_first_token(tables.requests, arm).mean()),
         "time_per_output_token": float(speed.time_per_output_token(tables.requests, arm).mean()),
         "intervals": {name: mapped(one) for name, one in intervals.items()},

@@ -12,6 +12,9 @@ import pandas as pd
 from spec_lab.analysis.names import arm_names
 from spec_lab.results import sweep
 
+MOST_VERDICTS = 40
+"""Most runs whose verdicts are written out."""
+
 
 def varied(table: pd.DataFrame, keys: Sequence[str]) -> list[str]:
     """Return the options in ``keys`` that have more than one value; absence counts as a value."""
@@ -168,6 +171,28 @@ def text(value: Any) -> str:
     if pd.isna(value):
         return ""
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def verdicts(table: pd.DataFrame, names: Mapping[str, str]) -> list[str]:
+    """Return how many runs of a sweep have which verdict on their times, and why they are not reliable, run by run.
+
+    Args:
+        table: of ``results.sweep.collect``; runs of older versions and of tasks without times have no verdict.
+        names: of the runs, by their folders' names.
+    """
+    if "verdict" not in table:
+        return []
+    judged = (
+        table.reindex(columns=["run", "verdict", "verdict_reasons"]).drop_duplicates("run").dropna(subset="verdict")
+    )
+    count = judged["verdict"].value_counts()
+    words = [word for word in ("reliable", "doubtful", "not reliable") if word in count]
+    lines = [f"Verdicts: {', '.join(f'{count[word]} {word}' for word in words)}, of {len(judged)} runs."]
+    bad = judged[judged["verdict"] != "reliable"]
+    for run, word, reasons in bad.head(MOST_VERDICTS).itertuples(index=False):
+        lines.append(f"{names.get(run, run)}: {word}: {text(reasons)}")
+    more = len(bad) - MOST_VERDICTS
+    return lines + [f"and {more} more; spec-lab collect writes all."] * (more > 0)
 
 
 def with_bounds(row: Mapping[str, Any], name: str) -> dict[str, float]:

@@ -9,7 +9,15 @@ import pandas as pd
 
 from spec_lab.analysis import figures
 from spec_lab.analysis.compare import Comparison, FigureChange, SettingValues, as_frame
-from spec_lab.analysis.compare.show import change_text, heading, notes, pair_title, value_text, verdict_text
+from spec_lab.analysis.compare.show import (
+    change_text,
+    heading,
+    notes,
+    pair_title,
+    value_text,
+    verdict_lines,
+    verdict_text,
+)
 from spec_lab.analysis.figures import Figures
 from spec_lab.analysis.metrics import Interval
 from spec_lab.analysis.report.page import Cell, DataTable, Page, Section, render, short_path
@@ -60,6 +68,7 @@ def page(comparison: Comparison, file: Path) -> str:
         drawn=drawn,
         facts={},
         files=f"{file.stem}_figures",
+        verdict=verdict_lines(comparison),
     )
     sections = [
         Section("Compared", "", _runs(comparison)),

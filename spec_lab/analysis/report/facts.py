@@ -63,6 +63,7 @@ def page_of_run(
     drawn: Figures,
     warnings: Sequence[str] = (),
     constraint: str | None = None,
+    verdict: str = "",
     **more: Any,
 ) -> Page:
     """Return what every page about a run has: its name and folder, a lead, figures, configuration and machine.
@@ -74,9 +75,10 @@ def page_of_run(
         drawn: figures by name.
         warnings: what a reader must know first.
         constraint: its name; ``more``: further facts, both as of ``facts``.
+        verdict: on its times; empty of a task without times.
     """
     title = f"{manifest['config'].get('name', 'run')}: {folder.resolve().name}"
-    return Page(title, lead, warnings, drawn, facts(manifest, constraint, **more))
+    return Page(title, lead, warnings, drawn, facts(manifest, constraint, **more), verdict=[verdict] * bool(verdict))
 
 
 def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: Any) -> dict[str, Any]:

@@ -76,6 +76,7 @@ class Page:
         title: the heading.
         lead: the line below.
         warnings: what a reader must know first.
+        verdict: on the times of a result, a line or several; empty of a result without times.
         drawn: figures by name.
         facts: configuration and machine; empty values are left out.
         files: the folder of the figures' files, beside the page.
@@ -87,6 +88,7 @@ class Page:
     drawn: figures.Figures
     facts: Mapping[str, Any] = field(default_factory=dict)
     files: str = "figures"
+    verdict: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

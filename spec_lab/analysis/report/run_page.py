@@ -16,7 +16,7 @@ from spec_lab.analysis.report.page import render
 from spec_lab.analysis.report.run_tables import arms_table, bounds_table, peers_table
 from spec_lab.analysis.report.token_view import token_view, verifications
 from spec_lab.analysis.roofline_text import roofline_notes
-from spec_lab.analysis.text import accuracy_notes, losslessness, margin_notes
+from spec_lab.analysis.text import accuracy_notes, losslessness, margin_notes, verdict_line
 from spec_lab.core.roofline import Roofline
 from spec_lab.propose import trees
 from spec_lab.results import sweep
@@ -77,6 +77,7 @@ def page(folder: Path) -> str:
         warnings=_warnings(manifest, summary, tables),
         drawn=figures.run_figures(tables, drafted, bounds),
         constraint=summary.get("constraint"),
+        verdict=verdict_line(metrics.run_verdict(tables, manifest).summary()),
         groups=f"{tables.requests['group'].nunique()}",
     )
     return render(
@@ -160,6 +161,6 @@ def _warnings(manifest: Mapping[str, Any], summary: Mapping[str, Any], tables: T
     if broken := len(metrics.broken_groups(tables.requests)):
         warnings.append(f"In {broken} of {groups} groups a request broke: they are left out of speeds.")
     if metrics.short_groups(tables.requests):
-        warnings.append("The last group has fewer prompts than the others: it is left out of the speed-ups.")
+        warnings.append("The last group has fewer prompts than the others: it is left out of all speeds.")
     errors = [error for error in tables.requests["error"].unique() if error]
     return warnings + errors[:5] + [f"and {len(errors) - 5} more errors"] * (len(errors) > 5)

@@ -15,7 +15,7 @@ from spec_lab.analysis.report.facts import ended_summary, page_of_run
 from spec_lab.analysis.report.page import Cell, DataTable, Section, render, value_cell
 from spec_lab.analysis.roofline_text import roofline_notes
 from spec_lab.analysis.serving import PERCENTILES, latencies
-from spec_lab.analysis.text import cache_notes, kv_notes
+from spec_lab.analysis.text import cache_notes, kv_notes, verdict_line
 from spec_lab.core.files import Unreadable, open_regular
 from spec_lab.results.manifest import begun
 
@@ -28,6 +28,7 @@ ARM = {
     "tpot": TIMES,
 }  # fmt: skip
 SUMMARY = {
+    "?verdict": str, "?verdict_reasons": [str],
     "arrivals": str, "temperature": float, "segments": int, "broken_segments": int, "arms": {str: ARM},
     "max_batch_size": int, "?errors": [str], "?kv_dtype": (str, None), "?cached_prompt_shares": {str: REAL},
 }  # fmt: skip
@@ -41,7 +42,7 @@ COLUMNS = {
 
 ARMS = (
     "Continuous batching of the same requests by every arm. Speed-up: total tokens/s over the baseline's on the same "
-    "segments, with its 95 % bootstrap interval over segments. Goodput: requests per second within the bounds of both "
+    "segments, with its 95 % interval over segments. Goodput: requests per second within the bounds of both "
     "latencies. TTFT: time to the first token. TPOT: time per further token, of requests with more than one."
 )
 
@@ -62,6 +63,7 @@ def page(folder: Path) -> str:
         lead=f"Arrivals: {summary['arrivals']}, at most {summary['max_batch_size']} requests at once, temperature "
         f"{summary['temperature']:g}, {summary['segments']} segments",
         warnings=warnings + summary.get("errors", [])[:5],
+        verdict=verdict_line(summary),
         drawn={"latency": figures.latency(latencies(rows))} if len(rows) else {},
     )
     shares = {

@@ -50,6 +50,7 @@ def page(folder: Path) -> str:
         title=f"Sweep: {folder.resolve().name}",
         lead=f"{len(runs)} runs{of}; varied: {', '.join(varied) or 'nothing'}",
         warnings=_warnings(runs, table),
+        verdict=sweeps.verdicts(table, names),
         drawn=figures.sweep_figures(table, keys),
         facts=_facts(table, keys, varied),
     )
@@ -89,7 +90,8 @@ def _rows(folder: Path, table: pd.DataFrame, varied: Sequence[str], run_names: M
     rows = pd.concat(parts, ignore_index=True) if parts else table
     names = [name for name in FIGURES if name in rows and rows[name].notna().any()]
     state = "lossless" in rows and bool(rows["lossless"].notna().any())
-    columns = [(name, False) for name in ("arm", *varied, *["losslessness"] * state)]
+    judged = "verdict" in rows and bool(rows["verdict"].notna().any())
+    columns = [(name, False) for name in ("arm", *varied, *["losslessness"] * state, *["verdict"] * judged)]
     headings = [COLUMNS[name].heading for name in names]
     columns += [(one if name in ACCURACY else one.removesuffix(" [95 %]"), True)
                 for name, one in zip(names, headings, strict=True)]  # fmt: skip
@@ -98,11 +100,12 @@ def _rows(folder: Path, table: pd.DataFrame, varied: Sequence[str], run_names: M
     cells = []
     for row in rows.to_dict("records"):
         one = [Cell(sweeps.text(row[name])) for name in ("arm", *varied)] + [Cell(losslessness(row)[0])] * state
+        one += [Cell(sweeps.text(row["verdict"]), title=sweeps.text(row.get("verdict_reasons")))] * judged
         one += [figure_cell(name, sweeps.with_bounds(row, name) if name in ACCURACY else row[name]) for name in names]
         link = f"{quote(str(row['run']))}/report.html" if row["run"] in reports else ""
         run = sweeps.text(row["run"])
         cells.append([*one, Cell(run_names.get(run, run), link=link, title=run)])
-    return DataTable(columns, cells, searchable=True, filters=("arm", *varied, "losslessness"))
+    return DataTable(columns, cells, searchable=True, filters=("arm", *varied, "losslessness", "verdict"))
 
 
 def _warnings(runs: Sequence[sweep.Run], table: pd.DataFrame) -> list[str]:

@@ -49,6 +49,8 @@ def figures(summary: Mapping[str, Any]) -> dict[str, Figure]:
     found: dict[str, Figure] = {}
     arms = summary.get("arms")
     arms = arms if isinstance(arms, Mapping) else {}
+    if reasons := summary.get("verdict_reasons"):
+        summary = {**summary, "verdict_reasons": "; ".join(map(str, reasons))}
     if "learning" in summary:
         summary = _training(summary)
     for prefix, own in [("", summary), *((f"{arm}/", own) for arm, own in arms.items() if arm != MAIN)]:

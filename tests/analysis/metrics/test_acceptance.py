@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import t
 
 from spec_lab.analysis import metrics
 from tests.analysis.metrics.tables import steps
@@ -87,38 +88,44 @@ def test_a_figure_over_nothing_is_nan():
     assert len(metrics.survival(none)) == len(metrics.conditional(none)) == 0
 
 
-def test_bands_hold_the_figures_and_draw_whole_groups(chain):
+def test_bands_hold_the_figures_and_leave_out_whole_groups(chain):
+    chain = pd.concat([chain.assign(request=chain["request"] + n, group=chain["request"] + n) for n in range(0, 8, 2)])
     bands = metrics.depth_bands(chain)
     for name, figure in (("survival", metrics.survival(chain)), ("conditional", metrics.conditional(chain))):
         assert bands[name].shape == (2, 3)
         assert (bands[name][0] <= figure + 1e-12).all()
         assert (bands[name][1] >= figure - 1e-12).all()
-    # two groups: each draw is group 0 twice, group 1 twice, or both; the extremes are the groups' own rates
-    np.testing.assert_allclose(bands["survival"][:, 0], [2 / 3, 1])
+        assert (bands[name] >= 0).all() and (bands[name] <= 1).all()
+    hit = (chain["accepted"] >= 1).to_numpy()
+    one = metrics.cluster_interval(hit, np.ones(len(chain)), chain["group"])
+    np.testing.assert_allclose(bands["survival"][:, 0], [one.low, one.high])
     together = metrics.depth_bands(chain.assign(group=0))  # two prompts decoded together are one cluster
     assert np.isnan(together["survival"]).all() and np.isnan(together["conditional"]).all()
 
 
-def test_a_depth_that_a_draw_never_reached_has_the_band_of_the_draws_that_did():
-    table = steps({"accepted": 0, "request": 0}, {"accepted": 2, "request": 1})
+def test_a_depth_that_a_group_never_reached_has_the_band_of_the_groups_that_did():
+    table = steps({"accepted": 0, "request": 0}, *({"accepted": 2, "request": n} for n in range(1, 9)))
     bands = metrics.depth_bands(table)
-    # conditional@2: group 0 never reached it, group 1 accepted; conditional@3: group 1 was refused
-    np.testing.assert_allclose(bands["conditional"], [[0, 1, 0], [1, 1, 0]])
+    # conditional@2: group 0 never reached it, the others accepted; conditional@3: they were refused
+    np.testing.assert_allclose(bands["conditional"][:, 1:], [[1, 0], [1, 0]])
+    assert np.isnan(metrics.depth_bands(table.iloc[:8])["conditional"][:, 1:]).all(), "seven reached them"
 
 
 def test_the_difference_of_sampled_and_exact_acceptance_is_by_hand():
-    """Two groups of two steps. Emitted 1, 4 and 2, 3; expected 2, 2.5 and 2, 2.5."""
+    """Pairs of groups of two steps, four times. Emitted 1, 4 and 2, 3; expected 2, 2.5 and 2, 2.5."""
     table = steps(
-        {"accepted": 0, "expected_accepted": 1.0, "request": 0},
-        {"accepted": 3, "expected_accepted": 1.5, "request": 0},
-        {"accepted": 1, "expected_accepted": 1.0, "request": 1},
-        {"accepted": 1, "expected_accepted": 1.5, "request": 1},
+        *(
+            {"accepted": accepted, "expected_accepted": expected, "request": group + pair}
+            for pair in range(0, 8, 2)
+            for accepted, expected, group in ((0, 1.0, 0), (3, 1.5, 0), (1, 1.0, 1), (1, 1.5, 1))
+        )
     )
     found = metrics.calibration(table)
-    # differences: -1 + 1.5 = 0.5 in group 0, 0 - 0.5 = -0.5 in group 1; over their steps 0.25 and -0.25
-    assert (found["mean"], found["low"], found["high"]) == pytest.approx((0, -0.25, 0.25))
-    # sampled: 5 and 4 of a mean of 4.5: 2 / (2 - 1) * (0.5^2 + 0.5^2) / 4^2; expected: 4.5 in both
-    assert found["sampled_variance"] == pytest.approx(2 * 0.5 / 16)
+    # differences: -1 + 1.5 = 0.5 in the first group, 0 - 0.5 = -0.5 in the second; over their steps 0.25 and -0.25
+    half = t.ppf(0.975, 7) * math.sqrt(8 * 0.25**2 / 7 / 8)
+    assert (found["mean"], found["low"], found["high"]) == pytest.approx((0, -half, half))
+    # sampled: 5 and 4 of a mean of 4.5: 8 / (8 - 1) * 8 * 0.5^2 / 16^2; expected: 4.5 in all
+    assert found["sampled_variance"] == pytest.approx(8 / 7 * 2 / 256)
     assert found["expected_variance"] == 0.0
     assert math.isnan(found["variance_reduction"])  # over nothing
 

@@ -18,28 +18,31 @@ TABLE = answers(
     *({"request": number, "correct": number < 3} for number in range(4)),
     *({"request": number, "correct": number < 2, "arm": "speculative"} for number in range(4)),
 )
+THRICE = pd.concat([TABLE.assign(request=TABLE["request"] + n, group=TABLE["group"] + n) for n in (0, 4, 8)])
 
 
 def test_the_share_and_its_change_from_the_baseline():
     own = metrics.accuracy(TABLE, "speculative")["number"]
     assert own["answers"] == 4 and own["correct"]["mean"] == 0.5 and own["change"]["mean"] == -0.25
-    assert -0.75 <= own["change"]["low"] <= -0.25 <= own["change"]["high"] <= 0
+    assert math.isnan(own["change"]["low"]), "four groups"
+    bounds = metrics.accuracy(THRICE, "speculative")["number"]["change"]
+    assert bounds["mean"] == -0.25 and -0.75 <= bounds["low"] <= -0.25 <= bounds["high"] <= 0.05
     base = metrics.accuracy(TABLE, "baseline")["number"]
     assert base["correct"]["mean"] == 0.75 and math.isnan(base["change"]["mean"])
 
 
 def test_the_change_is_paired_by_question():
     """Without question 0, which only the baseline answered, both arms have the same answers."""
-    table = TABLE[~((TABLE["arm"] == "speculative") & (TABLE["request"] == 2))]
+    table = THRICE[~((THRICE["arm"] == "speculative") & (THRICE["request"] % 4 == 2))]
     own = metrics.accuracy(table, "speculative")["number"]
-    assert own["answers"] == 3 and own["change"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+    assert own["answers"] == 9 and own["change"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
 
 
 def test_broken_groups_unkept_sequences_and_unchecked_answers_are_left_out():
     broken = TABLE.assign(finish=["nan", *["stop"] * 7])
     assert metrics.accuracy(broken, "speculative")["number"]["answers"] == 3
     unkept = pd.concat([TABLE, TABLE.iloc[4:5].assign(sequence=1, kept=False, correct=False)], ignore_index=True)
-    assert metrics.accuracy(unkept, "speculative") == metrics.accuracy(TABLE, "speculative")
+    assert repr(metrics.accuracy(unkept, "speculative")) == repr(metrics.accuracy(TABLE, "speculative"))
     unchecked = TABLE.astype({"correct": object})
     unchecked.loc[4, ["checker", "correct"]] = ["", None]
     assert metrics.accuracy(unchecked, "speculative")["number"]["answers"] == 3
@@ -60,7 +63,7 @@ def test_the_share_of_checked_answers_that_were_cut_stands_beside_that_of_correc
     assert metrics.accuracy(table, "speculative")["number"]["cut"] == metrics.correct(table, "speculative")[2] == 0.25
     assert metrics.accuracy(table, "baseline")["number"]["cut"] == 0
     (line,) = accuracy_notes({arm: {"accuracy": metrics.accuracy(table, arm)} for arm in ("speculative", "baseline")})
-    assert "), 25.0% cut; baseline 75.0%" in line and line.count("% cut") == 1
+    assert "(-25.0%), 25.0% cut; baseline 75.0%" in line and line.count("% cut") == 1
     assert line.endswith("Answers that max_new_tokens cut may lack what the checker looks for.")
 
 
@@ -72,9 +75,9 @@ def test_tables_without_checkers_have_none():
 
 
 def test_a_sentence_states_it_for_each_checker():
-    arms = {arm: {"accuracy": metrics.accuracy(TABLE, arm)} for arm in ("speculative", "baseline")} | {"old": {}}
+    arms = {arm: {"accuracy": metrics.accuracy(THRICE, arm)} for arm in ("speculative", "baseline")} | {"old": {}}
     (line,) = accuracy_notes(arms)
-    assert line.startswith("Share of 4 answers that are correct, by the checker number [95 %]: speculative 50.0%")
+    assert line.startswith("Share of 12 answers that are correct, by the checker number [95 %]: speculative 50.0%")
     assert "(-25.0% [" in line and "baseline 75.0%" in line and "old" not in line
     assert (
         "whose code parses"

@@ -16,13 +16,13 @@ LIMITS = MachineLimits(
 ROOFLINE = Roofline(ForwardWork(1000, 10, 5, (AttentionWork(10, 1),)), LIMITS)
 
 
-def tables(**of_steps) -> metrics.Tables:
-    """Two groups of one prompt: a prefill of 1 s, then two steps of 4 s, half of it forward, 1 s after each other.
+def tables(groups=2, **of_steps) -> metrics.Tables:
+    """Groups of one prompt: a prefill of 1 s, then two steps of 4 s, half of it forward, 1 s after each other.
 
     At the first step reading takes 1.1 s and computing .25 s, at the second reading 1.12 s and computing 2.06 s.
     """
     rounds, steps = [], []
-    for group in (0, 1):
+    for group in range(groups):
         for number, (start, whole, forward) in enumerate([(0.0, 1.0, 0.9), (2.0, 4.0, 2.0), (7.0, 4.0, 2.0)]):
             own = {"group": group, "arm": "speculative", "round": number, "prefill": number == 0}
             times = {"start": start, "whole": whole, "target_forward": forward}
@@ -41,7 +41,7 @@ def test_every_step_after_the_prefill_has_its_two_bounds():
 
 
 def test_the_share_is_the_larger_bound_over_the_seconds_of_the_forwards():
-    found = metrics.roofline_figures(tables(), "speculative", ROOFLINE)
+    found = metrics.roofline_figures(tables(8), "speculative", ROOFLINE)
     least = 1.1 + 1.5
     assert found["roofline_share"] == pytest.approx(dict.fromkeys(("mean", "low", "high"), least / 4)), (
         "groups are equal"

@@ -2,8 +2,10 @@
 
 import math
 
+import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import t
 
 from spec_lab.analysis import metrics
 
@@ -26,16 +28,31 @@ def test_a_group_whose_baseline_emitted_nothing_after_its_prefill_has_no_speed_u
     assert metrics.walltime_speedup_paired(requests, "speculative").tolist() == [2.0]
 
 
-def test_a_last_group_with_fewer_prompts_counts_in_every_figure_but_the_speed_up(requests):
+def test_a_last_group_with_fewer_prompts_counts_in_no_speed(requests):
     last = requests[requests["request"] == 0].assign(group=2, request=4, decode_tokens=60)
     table = pd.concat([requests, last], ignore_index=True)
     assert metrics.short_groups(requests) == set()
     assert metrics.short_groups(table) == {2}
     assert metrics.walltime_speedup_paired(table, "speculative").tolist() == [2.0, 3.0]
-    assert metrics.group_speeds(table, "speculative").tolist() == [20.0, 30.0, 60.0]
-    assert metrics.tokens_per_second(table, "speculative") == pytest.approx(130 / 4)
+    assert metrics.group_speeds(table, "speculative").tolist() == [20.0, 30.0]
+    assert metrics.tokens_per_second(table, "speculative") == pytest.approx(70 / 3)
+    assert metrics.time_per_output_token(table, "speculative").index.tolist() == [0, 1, 2, 3]
     assert metrics.walltime_speedup_paired(last, "speculative").tolist() == [3.0]  # it is the only group
     assert metrics.short_groups(table.iloc[:0]) == set()
+
+
+@pytest.mark.parametrize("prefill_only", [False, True])
+def test_the_published_speeds_give_the_published_speed_up(requests, prefill_only):
+    """With a short last group; and where one arm emitted nothing after its prefill in a group of another size."""
+    last = requests[requests["request"] == 0].assign(group=2, request=4, decode_tokens=60)
+    table = pd.concat([requests, last, requests[requests["group"] == 1].assign(group=3)], ignore_index=True)
+    if prefill_only:
+        table.loc[(table["group"] == 1) & (table["arm"] == "speculative"), "decode_tokens"] = 0
+    speeds = [metrics.tokens_per_second(table, arm) for arm in ("speculative", "baseline")]
+    assert metrics.timed_groups(table) == ([0, 3] if prefill_only else [0, 1, 3])
+    assert metrics.speedup(table, "speculative").mean == pytest.approx(speeds[0] / speeds[1], rel=1e-14)
+    frames = [metrics.tokens_per_second_interval(table, arm).mean for arm in ("speculative", "baseline")]
+    assert frames == pytest.approx(speeds, rel=1e-14)
 
 
 def test_with_the_prefill_its_tokens_and_its_seconds_count(requests):
@@ -68,32 +85,48 @@ def test_a_group_that_broke_in_any_arm_has_no_speed_and_no_output_to_compare(req
     assert metrics.identical_outputs(table, "speculative") == 1.0
 
 
-def test_the_interval_of_the_speed_draws_groups(requests):
-    """Groups of 40 tokens in 2 s and 30 in 1 s."""
-    found = metrics.tokens_per_second_interval(requests, "speculative")
-    assert found == pytest.approx((70 / 3, 20.0, 30.0))
-    assert found.mean == metrics.tokens_per_second(requests, "speculative")
-
-
 def test_the_speed_up_is_a_ratio_of_sums_over_groups(requests):
     """Groups of 40 tokens in 2 s against 4 s, and of 30 tokens in 1 s against 3 s."""
-    speedup = metrics.speedup(requests, "speculative")
-    assert speedup == pytest.approx(((70 / 3) / (70 / 7), 2.0, 3.0))  # not 2.5, the mean of the groups' ratios
-    both = [metrics.tokens_per_second(requests, arm) for arm in ("speculative", "baseline")]
-    assert speedup.mean == pytest.approx(both[0] / both[1])
+    mean, low, high = metrics.speedup(requests, "speculative")
+    assert mean == pytest.approx((70 / 3) / (70 / 7))  # not 2.5, the mean of the groups' ratios
+    assert math.isnan(low) and math.isnan(high), "two groups"
     assert metrics.speedup(requests, "speculative", prefill=True).mean == pytest.approx((74 / 5) / (74 / 9))
 
 
-def test_the_speed_up_draws_the_groups_of_both_arms_together(requests):
-    """Where every group has the same ratio, so has every draw, however the groups differ in length."""
-    requests["decode_seconds"] = requests["arm"].map({"speculative": 1.0, "baseline": 2.0})
-    assert metrics.speedup(requests, "speculative") == pytest.approx((2.0, 2.0, 2.0))
+def of_groups(ratios) -> pd.DataFrame:
+    """Groups of 60 tokens, which the baseline decodes in 6 s."""
+    rows = [
+        (group, arm, group, 60, 6 / ratio if arm == "speculative" else 6.0)
+        for group, ratio in enumerate(ratios)
+        for arm in ("speculative", "baseline")
+    ]
+    table = pd.DataFrame(rows, columns=["group", "arm", "request", "decode_tokens", "decode_seconds"])
+    return table.assign(prefill_tokens=1, prefill_seconds=1.0, finish="length")
+
+
+def test_the_interval_of_the_speed_up_is_a_factor_by_student_s_t():
+    """Equal baselines, so that the speed-up is 8 over the sum of the groups' shares of time."""
+    table = of_groups(ratios := np.array([1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4, 2.6]))
+    seconds = 1 / ratios
+    mean, low, high = metrics.speedup(table, "speculative")
+    each = np.log(7 / (seconds.sum() - seconds))
+    factor = np.exp(t.ppf(0.975, 7) * np.sqrt(7 / 8 * ((each - each.mean()) ** 2).sum()))
+    assert (mean, low, high) == pytest.approx((8 / seconds.sum(), mean / factor, mean * factor))
+    found = metrics.tokens_per_second_interval(table, "speculative")
+    assert found == pytest.approx((10 * mean, 10 * low, 10 * high)), "the baseline does not vary"
+
+
+def test_the_speed_up_leaves_the_groups_of_both_arms_out_together():
+    """Where every group has the same ratio, so has every rest, however the groups differ in length."""
+    table = of_groups([2.0] * 8)
+    table["decode_seconds"] *= 1 + table["group"]
+    assert metrics.speedup(table, "speculative") == pytest.approx((2.0, 2.0, 2.0))
 
 
 def test_the_speed_up_leaves_out_short_broken_and_unpaired_groups(requests):
     last = requests[requests["request"] == 0].assign(group=2, request=4, decode_tokens=60)
     table = pd.concat([requests, last], ignore_index=True)
-    assert metrics.speedup(table, "speculative") == metrics.speedup(requests, "speculative")
+    assert metrics.speedup(table, "speculative").mean == metrics.speedup(requests, "speculative").mean
     broken = requests.assign(finish=["nan"] + ["length"] * (len(requests) - 1))
     mean, low, _ = metrics.speedup(broken, "speculative")
     assert mean == 3.0 and math.isnan(low)  # one group is left

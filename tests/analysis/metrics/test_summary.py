@@ -18,8 +18,8 @@ def test_every_arm_with_rounds_is_compared_to_every_peer_group_by_group(requests
     twice = pd.concat([rounds, rounds.assign(arm="baseline")])
     compared = metrics.speedups_over_peers(metrics.Tables(twice, steps({"accepted": 0}), pd.concat([requests, peer])))
     assert list(compared) == ["peer"] and list(compared["peer"]) == ["speculative", "baseline"]
-    assert compared["peer"]["speculative"] == pytest.approx({"mean": 11 / 3, "low": 3.0, "high": 4.0})
-    assert compared["peer"]["baseline"] == pytest.approx({"mean": 11 / 7, "low": 1.0, "high": 2.0})
+    assert compared["peer"]["speculative"]["mean"] == pytest.approx(11 / 3)
+    assert compared["peer"]["baseline"]["mean"] == pytest.approx(11 / 7)
     assert metrics.speedups_over_peers(metrics.Tables(twice, steps({"accepted": 0}), requests)) == {}
 
 
@@ -62,7 +62,7 @@ def test_every_interval_belongs_to_a_figure_and_holds_it(tables):
             "vllm_mean_acceptance_length", "spec_bench_mean_accepted_tokens"} <= set(summary["intervals"])  # fmt: skip
     for name, one in summary["intervals"].items():
         assert one["mean"] == pytest.approx(summary[name]), name
-        assert one["low"] <= one["mean"] <= one["high"], name
+        assert math.isnan(one["low"]) and math.isnan(one["high"]), f"two groups: {name}"
 
 
 def test_other_systems_figures_stand_under_their_names(tables):

@@ -1,0 +1,199 @@
+"""The verdict on timed results, on rows that are made up: quiet, loaded, disturbed for a moment, drifting."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from spec_lab.analysis import metrics
+from spec_lab.results.writer import Tables
+
+MANIFEST = {"threads": 2, "machine": {"cores": 2}, "config": {}}
+
+
+def run(seed=0, groups=40, noise=0.03, slow=None, other_cores=0.02, drift=0.0, tokens=64):
+    """The rows of a run of two arms. A forward of n rows at context c takes 10 ms * (1 + n / 40) * (1 + c / 1000),
+    times lognormal noise of each forward (10 %) and of each group.
+
+    Args:
+        noise: standard deviation of the groups' noise.
+        slow: factors by arm and group.
+        other_cores: cores that others use.
+        drift: logarithm by which the machine becomes slower until the end.
+    """
+    draw = np.random.default_rng(seed)
+    rounds, requests = [], []
+    for group in range(groups):
+        prompt, rate = draw.integers(20, 300), draw.uniform(0.6, 0.8)
+        for arm in ("speculative", "baseline"):
+            nodes = 4 * (arm == "speculative")
+            emitted = np.cumsum(1 + draw.binomial(nodes, rate, tokens))
+            emitted = emitted[: 1 + np.searchsorted(emitted, tokens)]
+            context = prompt + np.array([0, 0, *emitted[:-1]])
+            factor = (slow or {}).get((arm, group), 1.0) * np.exp(draw.normal(0, noise) + drift * group / groups)
+            seconds = 0.01 * (1 + (1 + nodes) / 40) * (1 + context / 1000) * factor
+            whole = seconds * np.exp(draw.normal(0, 0.1, len(context)))
+            row = {"group": group, "arm": arm, "live": 1, "nodes": nodes, "computed_only": 0, "prefill_chunks": 0}
+            number = np.arange(len(context))
+            times = {"start": np.cumsum(whole) - whole, "whole": whole, "mask_wait": 0.0}
+            rounds.append(pd.DataFrame({**row, "round": number, "prefill": number == 0, "cells": context, **times}))
+            requests.append(
+                {"group": group, "arm": arm, "request": group, "decode_tokens": tokens, "prefill_tokens": 1,
+                 "decode_seconds": whole[1:].sum(), "prefill_seconds": whole[0], "finish": "length",
+                 "other_cores": other_cores}
+            )  # fmt: skip
+    return Tables(pd.concat(rounds, ignore_index=True), pd.DataFrame(), pd.DataFrame(requests))
+
+
+def verdict(tables, manifest=MANIFEST):
+    return metrics.run_verdict(tables, manifest)
+
+
+@pytest.mark.parametrize(("groups", "noise"), [(8, 0.05), (40, 0.02)])
+def test_a_quiet_run_is_reliable_in_nineteen_of_twenty(groups, noise):
+    """Prompts differ in length by a factor of 15, and groups in acceptance."""
+    found = [verdict(run(seed, groups, noise)) for seed in range(20)]
+    assert sum(one.word == "reliable" and not one.reasons for one in found) >= 19
+
+
+@pytest.mark.parametrize("arm", ["baseline", "speculative"])
+@pytest.mark.parametrize(("factor", "word"), [(1.7, "doubtful"), (20.0, "not reliable")])
+def test_a_group_that_was_disturbed_for_a_moment_is_named_with_the_result_without_it(arm, factor, word):
+    for seed in range(3):
+        tables = run(seed, slow={(arm, 17): factor})
+        found = verdict(tables)
+        assert found.word == word
+        reason = next(one for one in found.reasons if "group 17" in one)
+        rest = tables.requests[tables.requests["group"] != 17]
+        without, every = (metrics.speedup(requests, "speculative").mean for requests in (rest, tables.requests))
+        assert "1 of 40 groups" in reason and f"{without:.2f} instead of {every:.2f}" in reason
+        assert metrics.disturbed(metrics.units_of_run(tables), 2, 2) == [17]
+
+
+def test_a_group_that_is_faster_than_the_others_was_not_disturbed():
+    tables = run(slow={("baseline", 3): 0.3})
+    assert metrics.disturbed(metrics.units_of_run(tables), 2, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("load", "threads", "cores", "word"),
+    [
+        (0.15, 2, 2, "reliable"), (0.3, 2, 2, "doubtful"), (1.0, 2, 2, "not reliable"),  # of the cores that it needs
+        (0.4, 1, 2, "reliable"), (0.9, 1, 2, "doubtful"), (1.5, 1, 2, "not reliable"),  # beside it, then instead of it
+        (3.0, 4, 16, "reliable"), (6.0, 4, 16, "doubtful"), (14.0, 4, 16, "not reliable"),
+    ],
+)  # fmt: skip
+def test_what_other_processes_use_counts_where_the_run_needs_it(load, threads, cores, word):
+    """Times alone show nothing: every group of both arms is as slow as the others."""
+    found = verdict(run(other_cores=load), {**MANIFEST, "threads": threads, "machine": {"cores": cores}})
+    assert found.word == word
+    assert [f"{load:.1f} of {cores} cores" in reason for reason in found.reasons] == [True] * (word != "reliable")
+
+
+def test_the_load_of_the_arm_with_the_most_counts_by_time():
+    tables = run()
+    tables.requests.loc[(tables.requests["arm"] == "baseline") & (tables.requests["group"] < 20), "other_cores"] = 2.0
+    assert verdict(tables).word == "not reliable"
+
+
+def test_the_limits_of_the_machine_say_how_many_threads_a_forward_uses_and_a_gpu_needs_one():
+    limits = {"threads": 6, "cores": 8}
+    assert metrics.threads_and_cores({**MANIFEST, "roofline": {"limits": limits}}) == (6, 8)
+    assert metrics.threads_and_cores({**MANIFEST, "config": {"target": {"device": "cuda:0"}}}) == (1, 2)
+
+
+def test_where_the_load_was_not_recorded_the_verdict_says_so():
+    found = verdict(run(other_cores=np.nan))
+    assert found.word == "reliable" and "not recorded" in found.reasons[0]
+    older = run()
+    assert verdict(Tables(older.rounds, older.steps, older.requests.drop(columns="other_cores"))) == found
+
+
+@pytest.mark.parametrize(("groups", "reasons"), [(7, 1), (8, 0)])
+def test_fewer_than_eight_groups_are_doubtful_and_have_no_interval(groups, reasons):
+    tables = run(groups=groups)
+    found = verdict(tables)
+    assert [f"{groups} groups" in reason for reason in found.reasons] == [True] * reasons
+    assert found.word == ("doubtful" if reasons else "reliable")
+    every = [
+        metrics.speedup(tables.requests, "speculative"),
+        metrics.speedup(tables.requests, "speculative", prefill=True),
+        metrics.tokens_per_second_interval(tables.requests, "speculative"),
+        metrics.geometric_mean(metrics.walltime_speedup_paired(tables.requests, "speculative")),
+    ]
+    assert all(np.isnan(one.low) == np.isnan(one.high) == (groups < 8) for one in every)
+
+
+@pytest.mark.parametrize(("drift", "word"), [(0.02, "reliable"), (0.4, "doubtful"), (1.2, "not reliable")])
+def test_a_machine_that_becomes_slower_is_named(drift, word):
+    found = verdict(run(drift=drift))
+    assert found.word == word
+    assert any("baseline became" in reason and "slower" in reason for reason in found.reasons) == (word != "reliable")
+
+
+def test_a_drift_of_one_arm_against_the_baseline_is_named():
+    slow = {("speculative", group): 1.2 for group in range(20, 40)}
+    found = verdict(run(slow=slow))
+    assert found.word == "doubtful" and any("speculative, against baseline" in reason for reason in found.reasons)
+
+
+def test_means_that_are_far_apart_are_doubtful():
+    """Half of the groups are 5 times as fast as the others by acceptance, not by time: no forward is slow."""
+    tables = run()
+    fast = (tables.requests["arm"] == "speculative") & (tables.requests["group"] % 2 == 0)
+    tables.requests.loc[fast, "decode_tokens"] *= 5
+    tables.requests.loc[fast, "decode_seconds"] *= 2
+    found = verdict(tables)
+    sums = metrics.speedup(tables.requests, "speculative").mean
+    mean = metrics.geometric_mean(metrics.walltime_speedup_paired(tables.requests, "speculative")).mean
+    assert found.word == "doubtful"
+    assert [f"{sums:.2f} as a ratio of sums and {mean:.2f}" in reason for reason in found.reasons] == [True]
+
+
+def test_without_a_baseline_and_of_other_implementations_the_speeds_are_judged():
+    """A peer has no rows of forwards: its groups are compared by their time per token."""
+    tables = run(slow={("baseline", 5): 9.0})
+    alone = tables.requests[tables.requests["arm"] == "baseline"].assign(arm="peer")
+    found = verdict(Tables(tables.rounds.iloc[:0], tables.steps, alone))
+    assert found.word == "not reliable" and "group 5" in found.reasons[0] and "tokens/s" in found.reasons[0]
+
+
+def test_a_run_whose_arms_emitted_nothing_after_the_prefill_is_not_reliable():
+    tables = run(groups=8)
+    requests = tables.requests.assign(decode_tokens=0)
+    assert verdict(Tables(tables.rounds, tables.steps, requests)).word == "not reliable"
+    assert verdict(Tables(tables.rounds.iloc[:0], tables.steps, requests.iloc[:0])).word == "not reliable"
+
+
+def test_short_and_broken_groups_are_not_judged():
+    tables = run(slow={("baseline", 39): 30.0})
+    broken = tables.requests.assign(finish=np.where(tables.requests["group"] == 39, "nan", "length"))
+    assert verdict(Tables(tables.rounds, tables.steps, broken)).word == "reliable"
+
+
+def test_the_time_of_a_group_is_that_of_its_requests():
+    """Time that passed between forwards counts, whatever forward it is booked on."""
+    tables = run()
+    disturbed = (tables.requests["group"] == 11) & (tables.requests["arm"] == "baseline")
+    tables.requests.loc[disturbed, "decode_seconds"] *= 20
+    assert "group 11 of baseline" in verdict(tables).reasons[0]
+
+
+def test_waiting_for_token_masks_is_no_disturbance():
+    """Of one grammar the masks take ten times as long as everything else."""
+    tables = run()
+    slow = tables.rounds["group"] == 7
+    tables.rounds.loc[slow, "mask_wait"] = 9 * tables.rounds.loc[slow, "whole"]
+    for column in ("start", "whole"):
+        tables.rounds.loc[slow, column] *= 10
+    tables.requests.loc[tables.requests["group"] == 7, "decode_seconds"] *= 10
+    assert metrics.disturbed(metrics.units_of_run(tables), 2, 2) == []
+
+
+def test_names_of_arms_are_those_that_readers_see():
+    found = metrics.run_verdict(run(slow={("speculative", 4): 9.0}), MANIFEST, {"speculative": "medusa"})
+    assert "group 4 of medusa" in found.reasons[0] and not any("speculative" in reason for reason in found.reasons)
+
+
+def test_a_verdict_in_words():
+    assert metrics.in_words("reliable", []) == "reliable"
+    assert metrics.in_words("doubtful", ["a", "b"]) == "doubtful: a; b"
