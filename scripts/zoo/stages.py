@@ -27,9 +27,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
+from spec_lab.core.tensors import save_tensors
 from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import measure
 from spec_lab.propose.heads import Heads
@@ -215,7 +216,7 @@ def distill(settings: Settings) -> None:
     streams, generated = settings.work / "train", settings.work / "generated"
     distillation.distill(teacher, student, heads, streams, generated, out, plan, settings.generation)
     student.save(out / "draft.safetensors")
-    save_file(distillation.shipped(heads.model), out / "heads.safetensors")
+    save_tensors(distillation.shipped(heads.model), out / "heads.safetensors")
     row = settings.generation.length
     facts = {
         "plain_tokens": plan.plain_steps * plan.rows * row,

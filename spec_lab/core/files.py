@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
+import re
 import secrets
+import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -33,32 +36,151 @@ class Unreadable(ValueError):
 def replacing(file: Path) -> Iterator[BinaryIO]:
     """Open a stream whose contents replace ``file`` when the block ends without an error.
 
-    A temporary file with a random name is created in the same folder, and removed after an error. If ``file`` is a
-    symlink, it is replaced, not followed.
+    A temporary file in the same folder is written and renamed. If ``file`` is a symlink, it is replaced, not followed.
 
     Raises:
         OSError: it cannot be written; names ``file``.
     """
-    part = file.with_name(f".{file.name[:200]}.{secrets.token_hex(8)}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    with _temporary(file) as (part, descriptor):
+        with open(os.dup(descriptor), "wb") as stream:
+            yield stream
+        part.replace(file)
+
+
+@contextmanager
+def filling(out: Path) -> Iterator[Path]:
+    """Make a folder whose files become those of ``out`` when the block ends without an error.
+
+    Until then it is a temporary folder beside ``out``, or inside it if ``out`` exists, so that a shell in it stays in
+    it.
+
+    Args:
+        out: a folder that does not exist, or is empty but for what a killed process left.
+
+    Raises:
+        OSError: ``out`` is something else, or cannot be written; names ``out``.
+    """
+    inner, exists = refuse_filled(out), out.is_dir()
+    with _temporary(inner, folder=True, named=out) as (part, _):
+        yield part
+        if exists:
+            _move_files(part, out)
+        else:
+            part.replace(out)
+
+
+def refuse_filled(out: Path) -> Path:
+    """Refuse a folder that ``filling`` cannot fill; return beside which path its temporary folder is made.
+
+    Raises:
+        OSError: as of ``filling``.
+    """
+    exists, place = out.is_dir(), out.absolute()
+    inner = place / place.name if exists else place
+    for file in (place, inner):
+        remove_abandoned(file)
+    if out.is_symlink() or (out.exists() and (not exists or any(out.iterdir()))):
+        what = "is a link" if out.is_symlink() else "is not empty" if exists else "is a file"
+        raise FileExistsError(f"{out} {what}: name a folder that does not exist, or is empty")
+    if not inner.parent.is_dir():
+        raise FileNotFoundError(f"{out} cannot be made: {inner.parent} is no folder")
+    return inner
+
+
+def _move_files(part: Path, out: Path) -> None:
+    """Move all files of a folder into another one, or none, and remove the folder."""
+    names = sorted(file.name for file in part.iterdir())
     try:
-        descriptor = os.open(part, flags, 0o666)
+        for name in names:
+            (part / name).replace(out / name)
+    except BaseException:
+        for name in names:
+            (out / name).unlink(missing_ok=True)
+        raise
+    part.rmdir()
+
+
+@contextmanager
+def _temporary(file: Path, folder: bool = False, named: Path | None = None) -> Iterator[tuple[Path, int]]:
+    """Make a temporary file or folder beside ``file``; yield it and its descriptor.
+
+    It has a random name, and is removed if the block ends with an error. A killed process leaves it behind: so it is
+    locked while it is in use, and whoever writes ``file`` again removes those that nobody locks.
+
+    Raises:
+        OSError: names ``file``, or ``named`` if that is given, instead of the temporary file.
+    """
+    remove_abandoned(file)
+    try:
+        part, descriptor = _locked(file, folder)
         try:
-            with open(descriptor, "wb") as stream:
-                yield stream
-            part.replace(file)
+            yield part, descriptor
         except BaseException:
-            with suppress(FileNotFoundError):
-                part.unlink()
+            _remove(part)
             raise
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        raise named(error, file, {part}) from error
+        raise _about(named or file, error, _names(file)) from error
 
 
-def named(error: OSError, file: Path, parts: Iterable[Path] = ()) -> OSError:
-    """Return the error about ``file`` instead of none or temporary ``parts``; with advice if the disk is full."""
-    known = {None, *map(str, parts)}
-    if error.errno is None or (error.filename if error.filename is None else str(error.filename)) not in known:
+def _locked(file: Path, folder: bool) -> tuple[Path, int]:
+    """Make a temporary file or folder beside ``file``, locked until its descriptor is closed; return both."""
+    while True:
+        part = file.with_name(f".{file.name[:200]}.{secrets.token_hex(8)}.tmp")
+        if folder:
+            part.mkdir()
+        kind = os.O_RDONLY if folder else os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            descriptor = os.open(part, kind | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            if folder:  # removed already, see below
+                continue
+            raise
+        with suppress(OSError):  # some file systems have no locks: nothing is removed there
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if part.exists():
+            return part, descriptor
+        os.close(descriptor)  # another process took it for an abandoned one before it was locked
+
+
+def remove_abandoned(file: Path) -> None:
+    """Remove the temporary files and folders for ``file`` that killed processes left."""
+    names = _names(file)
+    with suppress(OSError):
+        for part in [part for part in file.parent.iterdir() if names.fullmatch(part.name)]:
+            kind = os.O_RDONLY if part.is_dir() else os.O_WRONLY | os.O_NONBLOCK
+            with suppress(OSError):
+                descriptor = os.open(part, kind | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if it is in use
+                    _remove(part)
+                finally:
+                    os.close(descriptor)
+
+
+def _names(file: Path) -> re.Pattern[str]:
+    """The names of the temporary files and folders for ``file``."""
+    return re.compile(rf"\.{re.escape(file.name[:200])}\.[0-9a-f]{{16}}\.tmp")
+
+
+def _remove(part: Path) -> None:
+    if part.is_dir() and not part.is_symlink():
+        shutil.rmtree(part, ignore_errors=True)
+    else:
+        part.unlink(missing_ok=True)
+
+
+def _about(file: Path, error: OSError, names: re.Pattern[str]) -> OSError:
+    """Return the error about ``file`` if it is about nothing or a temporary file; with advice if the disk is full.
+
+    Args:
+        file: that is written.
+        error: of writing it.
+        names: of temporary files.
+    """
+    parts = () if error.filename is None else Path(str(error.filename)).parts
+    if error.errno is None or (parts and not any(map(names.fullmatch, parts))):
         return error
     hint = ""
     if error.errno in NO_SPACE:

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spec_lab.core.files import write_json
 from spec_lab.core.options import brief
+from spec_lab.core.tensors import save_tensors
+from spec_lab.models.checkpoint import SINGLE, weights_hash
 from spec_lab.models.drafter_layouts import Shapes
 
 MOST_TAPS = 64
@@ -141,3 +144,23 @@ def read_weight(folder: Path, held: Mapping[str, Any], name: str, dtype: torch.d
     if not torch.isfinite(read).all():
         raise ValueError(f"{folder}: '{name}' holds NaN or infinite values")
     return read
+
+
+def write_drafter(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], facts: Mapping[str, str]
+) -> str:
+    """Write the weights of a drafter and then its config; return the SHA-256 of the weights.
+
+    Args:
+        folder: is made.
+        config: for config.json.
+        tensors: the weights, by their published names.
+        facts: for the metadata of the weights.
+
+    Raises:
+        OSError: a file cannot be written; names it. None is left incomplete.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tensors(tensors, folder / SINGLE, {"format": "pt", **facts})
+    write_json(folder / "config.json", config)
+    return weights_hash(str(folder))

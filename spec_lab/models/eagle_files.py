@@ -15,7 +15,6 @@ Names and conventions that differ, and what they become here:
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -24,13 +23,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from spec_lab.core.options import brief
-from spec_lab.models.checkpoint import SINGLE, open_weights, read_drafter_config, weight_files, weights_hash
+from spec_lab.models.checkpoint import open_weights, read_drafter_config, weight_files, weights_hash
 from spec_lab.models.draft_layers import load_weights
-from spec_lab.models.drafter_files import flag, misfits, named_by, read_weight, refuse, refuse_windows, taps, whole
+from spec_lab.models.drafter_files import (
+    flag,
+    misfits,
+    named_by,
+    read_weight,
+    refuse,
+    refuse_windows,
+    taps,
+    whole,
+    write_drafter,
+)
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, Network, Settings
 from spec_lab.models.target import Target
 
@@ -247,9 +255,8 @@ def write_eagle3(
         facts: for the file's metadata.
         dtype: of the weights in the file.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     settings: Eagle3Settings = network.settings
-    tensors = {published_name(name): one.detach().to(dtype).contiguous() for name, one in network.named_parameters()}
+    tensors = {published_name(name): one.to(dtype) for name, one in network.named_parameters()}
     if settings.draft_vocab_size is not None:
         ids = network.ids.cpu()
         kept = torch.zeros(settings.vocab_size, dtype=torch.bool)
@@ -272,9 +279,7 @@ def write_eagle3(
         TAPS: list(settings.taps),
         **{name: getattr(settings, name) for name in FLAGS},
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt", **facts})
-    return weights_hash(str(folder))
+    return write_drafter(folder, config, tensors, facts)
 
 
 def write_eagle(
@@ -295,14 +300,10 @@ def write_eagle(
         facts: for the file's metadata.
         dtype: of the weights in the file.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {published_name(name): one for name, one in weights.items()}
-    tensors["embed_tokens.weight"] = embedding[: settings.vocab_size]
+    tensors = {published_name(name): one.to(dtype) for name, one in weights.items()}
+    tensors["embed_tokens.weight"] = embedding[: settings.vocab_size].to(dtype)
     config = dict(settings.layer) | {
         "architectures": ["LlamaForCausalLM"], "num_hidden_layers": settings.layers, "vocab_size": settings.vocab_size,
         "bias": settings.bias,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    halves = {name: one.detach().to(dtype).contiguous() for name, one in tensors.items()}
-    save_file(halves, folder / SINGLE, metadata={"format": "pt", **facts})
-    return weights_hash(str(folder))
+    return write_drafter(folder, config, tensors, facts)

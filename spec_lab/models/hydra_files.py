@@ -19,20 +19,18 @@ head; with ``identity_skip: true`` it holds no ``res_connection``, and the state
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from spec_lab.core.options import brief
-from spec_lab.models.checkpoint import MAX_LAYERS, SINGLE, open_weights, read_drafter_config, weight_files, weights_hash
+from spec_lab.models.checkpoint import MAX_LAYERS, open_weights, read_drafter_config, weight_files
 from spec_lab.models.draft_layers import load_weights
-from spec_lab.models.drafter_files import flag, misfits, named_by, read_weight, refuse, whole
+from spec_lab.models.drafter_files import flag, misfits, named_by, read_weight, refuse, whole, write_drafter
 from spec_lab.models.hydra import HydraHeads, HydraSettings
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
@@ -79,7 +77,6 @@ def write_hydra(
         facts: for the file's metadata.
         dtype: of the weights in the file; None: their own.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     settings = network.settings
     config = {
         "hydra_num_heads": settings.heads,
@@ -93,13 +90,9 @@ def write_hydra(
     if settings.prefix is not None:
         config["prefix_layer_config"] = dict(settings.prefix)
     tensors = {
-        name: one.detach().to(dtype, copy=True).contiguous()
-        for own, one in network.named_parameters()
-        for name in published_names(own, settings)
+        name: one.to(dtype) for own, one in network.named_parameters() for name in published_names(own, settings)
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt", **facts})
-    return weights_hash(str(folder))
+    return write_drafter(folder, config, tensors, facts)
 
 
 def published_names(own: str, settings: HydraSettings) -> list[str]:

@@ -9,19 +9,17 @@ it (``proposer.exit_layer``).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from spec_lab.core.options import brief
-from spec_lab.models.checkpoint import MAX_LAYERS, SINGLE, open_weights, read_drafter_config, weight_files, weights_hash
+from spec_lab.models.checkpoint import MAX_LAYERS, open_weights, read_drafter_config, weight_files, weights_hash
 from spec_lab.models.draft_layers import load_weights
-from spec_lab.models.drafter_files import misfits, named_by, read_weight, refuse, refuse_windows, whole
+from spec_lab.models.drafter_files import misfits, named_by, read_weight, refuse, refuse_windows, whole, write_drafter
 from spec_lab.models.kangaroo import Kangaroo, KangarooSettings
 from spec_lab.models.target import Target
 
@@ -142,13 +140,10 @@ def write_kangaroo(
         facts: for the file's metadata.
         dtype: of the weights in the file.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     settings = network.settings
     own = network.named_parameters()
-    tensors = {name.removeprefix("body."): one.detach().to(dtype).contiguous() for name, one in own}
+    tensors = {name.removeprefix("body."): one.to(dtype) for name, one in own}
     config = dict(settings.layer) | {
         "exit_layer": settings.exit_layer, "num_hidden_layers": settings.layers, "vocab_size": vocab_size,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt", **facts})
-    return weights_hash(str(folder))
+    return write_drafter(folder, config, tensors, facts)

@@ -13,7 +13,6 @@ are known by their names:
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +22,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from spec_lab.core.options import brief
-from spec_lab.models.checkpoint import MTP, SINGLE, mtp_prefixes, open_weights, read_config, weight_files, weights_hash
-from spec_lab.models.drafter_files import misfits, named_by, read_weight, refuse, whole
+from spec_lab.models.checkpoint import MTP, mtp_prefixes, open_weights, read_config, weight_files, weights_hash
+from spec_lab.models.drafter_files import misfits, named_by, read_weight, refuse, whole, write_drafter
 from spec_lab.models.loading import describe
 from spec_lab.models.mtp import Mtp, MtpSettings, mtp_with_weights
 from spec_lab.models.target import Target
@@ -254,14 +252,8 @@ def write_mtp(
         kind = "share" if settings.shared else "do not share"
         raise ValueError(f"layout {layout!r} cannot hold {settings.modules} MTP modules that {kind} their norms")
     prefixes = [MTP] if layout == "qwen" else [f"model.layers.{layers + one}." for one in range(settings.modules)]
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        _published(name, layout, prefixes): one.detach().to(dtype).contiguous()
-        for name, one in network.state_dict().items()
-    }
+    tensors = {_published(name, layout, prefixes): one.to(dtype) for name, one in network.state_dict().items()}
     config = dict(settings.layer) | {
         "num_hidden_layers": layers, "vocab_size": settings.vocab_size, COUNTS[layout]: settings.modules,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt", **facts})
-    return weights_hash(str(folder))
+    return write_drafter(folder, config, tensors, facts)

@@ -8,9 +8,8 @@ Files of ``torch.save`` are pickles: loading them may execute code, so no run re
 4. It is a flat dictionary of dense, finite tensors, whose names and shapes are those of a known layout
    (``drafter_layouts``), and each of which is no larger than its storage.
 
-Written are ``model.safetensors``, with clones of the tensors (blocks that a file repeats share their storage, which
-safetensors refuses), the layout's name and the SHA-256 of the source in its metadata, and the ``config.json`` beside
-the source.
+Written are ``model.safetensors``, with the layout's name and the SHA-256 of the source in its metadata (blocks that a
+file repeats share their storage, and are written each), and the ``config.json`` beside the source.
 """
 
 from __future__ import annotations
@@ -19,21 +18,18 @@ import hashlib
 import io
 import pickletools
 import re
-import secrets
-import shutil
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from spec_lab.core.files import MAX_BYTES, open_regular, read_json, write_json
+from spec_lab.core.files import MAX_BYTES, filling, open_regular, read_json, refuse_filled, write_json
 from spec_lab.core.options import brief
+from spec_lab.core.tensors import save_tensors
 from spec_lab.models.checkpoint import INDEX, SINGLE, one_line
 from spec_lab.models.drafter_files import misfits
 from spec_lab.models.drafter_layouts import layout_of
@@ -110,11 +106,7 @@ def convert_pickled(files: Sequence[Path], out: Path) -> Converted:
         OSError: a file is missing, or cannot be read or written; ``out`` is not empty.
         ValueError: a file that is not what the module describes, with the reason.
     """
-    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        what = "is a link" if out.is_symlink() else "is not empty" if out.is_dir() else "is a file"
-        raise FileExistsError(f"{out} {what}: name a folder that does not exist, or is empty")
-    if not out.parent.is_dir():
-        raise FileNotFoundError(f"{out} cannot be made: {out.parent} is no folder")
+    refuse_filled(out)
     for file in files:
         if not file.exists():
             raise FileNotFoundError(f"{file} is missing: copy or download it again")
@@ -132,11 +124,12 @@ def convert_pickled(files: Sequence[Path], out: Path) -> Converted:
     size, most = sum(one.nbytes for one in tensors.values()), MOST_SHARED * sum(file.stat().st_size for file in files)
     if size > most:
         raise ValueError(f"{files[0].parent}: its tensors share their storage and have {size} bytes, more than {most}")
-    ready = {name: one.detach().clone(memory_format=torch.contiguous_format) for name, one in tensors.items()}
     digest = _sha256(files)
     facts = {"format": "pt", "layout": layout, "source": ", ".join(one.name for one in files), "source_sha256": digest}
-    _write(out, ready, facts, config)
-    return Converted(layout, len(ready), size, digest)
+    with filling(out) as part:
+        save_tensors(tensors, part / SINGLE, facts)
+        write_json(part / "config.json", config)
+    return Converted(layout, len(tensors), size, digest)
 
 
 def load_tensors(file: Path) -> dict[str, Tensor]:
@@ -254,31 +247,3 @@ def _sha256(files: Sequence[Path]) -> str:
             while block := stream.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
-
-
-def _write(out: Path, tensors: dict[str, Tensor], facts: dict[str, str], config: dict[str, Any]) -> None:
-    """Write both files beside each other, then move them into place, the config last.
-
-    Raises:
-        OSError: they cannot be written; nothing is left behind.
-    """
-    made = not out.exists()
-    if made:
-        out.mkdir()
-    part = out / f".{secrets.token_hex(8)}.tmp"
-    try:
-        part.mkdir()
-        save_file(tensors, part / SINGLE, metadata=facts)
-        write_json(part / "config.json", config)
-        for name in (SINGLE, "config.json"):
-            (part / name).replace(out / name)
-        part.rmdir()
-    except BaseException as error:
-        shutil.rmtree(part, ignore_errors=True)
-        for name in (SINGLE, "config.json"):
-            (out / name).unlink(missing_ok=True)
-        if made:
-            out.rmdir()
-        if isinstance(error, SafetensorError):
-            raise OSError(f"{out / SINGLE} cannot be written ({one_line(error)}): free some space") from error
-        raise

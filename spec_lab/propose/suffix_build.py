@@ -11,8 +11,6 @@ operating system keeps, which it takes back when it needs them.
 
 from __future__ import annotations
 
-import secrets
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -21,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.lib import format as npy
 
-from spec_lab.core.files import write_json
+from spec_lab.core.files import filling, write_json
 from spec_lab.propose.suffix_store import (
     CONTEXT,
     FIRST,
@@ -104,21 +102,15 @@ def build_tokens(documents: Iterable[Sequence[int]], vocabulary: int, tokenizer:
     Raises:
         OSError, ValueError: as of ``build``.
     """
-    out = out.absolute()
-    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        what = "is a link" if out.is_symlink() else "is not empty" if out.is_dir() else "is a file"
-        raise FileExistsError(f"{out} {what}: name a folder that does not exist, or is empty")
-    if not out.parent.is_dir():
-        raise FileNotFoundError(f"{out} cannot be made: {out.parent} is no folder")
-    part = out.with_name(f".{out.name[:200]}.{secrets.token_hex(8)}.tmp")
-    part.mkdir()
-    try:
+    with filling(out) as part:
         with open(part / TOKENS, "wb") as stream:
             total, number, counts = _write_tokens(stream, documents, vocabulary)
         if not counts.sum():
             raise ValueError("the corpus has no text of two tokens or more")
         first = np.concatenate([[0], np.cumsum(counts)])
-        np.save(part / FIRST, first)
+        with open(part / FIRST, "wb") as stream:
+            _write_header(stream, first.dtype, len(first))
+            stream.write(first.data)  # unlike np.save, with the cause where it fails
         _write_order(part, counts, vocabulary, total)
         hashes = {name: file_hash(part / name) for name in HASHED}
         write_json(part / STORE, {
@@ -126,27 +118,7 @@ def build_tokens(documents: Iterable[Sequence[int]], vocabulary: int, tokenizer:
             "documents": number, "positions": int(first[-1]), "sha256": hashes,
         })  # fmt: skip
         size = sum(file.stat().st_size for file in part.iterdir())
-        _move(part, out)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
     return BuiltStore(number, total, size)
-
-
-def _move(part: Path, out: Path) -> None:
-    """Rename a folder; where ``out`` is one already, move the files into it, so that a shell in it stays in it."""
-    if not out.is_dir():
-        part.replace(out)
-        return
-    names = (*HASHED, STORE)  # the last one makes it a store
-    try:
-        for name in names:
-            (part / name).replace(out / name)
-    except BaseException:
-        for name in names:
-            (out / name).unlink(missing_ok=True)
-        raise
-    part.rmdir()
 
 
 def _write_tokens(stream: BinaryIO, documents: Iterable[Sequence[int]], vocabulary: int) -> tuple[int, int, np.ndarray]:

@@ -118,9 +118,9 @@ class TableParts:
             table = pa.Table.from_pandas(frame, schema=self._schema(name, frame.columns), preserve_index=False)
             _write(table, self.out / f"{name}.parquet")
         for name in self.schemas:
-            for file in [*self._files(name), *self.out.glob(f".{name}.parquet.*.tmp")]:  # of a write that was killed
+            for file in self._files(name):
                 file.unlink()
-        for file in self.out.glob("parts/.*.tmp"):
+        for file in self.out.glob("parts/.*.tmp"):  # of a write that was killed
             file.unlink()
         if (self.out / "parts").is_dir():
             (self.out / "parts").rmdir()

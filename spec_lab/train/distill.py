@@ -11,7 +11,6 @@ of the pending token.
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,12 +20,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers import LlamaForCausalLM
 
 from spec_lab.core.options import whole
+from spec_lab.core.tensors import save_tensors
 from spec_lab.train.fast import soft_cross_entropy, unembedded_cross_entropy
 from spec_lab.train.fit import order_of
 from spec_lab.train.generate import Generation, Part
@@ -266,10 +265,8 @@ def distill(
 
 def _save(trainers: Mapping[str, Trainer], path: Path, facts: str) -> None:
     """Write all trainers to one file, replaced atomically; a resumed training must have the same ``facts``."""
-    tensors = {f"{name}.{key}": t.contiguous() for name, one in trainers.items() for key, t in one.tensors().items()}
-    unfinished = path.with_suffix(".partial")
-    save_file(tensors, unfinished, metadata={"step": str(next(iter(trainers.values())).step), "facts": facts})
-    os.replace(unfinished, path)
+    tensors = {f"{name}.{key}": t for name, one in trainers.items() for key, t in one.tensors().items()}
+    save_tensors(tensors, path, {"step": str(next(iter(trainers.values())).step), "facts": facts})
 
 
 def _restore(trainers: Mapping[str, Trainer], path: Path, facts: str) -> None:

@@ -1,13 +1,15 @@
 """Write trained weights as bfloat16 safetensors, with config and tokenizer, as ``from_pretrained`` reads them."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from spec_lab.core.tensors import save_tensors
+from spec_lab.models.checkpoint import SINGLE, one_line
+from spec_lab.models.drafter_files import write_drafter
 
 
 def file_sha256(path: Path) -> str:
@@ -16,15 +18,28 @@ def file_sha256(path: Path) -> str:
 
 
 def export_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> str:
-    """Write model and tokenizer; return the SHA-256 of the weights file."""
+    """Write model and tokenizer; return the SHA-256 of the weights file.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
     model = model.bfloat16()
     model.set_attn_implementation("sdpa")
     model.config.use_cache = True
+    model.config.architectures, model.config.dtype = [type(model).__name__], "bfloat16"
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.eos_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return file_sha256(folder / "model.safetensors")
+    weights = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tensors(weights, folder / SINGLE, {"format": "pt"})
+    try:
+        for part in (model.config, model.generation_config, tokenizer):
+            part.save_pretrained(folder)
+    except Exception as error:  # tokenizers raises plain Exceptions
+        raise OSError(f"config and tokenizer cannot be written to {folder} ({one_line(error)})") from error
+    return file_sha256(folder / SINGLE)
 
 
 def export_medusa(
@@ -56,8 +71,4 @@ def export_heads(
     tensors: Mapping[str, torch.Tensor], config: Mapping[str, object], folder: Path, facts: Mapping[str, str]
 ) -> str:
     """Write tensors in bfloat16, and a config; return the SHA-256 of the weights file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    halves = {name: tensor.detach().bfloat16().contiguous() for name, tensor in tensors.items()}
-    save_file(halves, folder / "model.safetensors", metadata={"format": "pt", **facts})
-    return file_sha256(folder / "model.safetensors")
+    return write_drafter(folder, config, {name: tensor.bfloat16() for name, tensor in tensors.items()}, facts)

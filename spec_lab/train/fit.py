@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,11 +17,11 @@ from typing import Any
 
 import numpy as np
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from spec_lab.core.files import write_text
 from spec_lab.core.options import whole
+from spec_lab.core.tensors import save_tensors
 from spec_lab.train.objectives import Measured, expected_length
 from spec_lab.train.texts import Texts
 from spec_lab.train.trainer import Plan, Trainer, schedule
@@ -204,10 +203,7 @@ def _pieces(
 
 
 def _save(trainer: Trainer[Any], path: Path, facts: str) -> None:
-    unfinished = path.with_suffix(".partial")
-    tensors = {name: one.contiguous() for name, one in trainer.tensors().items()}
-    save_file(tensors, unfinished, metadata={"step": str(trainer.step), "facts": facts})
-    os.replace(unfinished, path)
+    save_tensors(trainer.tensors(), path, {"step": str(trainer.step), "facts": facts})
 
 
 def _restore(trainer: Trainer[Any], path: Path, facts: str) -> None:

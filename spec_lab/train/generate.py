@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, StaticCache
 
 from spec_lab.core.cache_argument import cache_argument
+from spec_lab.core.tensors import save_tensors
 from spec_lab.train.tokens import Batches
 
 log = logging.getLogger(__name__)
@@ -105,10 +106,8 @@ def generate(
             prefix = plan.length
         plain = prefix == plan.length
         ids, hidden = continue_text(target, text[:, :prefix], plan.length, temperature, part, plan.states)
-        unfinished = path.with_suffix(".partial")
         facts = {"prefix": str(prefix), "temperature": str(1.0 if plain else temperature)}
-        save_file({"ids": ids.to(torch.int32), "hidden": hidden.contiguous()}, unfinished, metadata=facts)
-        unfinished.rename(path)
+        save_tensors({"ids": ids.to(torch.int32), "hidden": hidden}, path, facts)
         log.info("part %d: prefix %d, temperature %s, %.0f s", part, prefix, temperature, time.monotonic() - began)
     return parts
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from spec_lab.core.tensors import save_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,10 +62,8 @@ class Texts:
         """Write a file, replaced atomically."""
         tensors = {"ids": self.ids.to(torch.int32), "first": self.first, "length": self.length}
         if self.hidden is not None:
-            tensors["hidden"] = self.hidden.contiguous()
-        unfinished = path.with_suffix(".partial")
-        save_file(tensors, unfinished)
-        unfinished.rename(path)
+            tensors["hidden"] = self.hidden
+        save_tensors(tensors, path)
 
     @staticmethod
     def read(path: Path, hidden: bool = True) -> Texts:

@@ -5,7 +5,6 @@ Muon updates the hidden matrices, AdamW the embedding, LM head and norms. A chec
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from spec_lab.core.tensors import save_tensors
 from spec_lab.train.muon import Muon
 
 
@@ -151,15 +150,13 @@ class Trainer(Generic[M]):
 
     def save(self, path: Path) -> None:
         """Write a checkpoint atomically."""
-        unfinished = path.with_suffix(".partial")
         metadata = {
             "step": str(self.step),
             "sequences": str(self.sequences),
             "layers": str(_layers(self.model)),
             "plan": json.dumps(asdict(self.plan)),
         }
-        save_file({n: t.contiguous() for n, t in self.tensors().items()}, unfinished, metadata=metadata)
-        os.replace(unfinished, path)
+        save_tensors(self.tensors(), path, metadata)
 
 
 def _layers(model: torch.nn.Module) -> int:

@@ -3,12 +3,26 @@
 import errno
 import json
 import os
+import shutil
 import stat
+import subprocess
+import sys
 
 import pytest
 
 from spec_lab.core import files
-from spec_lab.core.files import Unreadable, expect, own_folder, read_json, read_text, replacing, write_json, write_text
+from spec_lab.core.files import (
+    Unreadable,
+    expect,
+    filling,
+    own_folder,
+    read_json,
+    read_text,
+    replacing,
+    write_json,
+    write_text,
+)
+from tests.full_disk import full_disk
 
 # Writing
 
@@ -61,6 +75,74 @@ def test_an_error_leaves_the_old_file(tmp_path):
     with pytest.raises(ValueError):
         write_json(file, {"a": float("nan")})
     assert json.loads(file.read_text()) == {"a": 1} and os.listdir(tmp_path) == ["a.json"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from spec_lab.core.files import filling, replacing
+with replacing(Path(sys.argv[1])) as stream, filling(Path(sys.argv[2])) as folder, filling(Path(sys.argv[3])) as inside:
+    for file in (folder / "half", inside / "half"):
+        file.write_text("half")
+    stream.write(b"half"); stream.flush()
+    print("written", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_write_and_what_others_write_is_not(tmp_path):
+    file, new, empty = tmp_path / "a.json", tmp_path / "new", tmp_path / "empty"
+    empty.mkdir()
+    command = [sys.executable, "-c", KILLED, str(file), str(new), str(empty)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def fill():
+        write_json(file, {"a": 1})
+        for folder in (new, empty):
+            with filling(folder) as part:
+                (part / "done").write_text("done")
+
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout.readline() == b"written\n"
+        before = sorted(tmp_path.rglob("*"))
+        write_json(file, {"a": 0})
+        with pytest.raises(FileExistsError, match="not empty"):
+            fill()
+        assert [part for part in before if not part.exists()] == [], "the other process writes them"
+        shutil.rmtree(new)
+        process.kill()
+        process.wait()
+    assert len(list(tmp_path.rglob(".*.tmp"))) == 3
+    fill()
+    assert sorted(map(str, tmp_path.rglob("*"))) == sorted(map(str, (file, new, new / "done", empty, empty / "done")))
+    assert json.loads(file.read_text()) == {"a": 1}
+
+
+def test_only_temporary_files_of_the_same_file_are_removed(tmp_path):
+    mark = "0123456789abcdef"
+    others = [".a.json.tmp", f".a.json.x.{mark}.tmp", f".b.json.{mark}.tmp", f".a.json.{mark}.txt"]
+    for name in (*others, f".a.json.{mark}.tmp"):
+        (tmp_path / name).write_text("other")
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / f".a.json.{mark[::-1]}.tmp").symlink_to(victim)
+    write_json(tmp_path / "a.json", {})
+    left = {*os.listdir(tmp_path)}
+    assert left == {*others, "a.json", "victim", f".a.json.{mark[::-1]}.tmp"} and victim.read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_filled_names_the_folder(tmp_path):
+    out = tmp_path / "out"
+
+    def fill(size):
+        with filling(out) as part, open(part / "data", "wb") as stream:
+            stream.write(b"x" * size)
+
+    with full_disk(1000), pytest.raises(OSError, match=r"space.*out'") as found:
+        fill(10**6)
+    assert found.value.filename == str(out) and os.listdir(tmp_path) == []
+    fill(1000)
+    assert (out / "data").stat().st_size == 1000 and os.listdir(tmp_path) == ["out"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])

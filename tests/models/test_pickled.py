@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaModel
@@ -21,6 +21,7 @@ from spec_lab.models.eagle_files import read_eagle
 from spec_lab.models.kangaroo_files import read_kangaroo
 from spec_lab.models.pickled import convert_pickled, pickled_files
 from spec_lab.propose.heads import Heads
+from tests.full_disk import full_disk
 from tests.propose.eagle_heads import eagle1, eagle3
 from tests.propose.kangaroo_adapters import adapter
 from tests.propose.medusa_heads import VICUNA, authors
@@ -373,18 +374,22 @@ def test_nothing_is_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize("existed", [False, True])
-@pytest.mark.parametrize("error", [SafetensorError("No space left on device"), KeyboardInterrupt()])
-def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch, existed, error):
+@pytest.mark.parametrize("full", [False, True])
+def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch, existed, full):
     source = saved(tmp_path / "source", "medusa_lm_head.pt", *authors(H, VOCABULARY))
     out = tmp_path / "out"
     if existed:
         out.mkdir()
 
-    def fails(tensors, file, metadata):
-        file.write_bytes(b"part")
-        raise error
+    def fails(file, config):
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(pickled, "save_file", fails)
-    with pytest.raises(OSError if isinstance(error, SafetensorError) else KeyboardInterrupt):
-        convert_pickled([source], out)
+    if full:
+        with full_disk(4096), pytest.raises(OSError, match="space") as found:
+            convert_pickled([source], out)
+        assert found.value.filename == str(out)
+    else:
+        monkeypatch.setattr(pickled, "write_json", fails)
+        with pytest.raises(KeyboardInterrupt):
+            convert_pickled([source], out)
     assert not list(out.iterdir()) if existed else not out.exists()

@@ -17,6 +17,7 @@ from spec_lab.propose.suffix_store import FIRST, ORDER, STORE, TOKENS, TokenStor
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.instances import QUICK
 from spec_lab.verify import Token
+from tests.full_disk import full_disk
 from tests.gguf_files import ZOO
 from tests.propose.test_suffix import continued, found_by, naive_matches, naive_order
 
@@ -208,6 +209,14 @@ def test_nothing_is_left_of_a_store_that_cannot_be_built(tmp_path):
     (tmp_path / "full" / "file").touch()
     with pytest.raises(FileExistsError, match="not empty"):
         build_tokens([[1, 2]], 4, "", tmp_path / "full")
+
+
+def test_a_full_disk_names_the_store(tmp_path):
+    documents = [[number % 7 for number in range(5000)]]
+    for size in (100, 20_000):  # of the tokens, of their order
+        with full_disk(size), pytest.raises(OSError, match=r"space.*out'") as found:
+            build_tokens(documents, 7, "", tmp_path / "out")
+        assert found.value.filename == str(tmp_path / "out") and list(tmp_path.iterdir()) == []
 
 
 def test_rest_drafts_a_tree_and_is_lossless(tmp_path):
