@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_lab.core.draft import Draft, forest, tree
-from spec_lab.verify import KSeq, Token, Verdict, kseq
+from spec_lab.verify import KSeq, Token, Verdict, arrays, kseq
 from spec_lab.verify.kseq import least_rho
 from tests.distributions import twin_zoo
 from tests.distributions.tabular import Outputs, Verify, World
@@ -52,6 +52,21 @@ def pairs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("name", TREES)
 def test_one_step_is_lossless(world, name):
     require_lossless(Outputs.of_forest(world, KSeq(), TREES[name], "iid"))
+
+
+def test_on_a_device_rho_is_that_of_the_cpu_to_rounding(monkeypatch):
+    cases = []
+    for seed, k in itertools.product(range(20), (2, 3, 5, 12)):
+        rng = np.random.default_rng(seed)
+        cases.append(siblings(random_distribution(rng, 9, "generic"), random_distribution(rng, 9, "peaked"), k))
+    for k in (3, 5, 6, 7):  # q is above p wherever it is positive: the first root is the last
+        cases.append(siblings(np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.4, 0.6, 0.0, 0.0]), k))
+    expected = [float(least_rho(*case)[0]) for case in cases]
+    assert expected[-4] == pytest.approx((1 - 0.7) / (1 - 0.7 ** (1 / 3)), rel=1e-15)
+    monkeypatch.setattr(arrays, "on_host", lambda x: False)
+    found = [least_rho(*case)[0] for case in cases]
+    assert all(isinstance(rho, torch.Tensor) and rho.dtype == torch.float64 for rho in found)
+    np.testing.assert_allclose([float(rho) for rho in found], expected, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("name", ["[2]", "[3]", "[2,1]"])
