@@ -3,10 +3,11 @@
 A folder holds ``config.json``, a config of Qwen3 or Llama with more fields, and weights in safetensors; both are
 untrusted input (``models.checkpoint``). Tensors: ``layers.*``, ``fc.weight``, ``hidden_norm.weight``, ``norm.weight``,
 and perhaps ``embed_tokens.weight`` and ``lm_head.weight``, in place of which the target's are used otherwise. Taps are
-numbers of layers whose outputs are read, one less than those of ``hidden_states``.
+numbers of layers whose outputs are read, one less than those of ``hidden_states``. Fields that may change what is
+computed, and are not read, are refused by name (``DFLASH``, ``DSPARK``).
 
-- DFlash: ``block_size``, and in ``dflash_config`` ``mask_token_id`` and ``target_layer_ids``. Row i of a block predicts
-  the token at its own position.
+- DFlash: ``block_size`` (here or in ``dflash_config``), and in ``dflash_config`` ``mask_token_id`` and
+  ``target_layer_ids``. Row i of a block predicts the token at its own position.
 - DSpark: ``block_size``, ``mask_token_id``, ``target_layer_ids``, ``markov_rank`` and ``markov_head_type`` (only
   "vanilla") at the top level; ``markov_head.markov_w1.weight`` and ``markov_head.markov_w2.weight``, both [V, r]. Row i
   predicts the token after its position. A confidence head, which shortens drafts, is not read.
@@ -23,15 +24,57 @@ from spec_lab.core.options import brief
 from spec_lab.models.block import BlockNetwork, BlockSettings
 from spec_lab.models.checkpoint import open_weights, read_drafter_config, weight_files, weights_hash
 from spec_lab.models.draft_layers import load_weights
-from spec_lab.models.drafter_files import misfits, named_by, read_weight, refuse, refuse_windows, taps, whole
+from spec_lab.models.drafter_files import (
+    LAYER,
+    OF_LAYERS,
+    Fields,
+    misfits,
+    named_by,
+    read_weight,
+    refuse,
+    refuse_windows,
+    taps,
+    whole,
+)
 from spec_lab.models.target import Target
 
 FAMILIES = ("llama", "qwen3")
-OF_LAYERS = (
-    "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters",
+PLACES = ("block_size", "mask_token_id", "target_layer_ids")
+"""Fields that may stand at the top level or in ``dflash_config``."""
+COMMON = {*LAYER.read, *PLACES, "target_hidden_size"}
+CAUSAL = (False,), "blocks whose rows attend only to rows before them are not supported"
+MEANS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "causal": CAUSAL,
+    "is_causal": CAUSAL,
+    "attention_mode": (("gqa", "mha"), "latent attention is not supported"),
+    "final_logit_softcapping": ((), "logits that are capped are not supported"),
+    "output_multiplier": ((1.0,), "logits that are scaled are not supported"),
+}
+COUNT = {"num_target_layers": "the target has its own number of layers, with which the taps are compared"}
+OWN_ROW = (False,), "the rows of DFlash predict the token at their own position"
+NEXT_ROW = (True,), "the rows of DSpark predict the token after their position"
+MARKOV = (0,), "a Markov head (DSpark) in DFlash's layout is not supported, only in that of DSpark's authors"
+DFLASH = Fields(
+    "a DFlash drafter",
+    COMMON,
+    {
+        **MEANS, "projector_type": (("dflash",), "drafters with another head than DFlash's are not supported"),
+        "sample_from_anchor": OWN_ROW, "shift_label": OWN_ROW, "dspark_bonus_anchor": ((True,), OWN_ROW[1]),
+        "markov_rank": MARKOV, "pure_draft_prefix_len": ((0,), "levels without Domino's head are not supported"),
+        "enable_confidence_head": ((False,), MARKOV[1]), "use_confidence_head": ((False,), MARKOV[1]),
+    },
+    COUNT,
 )  # fmt: skip
-"""Fields of a config that describe the decoder layers of these families."""
+"""At the top level of the config, and in its ``dflash_config``."""
+DSPARK = Fields(
+    "a DSpark drafter",
+    {*COMMON, "markov_rank", "markov_head_type"},
+    {**MEANS, "sample_from_anchor": NEXT_ROW, "shift_label": NEXT_ROW, "dspark_bonus_anchor": ((False,), NEXT_ROW[1])},
+    COUNT | dict.fromkeys(
+        ("enable_confidence_head", "use_confidence_head", "confidence_head_with_markov"),
+        "the confidence head shortens drafts, and is not read",
+    ),
+)  # fmt: skip
 CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 MOST_BLOCK = 256
 
@@ -76,6 +119,12 @@ def _settings(
     """What the drafter is. Errors as of ``read_block``."""
     file, inner, rank = folder / "config.json", config.get("dflash_config"), 0
     dspark = inner is None
+    if dspark and "speculators_model_type" in config:
+        kind = brief(config["speculators_model_type"])
+        raise ValueError(
+            f"{file}: block drafters in the format of speculators (speculators_model_type {kind}) are not supported: "
+            "choose one in the layout of DFlash's or DSpark's authors"
+        )
     if dspark:
         if "markov_rank" not in config:
             raise ValueError(
@@ -87,6 +136,11 @@ def _settings(
             raise ValueError(f"{file}: markov_head_type {kind} is not supported: choose a drafter with 'vanilla'")
     if not isinstance(inner, dict):
         raise ValueError(f"{file}: dflash_config must be a mapping, not {brief(inner)}")
+    (DSPARK if dspark else DFLASH).check(file, config, "dflash_config")
+    for name in PLACES:
+        if None not in (outer := config.get(name), own := inner.get(name)) and outer != own:
+            raise ValueError(f"{file}: {name} is {brief(outer)}, but {brief(own)} in dflash_config")
+    inner = {name: config.get(name) if inner.get(name) is None else inner[name] for name in PLACES}
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{file}: model_type must be one of {', '.join(FAMILIES)}, not {brief(family)}")
@@ -101,7 +155,7 @@ def _settings(
         raise ValueError(
             f"the block drafter at {folder} is for hidden size {of_target}, the target {target.name} has {wide}"
         )
-    size = whole(file, config, "block_size", most=MOST_BLOCK)
+    size = whole(file, inner, "block_size", most=MOST_BLOCK)
     if size + dspark < 2:
         raise ValueError(f"{file}: block_size is {size}: a block of DFlash holds the pending token and mask tokens")
     known = v if embedding is None else embedding
@@ -121,4 +175,10 @@ def _taps(file: Path, config: Mapping[str, Any], layers: int, target: Target) ->
     if named is None:
         spread = [round(1 + i * (last - 4) / (layers - 1)) for i in range(layers)] if layers > 1 else [last // 2]
         return tuple(max(0, min(one + 1, last)) for one in spread)
-    return taps(file, "target_layer_ids", named, 1, last, target.name)
+    found = taps(file, "target_layer_ids", named, 1, last, target.name)
+    if list(found) != sorted({*found}):
+        raise ValueError(
+            f"{file}: target_layer_ids must name different layers in ascending order, not {brief(named)}: engines "
+            "differ in the order in which they read others"
+        )
+    return found

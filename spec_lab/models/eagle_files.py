@@ -10,7 +10,9 @@ Names and conventions that differ, and what they become here:
 - ``d2t`` is an offset: draft token i is the target's token i + d2t[i]. ``t2d`` marks these tokens.
 - Taps: ``eagle_aux_hidden_state_layer_ids`` at the top level are numbers of hidden states (number i is the input of
   layer i); inside ``eagle_config`` they are numbers of layers whose outputs are read, which is one less. Without either
-  they are hidden states 2, L // 2 and L - 3.
+  they are hidden states 2, L // 2 and L - 3. They are read in the order of the layers, whatever the order of the list:
+  so do engines, which collect them as the layers run.
+- Fields that may change what is computed, and are not read, are refused by name (``FIRST``, ``THIRD``).
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import open_weights, read_drafter_config, weight_files, weights_hash
 from spec_lab.models.draft_layers import load_weights
 from spec_lab.models.drafter_files import (
+    LAYER,
+    OF_LAYERS,
+    Fields,
     flag,
     misfits,
     named_by,
@@ -149,16 +154,21 @@ def _settings(
     if layers > len(shapes):
         raise ValueError(f"{file}: num_hidden_layers is {layers}, but the weight files hold {len(shapes)} tensors")
     refuse_windows(file, layer)
+    if layer is config:
+        (THIRD if third else FIRST).check(file, config, "eagle_config")
+    else:
+        SPECULATORS.check(file, config)
+        LAYER.check(file, layer)
     v, wide = target.vocabulary, target.services.hidden_size
     if (size := layer.get("vocab_size", v)) != v:
         raise ValueError(
             f"the EAGLE head at {folder} is for a vocabulary of {brief(size)} tokens, the target {target.name} has {v}"
         )
-    fields = {name: value for name, value in layer.items() if name not in NOT_OF_LAYERS}
+    fields = {name: layer[name] for name in (*OF_LAYERS, *WINDOWS) if name in layer}
     fields["model_type"] = layer.get("model_type", "llama")
     if fields["model_type"] == "llama" and any(name.endswith("self_attn.q_norm.weight") for name in shapes):
         fields["model_type"] = "qwen3"  # Llama's layers with norms of queries and keys, as DeepSpec writes them
-    if "head_dim" not in fields and isinstance(heads := layer.get("num_attention_heads"), int) and heads:
+    if fields.get("head_dim") is None and isinstance(heads := layer.get("num_attention_heads"), int) and heads:
         fields["head_dim"] = h // heads
     fields["max_position_embeddings"] = whole(file, layer, "max_position_embeddings", default=max(target.context, 1))
     if not third:
@@ -183,31 +193,75 @@ def _settings(
     own = "embed_tokens.weight" in shapes
     if not own and h != wide:
         raise ValueError(f"{folder} holds no embed_tokens.weight, and the target's has hidden size {wide}, not {h}")
-    flags = {name: flag(file, config, name) for name in FLAGS}
+    inner = config.get("eagle_config") or {}  # where NVIDIA's exporter writes flags
+    flags = {name: flag(file, inner if config.get(name) is None else config, name) for name in FLAGS}
     return Eagle3Settings(fields, h, wide, v, _taps(file, config, target), w, layers, **flags, own_embedding=own)
 
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-NOT_OF_LAYERS = {
-    "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "draft_vocab_size", "eagle_config",
-    "target_hidden_size", "bias", TAPS, *FLAGS, "use_cache", "tie_word_embeddings", "vocab_size", "bos_token_id",
-    "eos_token_id", "pad_token_id", "layer_types", "_name_or_path", "attn_implementation", "_attn_implementation",
-    "quantization_config", "num_hidden_layers", "max_position_embeddings", "pretraining_tp", "initializer_range",
-    "attention_dropout",
-}  # fmt: skip
-"""Fields of a config that do not describe the decoder layers."""
+WINDOWS = ("sliding_window", "use_sliding_window")
+"""Fields of families whose layers have windows unless they are null: those layers are refused (``DraftLayers``)."""
+OF_THIRD = (False,), "it is a part of EAGLE-3, but the files hold an EAGLE-1 or EAGLE-2 head"
+HEADS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "use_mtp_layernorm": ((False,), "norms of the inputs are not supported"),
+    "parallel_draft_step": ((1,), "further heads of the same step are not supported"),
+    "parallel_drafting": ((False,), "P-EAGLE is not supported"),
+}
+NOT_READ = {
+    "has_lm_head": "the tensors of the files tell",
+    "parallel_draft_heads_num_layers": "concerns further heads, which are refused",
+}
+FIRST = Fields(
+    "an EAGLE head",
+    {*LAYER.read, "bias"},
+    {
+        **HEADS, **dict.fromkeys((*FLAGS, "use_aux_hidden_state"), OF_THIRD),
+        "use_input_layernorm_in_first_layer": ((False,), "a norm before the first layer is not supported"),
+        "use_last_layernorm": ((False,), "a norm after the last layer is not supported"),
+    },
+    NOT_READ | dict.fromkeys((TAPS, "draft_vocab_size", "target_hidden_size", "next_layer_regular"), OF_THIRD[1]),
+)  # fmt: skip
+"""Of EAGLE-1 and EAGLE-2, in the config and in its ``eagle_config``."""
+THIRD = Fields(
+    "an EAGLE-3 head",
+    {*LAYER.read, *FLAGS, TAPS, "draft_vocab_size", "target_hidden_size"},
+    {
+        **HEADS, "bias": ((False,), "a bias of fc is not supported"),
+        "use_aux_hidden_state": ((True,), "heads that read the last hidden state in place of taps are not supported"),
+        "use_input_layernorm_in_first_layer": ((True,), "a first layer without a norm is not supported"),
+        "use_last_layernorm": ((True,), "an LM head without a norm before it is not supported"),
+        "next_layer_regular": ((True,), "further layers that read the embedding are not supported"),
+    },
+    NOT_READ,
+)  # fmt: skip
+"""Of EAGLE-3, in the config and in its ``eagle_config``."""
+SPECULATORS = Fields(
+    "a head in the format of speculators",
+    {
+        "speculators_model_type", "transformer_layer_config", "draft_vocab_size", "target_hidden_size", TAPS, *FLAGS,
+        "fusion_bias", "layernorms",
+    },
+    {
+        **HEADS, "eagle31": ((False,), "state norm_before_fc, fc_norm and norm_output instead"),
+        "transformer_layer_architecture": (("LlamaDecoderLayer", "auto"), "layers of other classes are not supported"),
+    },
+    {"model_type": "speculators_model_type tells"},
+)  # fmt: skip
+"""Of EAGLE-1 and EAGLE-3 in the format of speculators, beside the layers."""
 
 
 def _taps(file: Path, config: Mapping[str, Any], target: Target) -> tuple[int, ...]:
     """The numbers of the hidden states that the head reads."""
     last = target.lm.capabilities.hidden_layers
-    inner = config.get("eagle_config")
     named, shift, where = config.get(TAPS), 0, TAPS
-    if named is None and isinstance(inner, dict):
-        named, shift, where = inner.get(TAPS), 1, f"eagle_config.{TAPS}"
+    if named is None and config.get("eagle_config"):
+        named, shift, where = config["eagle_config"].get(TAPS), 1, f"eagle_config.{TAPS}"
     if named is None:
-        return tuple(max(0, min(tap, last)) for tap in (2, last // 2, last - 3))
-    return taps(file, where, named, shift, last, target.name)
+        return tuple(sorted(max(0, min(tap, last)) for tap in (2, last // 2, last - 3)))
+    found = taps(file, where, named, shift, last, target.name)
+    if list(found) != sorted(found):
+        log.info("%s: %s is %s, but taps are read in the order of the layers", file, where, named)
+    return tuple(sorted(found))
 
 
 def _names(folder: Path, network: Network, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

@@ -14,7 +14,8 @@ o, s = 1, 2 with a prefix layer and 0, 1 without, since dropout layers have numb
 ``base_model_name_or_path``. The prefix layer has the sizes of the target's own layers. Three fields deviate from the
 published layout: with ``shared_lm_head: true`` the file holds no ``hydra_lm_head``, and all heads use the target's LM
 head; with ``identity_skip: true`` it holds no ``res_connection``, and the state itself takes its place;
-``prefix_layer_config`` describes the prefix layer where the target has no config of transformers.
+``prefix_layer_config`` describes the prefix layer where the target has no config of transformers. Other fields are
+refused by name (``FIELDS``).
 """
 
 from __future__ import annotations
@@ -30,19 +31,34 @@ from torch import Tensor
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import MAX_LAYERS, open_weights, read_drafter_config, weight_files
 from spec_lab.models.draft_layers import load_weights
-from spec_lab.models.drafter_files import flag, misfits, named_by, read_weight, refuse, whole, write_drafter
+from spec_lab.models.drafter_files import (
+    LAYER,
+    OF_LAYERS,
+    Fields,
+    flag,
+    misfits,
+    named_by,
+    read_weight,
+    refuse,
+    whole,
+    write_drafter,
+)
 from spec_lab.models.hydra import HydraHeads, HydraSettings
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 
 ARCHS = ("mlp", "prefix-mlp")
 PREFIX = "prefix_embeding_layer"
-UNUSED = (f"{PREFIX}.embed_tokens.weight", f"{PREFIX}.layers.0.self_attn.rotary_emb.inv_freq")
-LAYER_FIELDS = (
-    "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias",
+FIELDS = Fields(
+    "Hydra heads",
+    {
+        "hydra_num_heads", "hydra_num_layers", "hydra_head_arch", "grounded_heads", "hidden_state_offset",
+        "shared_lm_head", "identity_skip", "prefix_layer_config",
+    },
+    {},
+    dict.fromkeys(("hidden_size", "vocab_size", "model_type"), "the tensors of the files tell"),
 )  # fmt: skip
-"""Fields of a config that describe the prefix layer."""
+UNUSED = (f"{PREFIX}.embed_tokens.weight", f"{PREFIX}.layers.0.self_attn.rotary_emb.inv_freq")
 
 
 def read_hydra(path: str, target: Target) -> HydraHeads:
@@ -118,8 +134,9 @@ def _settings(
     if not numbers:
         some = brief(", ".join(sorted(shapes)[:5]) or "none")
         raise ValueError(f"{folder} holds no Hydra heads, whose tensors include hydra_mlp.0 (it holds: {some})")
+    FIELDS.check(file, config)
     heads, layers = (whole(file, config, name, most=MAX_LAYERS) for name in ("hydra_num_heads", "hydra_num_layers"))
-    if heads > len(numbers):
+    if heads != len(numbers):
         raise ValueError(f"{file}: hydra_num_heads is {heads}, but the weight files hold {len(numbers)} heads")
     arch = config.get("hydra_head_arch")
     if arch not in ARCHS:
@@ -155,14 +172,16 @@ def _prefix(file: Path, config: Mapping[str, Any], target: Target) -> dict[str, 
                 f"the prefix layer of the Hydra heads has the sizes of the target's layers, but {target.name} has no "
                 f"config of transformers: put one into {file} as prefix_layer_config"
             ) from error
-    if not isinstance(fields, dict):
+    elif isinstance(fields, dict):
+        LAYER.check(file, fields)
+    else:
         raise ValueError(f"{file}: prefix_layer_config must be a mapping, not {brief(fields)}")
     if (size := fields.get("hidden_size")) != target.services.hidden_size:
         raise ValueError(
             f"{file}: prefix_layer_config.hidden_size is {brief(size)}, the target {target.name} has "
             f"{target.services.hidden_size}"
         )
-    kept = {name: fields[name] for name in LAYER_FIELDS if fields.get(name) is not None}
+    kept = {name: fields[name] for name in OF_LAYERS if fields.get(name) is not None}
     most = whole(file, fields, "max_position_embeddings", default=max(target.context, 1))
     return kept | {"max_position_embeddings": most}
 

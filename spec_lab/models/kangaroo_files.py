@@ -2,9 +2,9 @@
 
 Names of tensors are those of the published ``pytorch_model.bin`` (``spec-lab convert`` makes safetensors of it):
 ``layers.{i}.input_layernorm``, ``layers.{i}.self_attn.{q,k,v,o}_proj`` and ``norm``. ``config.json`` is that of a Llama
-with ``num_hidden_layers`` such layers; fields of its MLP are not used. One field deviates from the published layout:
-``exit_layer``, the number of the target's hidden state that is read. Published configs do not hold it, so a run states
-it (``proposer.exit_layer``).
+with ``num_hidden_layers`` such layers; fields of its MLP are not used, unknown ones are refused by name. One field
+deviates from the published layout: ``exit_layer``, the number of the target's hidden state that is read. Published
+configs do not hold it, so a run states it (``proposer.exit_layer``).
 """
 
 from __future__ import annotations
@@ -19,15 +19,22 @@ import torch
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import MAX_LAYERS, open_weights, read_drafter_config, weight_files, weights_hash
 from spec_lab.models.draft_layers import load_weights
-from spec_lab.models.drafter_files import misfits, named_by, read_weight, refuse, refuse_windows, whole, write_drafter
+from spec_lab.models.drafter_files import (
+    LAYER,
+    OF_LAYERS,
+    Fields,
+    misfits,
+    named_by,
+    read_weight,
+    refuse,
+    refuse_windows,
+    whole,
+    write_drafter,
+)
 from spec_lab.models.kangaroo import Kangaroo, KangarooSettings
 from spec_lab.models.target import Target
 
-OF_LAYERS = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
-    "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "attention_bias",
-)  # fmt: skip
-"""Fields of a config that describe the layers."""
+FIELDS = Fields("an adapter of Kangaroo", {*LAYER.read, "exit_layer"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +96,7 @@ def _settings(
     if (kind := config.get("model_type", "llama")) != "llama":
         raise ValueError(f"{file}: model_type must be llama, not {brief(kind)}: an adapter has Llama's attention")
     refuse_windows(file, config)
+    FIELDS.check(file, config)
     h, v, wide = whole(file, config, "hidden_size"), target.vocabulary, target.services.hidden_size
     if h != wide:
         raise ValueError(f"the adapter at {folder} is for hidden size {h}, the target {target.name} has {wide}")

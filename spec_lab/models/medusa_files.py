@@ -12,6 +12,8 @@ of the tensors tell the layout. K heads, L layers, H hidden size, V vocabulary, 
 - vLLM's: ``blocks.{k}.layers.{l}.weight [H, H]``, with biases where the file has them, ``lm_heads.{k}.weight [D, H]``
   (with ``original_lm_head`` one for all heads) and, where D < V, ``token_map [D]``: the target's token of each row.
   Rows of all V tokens are reduced to those of the map.
+
+Fields of a config that are not known are refused by name (``OWN_FIELDS``, ``PUBLISHED``).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import open_weights, read_drafter_config, weight_files
-from spec_lab.models.drafter_files import flag, misfits, read_weight, refuse
+from spec_lab.models.drafter_files import Fields, flag, misfits, read_weight, refuse
 from spec_lab.models.drafter_layouts import INDEX, MEDUSA, MedusaLayout, Shapes, matrix, medusa_layout
 from spec_lab.models.target import Target
 
@@ -40,6 +42,24 @@ VLLM = re.compile(
     rf"(?:blocks\.{INDEX}\.layers\.{INDEX}\.(weight|bias)|lm_heads\.{INDEX}\.weight|lm_head\.weight|token_map)"
 )
 OWN = re.compile(r"weight|bias|trunk.*")
+OWN_FIELDS = Fields(
+    "Medusa heads in this package's layout",
+    {"hidden_size", "vocab_size", "num_heads", "num_layers", "trunk_size", "shared_lm_head", "target_sha256"},
+)
+PUBLISHED = Fields(
+    "Medusa heads",
+    {
+        "hidden_size", "vocab_size", "medusa_num_layers", "num_heads", "num_hidden_layers", "medusa_fc_bias",
+        "original_lm_head", "truncated_vocab_size",
+    },
+    {"logit_scale": ((1.0,), "logits that are scaled are not supported")},
+    {
+        "medusa_num_heads": "published configs state it wrongly, so heads are counted",
+        "model_type": "the names of the tensors tell the layout",
+        **dict.fromkeys(("max_paths", "topk", "max_seq_len"), "proposer.tree states the tree"),
+    },
+)  # fmt: skip
+"""Of Medusa's authors and of vLLM."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +110,9 @@ def read_medusa(path: str, target: Target) -> MedusaWeights:
     with open_weights(weight_files(folder)) as held:
         files = _Files(folder, config, target, held, {name: tuple(one.get_shape()) for name, one in held.items()})
         if any(OWN.fullmatch(name) for name in held):
+            OWN_FIELDS.check(folder / "config.json", config)
             return _read_own(files)
+        PUBLISHED.check(folder / "config.json", config)
         shared = files.flag("original_lm_head")
         try:
             if any(MEDUSA.fullmatch(name) for name in held):
@@ -149,6 +171,14 @@ class _Files:
                 f"{target.name} has {target.vocabulary}"
             )
 
+    def check_count(self, name: str, stated: int, held: int, what: str = "heads") -> None:
+        """Refuse a config that states another number of heads, or of layers, than the files hold."""
+        if stated != held:
+            raise ValueError(
+                f"{self.folder / 'config.json'}: {name} is {stated}, but the weight files hold {held} {what}: it is "
+                "the config of other heads"
+            )
+
     def check_shapes(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse missing, misshapen and surplus tensors."""
         refuse(self.folder, misfits(wanted, self.shapes))
@@ -181,6 +211,9 @@ def _read_own(files: _Files) -> MedusaWeights:
         shapes |= {"trunk_out.weight": (h, width), "trunk_out.bias": (h,)}
     elif any(name.startswith("trunk") for name in files.shapes):
         raise ValueError(f"{files.folder} holds a trunk, but config.json has no trunk_size")
+    if len(held := files.shapes.get("weight", ())) == 4:
+        files.check_count("num_heads", heads, held[0])
+        files.check_count("num_layers", layers, held[1], "layers of a head")
     files.check_shapes(shapes)
     weight, bias, *trunk = map(files.tensor, shapes)
     return MedusaWeights(weight, bias, trunk=tuple(trunk))
@@ -190,11 +223,10 @@ def _read_published(files: _Files, layout: MedusaLayout) -> MedusaWeights:
     """Heads with LM heads of their own. Errors as of ``read_medusa``."""
     files.check_shapes(layout.shapes())
     for name in ("medusa_num_layers", "num_hidden_layers"):
-        if name in files.config and (stated := files.size(name, 0)) != layout.layers:
-            raise ValueError(
-                f"{files.folder / 'config.json'}: {name} is {stated}, but the heads have {layout.layers} layers: it is "
-                "the config of other heads"
-            )
+        if name in files.config:
+            files.check_count(name, files.size(name, 0), layout.layers, "layers of a head")
+    if "num_heads" in files.config:
+        files.check_count("num_heads", files.size("num_heads"), layout.heads)
     if files.flag("medusa_fc_bias") and layout.layers and layout.bias is None:
         raise ValueError(f"{files.folder} holds no biases of its layers, but config.json has medusa_fc_bias")
     tokens = _token_map(files, layout)

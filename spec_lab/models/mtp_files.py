@@ -8,7 +8,8 @@ are known by their names:
 - Qwen3-Next's, Qwen3.5's: ``mtp.{fc,pre_fc_norm_embedding,pre_fc_norm_hidden,norm}`` and ``mtp.layers.{k}``, where all
   modules share what is not a decoder layer.
 
-``embed_tokens`` and the LM head may be missing: they are the target's then.
+``embed_tokens`` and the LM head may be missing: they are the target's then. Fields of a folder's config that its family
+does not have are refused by name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ from torch import Tensor
 
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import MTP, mtp_prefixes, open_weights, read_config, weight_files, weights_hash
-from spec_lab.models.drafter_files import misfits, named_by, read_weight, refuse, whole, write_drafter
+from spec_lab.models.drafter_files import (
+    OF_LAYERS,
+    Fields,
+    misfits,
+    named_by,
+    read_weight,
+    refuse,
+    whole,
+    write_drafter,
+)
 from spec_lab.models.loading import describe
 from spec_lab.models.mtp import Mtp, MtpSettings, mtp_with_weights
 from spec_lab.models.target import Target
@@ -46,6 +56,17 @@ FRAMES: Mapping[Layout, Mapping[str, str]] = {
 """Published names of what is around a decoder layer, and the network's own."""
 COUNTS: Mapping[Layout, str] = {"deepseek": "num_nextn_predict_layers", "qwen": "mtp_num_hidden_layers"}
 """Fields of a config that hold the number of modules."""
+MEANINGS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "scoring_func": (("sigmoid",), "experts that are scored otherwise are not supported"),
+    "topk_method": (("noaux_tc",), "experts that are chosen otherwise are not supported"),
+    "moe_layer_freq": ((1,), "experts in some layers only are not supported"),
+}
+NOT_READ = {
+    "mtp_use_dedicated_embeddings": "the tensors of the files tell",
+    "full_attention_interval": "a module's layers have full attention",
+    **dict.fromkeys(("seq_aux", "aux_loss_alpha", "router_aux_loss_coef", "output_router_logits"), "concerns training"),
+    **dict.fromkeys(("ep_size", "mamba_ssm_dtype"), "concerns how the target runs"),
+}
 NOT_OF_LAYERS = {
     "architectures", "transformers_version", "tie_word_embeddings", "vocab_size", "bos_token_id", "eos_token_id",
     "pad_token_id", "num_hidden_layers", "max_position_embeddings", "initializer_range", *COUNTS.values(),
@@ -106,6 +127,7 @@ def read_mtp(path: str | None, target: Target) -> MtpModules:
         settings = _settings(folder, config, names, prefixes, layout, target)
         with named_by(folder):
             network = settings.network()
+        _check_fields(folder / "config.json", config, network, own)
         published = partial(_published, layout=layout, prefixes=prefixes)
         tensors = _weights(folder, network, held, names, target.lm.dtype, published)
     for name, tensor in tensors.items():
@@ -185,6 +207,18 @@ def _settings(
         fields, wide, target.vocabulary, modules, layout == "qwen",
         own_embedding="frames.0.embed_tokens.weight" in own, own_head="frames.0.head.weight" in own,
     )  # fmt: skip
+
+
+def _check_fields(file: Path, config: Mapping[str, Any], network: Mtp, own: bool) -> None:
+    """Refuse fields that are not known; those of the target's layers are checked when the target is loaded.
+
+    Raises:
+        ValueError: names them.
+    """
+    family = type(network.body.config)
+    read = {*family().to_dict(), *family.attribute_map, *OF_LAYERS, "partial_rotary_factor", *COUNTS.values()}
+    fields = Fields("MTP modules", read, MEANINGS, NOT_READ)
+    fields.check(file, {name: value for name, value in config.items() if not own or "mtp" in name or "nextn" in name})
 
 
 def _weights(

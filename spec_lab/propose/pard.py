@@ -77,13 +77,15 @@ class Pard(Lifecycle):
             options: of the trees.
 
         Raises:
-            ValueError: a wrong option; no mask token, or one that the draft's embedding lacks; another tokenizer than
-                the target's, apart from the mask token; a tree wider than the vocabulary.
+            ValueError: a wrong option; a draft of another kind than PARD's; no mask token, or one that the draft's
+                embedding lacks; another tokenizer than the target's, apart from the mask token; a tree wider than the
+                vocabulary.
             Unsupported: a model of a kind that cannot decode forests.
             OSError: no checkpoint there.
         """
         plan = TreePlan.read(**options)
         draft = load_draft(target, path)
+        _refuse_other_kinds(path, draft.config)
         mask = _mask_token(path, mask_token, draft.config, draft.vocabulary)
         # Both sizes may include padding, of different widths in models of one family (Qwen2.5); logits are fitted.
         check_same_tokens(target, target.vocabulary, draft.tokenizer, path, mask_token=mask)
@@ -170,6 +172,21 @@ class Pard(Lifecycle):
         if self.mask_token >= vocabulary:
             return logits
         return logits.index_fill(1, torch.tensor([self.mask_token], device=logits.device), -torch.inf)
+
+
+def _refuse_other_kinds(path: str, config: Any) -> None:
+    """Refuse a draft whose config has fields of a later kind, which reads more than tokens (PARD-2).
+
+    Raises:
+        ValueError: names the field.
+    """
+    for name, value in {} if config is None else vars(config).items():
+        known = name == "pard_token" or (name == "spd_type" and value == "pard")
+        if name.startswith(("pard_", "spd_")) and not known and value is not None:
+            raise ValueError(
+                f"the draft {path} has {name} ({brief(value)}) in its config, and only drafts with pard_token are "
+                "supported: read as one of those, it would draft worse tokens. Choose another draft"
+            )
 
 
 def _mask_token(path: str, given: Any, config: Any, vocabulary: int) -> int:

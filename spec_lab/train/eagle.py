@@ -79,7 +79,7 @@ class Eagle3Recipe:
                 raise ValueError(
                     f"task.recipe.taps names hidden state {max(self.taps)}, but {target.name} has states 0 to {last}"
                 )
-            return tuple(self.taps)
+            return tuple(sorted(self.taps))  # as they are read (``models.eagle_files``)
         usual = (2, last // 2, last - 3)
         return usual if 0 < usual[0] < usual[1] < usual[2] else (1, max(1, last // 2), max(1, last - 1))
 

@@ -103,7 +103,8 @@ def root_of(p_mass: Array, q_mass: Array, k: Array, most: int, arrays: Arrays) -
     the root: from there Newton's steps come down on it, and stop where rounding does.
     """
     q_mass = arrays.at_most(q_mass, 1.0)
-    d = arrays.at_least(q_mass - p_mass, 0.0) ** (arrays.full(len(k), 1.0) / k)  # torch divides a number by int64 in float32
+    order = arrays.full(len(k), 1.0) / k  # (torch divides a number by int64 in float32)
+    d = arrays.at_least(q_mass - p_mass, 0.0) ** order
     total, slope = series(d, k, most, arrays)
     for _ in range(NEWTON if arrays.device is not None else 1000):
         over = arrays.at_least(p_mass - (q_mass - d) * total, 0.0)

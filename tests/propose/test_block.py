@@ -186,6 +186,27 @@ def test_taps_are_spread_over_the_target_where_none_are_named(tmp_path):
     assert proposer.requires.hidden == (2, 6, 10)
 
 
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_a_field_with_the_value_that_is_meant_without_it_changes_nothing(target, folders, tmp_path, where):
+    """Configs of the block's authors, of NVIDIA's exporter and of SpecForge state many of these."""
+    config, tensors = VARIANTS["dflash"]
+    more = {
+        "causal": False, "use_swa": False, "sample_from_anchor": False, "shift_label": False, "markov_rank": 0,
+        "rope_is_neox_style": True, "output_multiplier": 1, "final_logit_softcapping": None, "attention_mode": "gqa",
+        "num_target_layers": 4, "swa_window_size": 1024, "projector_type": "dflash",
+    }  # fmt: skip
+    inside = config["dflash_config"] | (more if where == "inside" else {"block_size": config["block_size"]})
+    changed = config | {"dflash_config": inside} | (more if where == "outside" else {})
+    if where == "outside":
+        del changed["block_size"]  # which some files hold in dflash_config only
+    path = written(tmp_path / "drafter", changed, tensors)
+    found = [
+        emitted(decode(target, BlockDrafter.load(target, folder, tree=TREE), requests(WARM))[0])
+        for folder in (folders["dflash"], path)
+    ]
+    assert found[0] == found[1]
+
+
 def inner(**fields):
     return lambda config, _: config["dflash_config"].update(fields)
 
@@ -205,6 +226,42 @@ REFUSED = {
     "taps": (dflash, inner(target_layer_ids=[0, 4]), "names layer 4, but the target .* -1 to 3 can"),
     "taps of text": (dflash, inner(target_layer_ids="all"), "list of layers"),
     "fewer taps": (dflash, inner(target_layer_ids=[1]), r"fc.weight is \[32, 64\], not \[32, 32\]"),
+    "descending taps": (dflash, inner(target_layer_ids=[2, 0]), r"ascending order, not \[2, 0\]"),
+    "the same tap twice": (dflash, inner(target_layer_ids=[2, 2]), "different layers"),
+    "other taps outside": (dflash, outer(target_layer_ids=[0, 1]), r"is \[0, 1\], but \[0, 2\] in dflash_config"),
+    "another block inside": (dflash, inner(block_size=7), "block_size is 5, but 7 in dflash_config"),
+    "DSpark in SpecForge's layout": (
+        dflash,
+        inner(projector_type="dspark", markov_rank=0, confidence_head_alpha=1.0, enable_confidence_head=True),
+        r"dflash_config\.projector_type is 'dspark'.*enable_confidence_head is True",
+    ),
+    "DSpark with both layouts": (
+        dflash,
+        outer(markov_rank=6, markov_head_type="vanilla"),
+        "markov_rank is 6.*head_type",
+    ),
+    "rows of DSpark": (dflash, outer(sample_from_anchor=True), "sample_from_anchor is True, and only False"),
+    "rows of DFlash": (dspark, outer(sample_from_anchor=False), "sample_from_anchor is False, and only True"),
+    "shifted labels": (dflash, inner(shift_label=True), r"dflash_config\.shift_label is True"),
+    "interleaved rotation": (dspark, outer(rope_is_neox_style=False), "rope_is_neox_style is False, and only True"),
+    "causal": (dflash, inner(causal=True), r"dflash_config\.causal is True, and only False"),
+    "windows inside": (dflash, inner(use_swa=True, swa_window_size=1024), r"dflash_config\.use_swa is True"),
+    "windows by a flag": (dflash, outer(use_sliding_window=True, sliding_window=4096), "use_sliding_window is True"),
+    "caps": (dflash, inner(final_logit_softcapping=30.0), r"final_logit_softcapping is 30\.0, and only null"),
+    "factor": (dflash, inner(output_multiplier=0.2), r"output_multiplier is 0\.2, and only 1\.0"),
+    "sinks": (dflash, inner(attention_sink_bias=True), "attention_sink_bias is True"),
+    "DFlash2": (
+        dflash,
+        inner(conv_kernel_size=2, selector_rank=256),
+        r"conv_kernel_size \(2\), .*selector_rank \(256\)",
+    ),
+    "Domino": (dflash, inner(projector_type="domino", gru_hidden_dim=8), r"'domino'.*gru_hidden_dim \(8\)"),
+    "speculators": (
+        dspark,
+        outer(speculators_model_type="dspark"),
+        "format of speculators .speculators_model_type 'dspark'.",
+    ),
+    "unknown field": (dspark, outer(gate_scale=2), r"gate_scale \(2\)"),
     "block": (dflash, outer(block_size=0), "block_size must be a whole number"),
     "block of one": (dflash, outer(block_size=1), "block_size is 1"),
     "windows": (dflash, outer(layer_types=["sliding_attention"]), "layer_types must be full_attention"),

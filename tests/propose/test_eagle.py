@@ -49,7 +49,7 @@ def folders(tmp_path_factory):
 
 def taps_of(config, last):
     inner = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
-    return [2, last // 2, last - 3] if inner is None else [number + 1 for number in inner]
+    return sorted([2, last // 2, last - 3]) if inner is None else [number + 1 for number in inner]
 
 
 def reference(name, target, text, path):
@@ -173,13 +173,39 @@ def test_the_formats_of_one_head_draft_the_same(target, tmp_path):
 
 
 @pytest.mark.parametrize(("config", "taps"), [
-    ({}, (2, 2, 1)),
+    ({}, (1, 2, 2)),
     ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, (1, 2, 4)),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, (2, 3, 4)),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 1, 2], "use_aux_hidden_state": True}}, (2, 3, 4)),
 ])  # fmt: skip
 def test_taps_are_read_by_the_convention_of_their_field(target, tmp_path, config, taps):
     path = written(tmp_path / "head", *eagle3(H, VOCABULARY, IDS, **config))
     assert eagle.load(target, path, depth=1).requires.hidden == taps
+
+
+def test_taps_in_another_order_than_the_layers_are_read_in_order_and_logged(target, tmp_path, caplog):
+    order, other = [1, 2, 4], [4, 1, 2]
+    found = []
+    for ids in (order, other):
+        path = written(tmp_path / str(ids), *eagle3(H, VOCABULARY, IDS, eagle_aux_hidden_state_layer_ids=ids))
+        with caplog.at_level("INFO", "spec_lab.models.eagle_files"):
+            found.append(emitted(decode(target, eagle.load(target, path, tree=TREE), requests(WARM))[0]))
+        assert [str(ids) in line for line in caplog.messages] == [True] * (ids == other)
+    assert found[0] == found[1]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", ["norm_before_fc", "fc_norm"])
+def test_flags_in_eagle_config_are_read(target, tmp_path, name):
+    config, tensors = eagle3(H, VOCABULARY, IDS, flags=(name,))
+    inner = {key: value for key, value in config.items() if key != name} | {"eagle_config": {name: True}}
+    found = [
+        emitted(
+            decode(target, eagle.load(target, written(tmp_path / str(at), one, tensors), depth=2), requests(WARM))[0]
+        )
+        for at, one in enumerate((config, inner))
+    ]
+    assert found[0] == found[1]
 
 
 def broken(change, head=None):
@@ -207,6 +233,18 @@ REFUSED = {
         lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 9]),
         "names layer 9, but the target .* 4 layers",
     ),
+    "windows by a flag": (lambda c, t: c.update(use_sliding_window=True), "use_sliding_window is True, and only False"),
+    "no taps": (
+        lambda c, t: c.update(eagle_config={"use_aux_hidden_state": False}),
+        "eagle_config.use_aux_hidden_state is False, and only True",
+    ),
+    "P-EAGLE": (
+        lambda c, t: c.update(mask_token_id=3, parallel_drafting=True),
+        r"parallel_drafting.*mask_token_id \(3\)",
+    ),
+    "interleaved rotation": (lambda c, t: c.update(rope_is_neox_style=False), "rope_is_neox_style is False"),
+    "unknown field": (lambda c, t: c.update(residual_multiplier=0.2), r"residual_multiplier \(0\.2\)"),
+    "eagle_config of text": (lambda c, t: c.update(eagle_config="all"), "eagle_config must be a mapping"),
     "taps of text": (lambda c, t: c.update(eagle_aux_hidden_state_layer_ids="all"), "list of layers"),
     "hidden size": (lambda c, t: c.update(target_hidden_size=64), "size 64, the target .* 32"),
     "vocabulary": (lambda c, t: c.update(vocab_size=1000), "vocabulary of 1000 tokens, the target .* has 61"),
@@ -303,5 +341,5 @@ def test_a_missing_folder_is_named(target, tmp_path):
 def test_the_drafter_says_what_it_does(target, folders):
     proposer = eagle.load(target, folders["eagle3"], depth=3)
     assert (proposer.name, proposer.drawn, proposer.nodes, proposer.branches) == ("eagle3", "iid", 3, False)
-    assert proposer.facts["hidden_states"] == [2, 2, 1] and len(proposer.sha256) == 64
+    assert proposer.facts["hidden_states"] == [1, 2, 2] and len(proposer.sha256) == 64
     np.testing.assert_array_equal(proposer.network.ids.numpy(), IDS)

@@ -251,7 +251,7 @@ REFUSED = {
     "copies that differ": (lambda c, t: t["hydra_mlp.2.5.linear.bias"].add_(1), "differs from 'hydra_mlp.2.3.linear"),
     "some copies": (lambda c, t: t.pop("hydra_mlp.2.7.linear.bias"), "hydra_mlp.2.7.linear.bias is missing"),
     "more heads": (lambda c, t: c.update(hydra_num_heads=5), "hydra_num_heads is 5, but the weight files hold 4"),
-    "fewer heads": (lambda c, t: c.update(hydra_num_heads=3), "'hydra_mlp.3.1.linear.bias' is in no layer"),
+    "fewer heads": (lambda c, t: c.update(hydra_num_heads=3), "hydra_num_heads is 3, but the weight files hold 4"),
     "more layers": (lambda c, t: c.update(hydra_num_layers=5), "hydra_mlp.0.9.linear.bias is missing"),
     "fewer layers": (lambda c, t: c.update(hydra_num_layers=3), "'hydra_mlp.0.7.linear.bias' is in no layer"),
     "endless layers": (lambda c, t: c.update(hydra_num_layers=10**9), "hydra_num_layers must .* from 1 to 1024, not"),
@@ -262,6 +262,10 @@ REFUSED = {
     "wrong arch": (lambda c, t: c.update(hydra_head_arch="mlp"), "do not fit its config.json"),
     "names of the other arch": (
         lambda c, t: (t.clear(), t.update(hydra(H, VOCABULARY, layers=4)[1])), "do not fit its config.json",
+    ),
+    "unknown fields": (lambda c, t: c.update(gated=True, vocab_size=61, sizes=[1]), r"gated \(True\), sizes \("),
+    "unknown fields of the prefix": (
+        lambda c, t: c.update(prefix_layer_config={"hidden_size": H, "model_type": "llama", "qk_scale": 2}), "qk_scale",
     ),
     "ungrounded": (lambda c, t: c.update(grounded_heads=False), "grounded_heads must be true, not False"),
     "offset": (lambda c, t: c.update(hidden_state_offset=1), "hidden_state_offset must be 0, not 1"),
