@@ -1,6 +1,7 @@
 """How often Medusa heads are right, measured on the target's own continuations and stored in the heads' folder.
 
-``measure(target, heads, prompts).write(folder)`` runs where heads are trained; ``Accuracy.read`` whenever they load.
+``measure(target, heads, prompts).write(folder)`` measures published heads, and ``of_texts`` those that are trained by
+``train``, on answers that were held out; ``Accuracy.read`` runs whenever heads load.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path as File
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, empty
-from spec_lab.core.files import expect, read_json
+from spec_lab.core.files import expect, read_json, write_text
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
@@ -111,7 +112,7 @@ class Accuracy:
             "paths": {write((path,)): count for path, count in frequent},
         }
         name = FILE if self.temperature == 0 else f"calibration_{self.temperature:g}.json"
-        File(folder, name).write_text(json.dumps(value) + "\n")
+        write_text(File(folder, name), json.dumps(value) + "\n")
 
     @staticmethod
     def read(folder: str | File, temperature: float = 0.0) -> Accuracy:
@@ -179,15 +180,35 @@ def measure(
     ]
     for _ in fixed_group(target, collect, Capture(), requests, CounterDraws(0)):
         pass
+    texts = [tuple(zip(*text, strict=True)) for text in collect.texts if text]
+    answers = [(torch.stack(hidden), torch.tensor(tokens, device=target.lm.device)) for hidden, tokens in texts]
+    return of_texts(heads, answers, width, temperature)
+
+
+@torch.inference_mode()
+def of_texts(
+    heads: Heads, answers: Iterable[tuple[Tensor, Tensor]], width: int = 10, temperature: float = 0.0
+) -> Accuracy:
+    """Find the rank that each head gave to the token that followed, in answers of the target.
+
+    Args:
+        heads: are measured.
+        answers: of each answer the states after the final norm from which its tokens were chosen ``[n, H]``, and these
+            tokens ``[n]``, both on the heads' device.
+        width: ranks told apart.
+        temperature: of the answers.
+
+    Raises:
+        ValueError: no answers, or answers too short for the heads.
+    """
     ranks = [np.empty((0, len(heads)), dtype=np.int64)]
-    for text in collect.texts:
-        for start in range(0, len(text) - len(heads), SAMPLES):
-            part = text[start : min(start + SAMPLES, len(text) - len(heads)) + len(heads)]
-            following = torch.tensor([token for _, token in part], device=target.lm.device)
-            hidden = torch.stack([state for state, _ in part[: len(part) - len(heads)]])  # [S, H]
+    for hidden, tokens in answers:
+        samples = max(0, len(tokens) - len(heads))
+        for start in range(0, samples, SAMPLES):
+            end = min(start + SAMPLES, samples)
             # From the state that chose token t, head k predicts token t + 1 + k.
-            right = following[1:].unfold(0, len(heads), 1)[..., None]  # [S, K, 1]
-            logits = heads(hidden, following[: len(hidden)]).float()
+            right = tokens[start + 1 : end + len(heads)].unfold(0, len(heads), 1)[..., None]  # [S, K, 1]
+            logits = heads(hidden[start:end], tokens[start:end]).float()
             score = logits.gather(-1, right)
             order = torch.arange(logits.shape[-1], device=logits.device)
             ahead = (logits > score) | ((logits == score) & (order < right))

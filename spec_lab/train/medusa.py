@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -16,11 +18,16 @@ from spec_lab.core.options import one_of, whole
 from spec_lab.models.packed import dense_copy
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
+from spec_lab.propose.accuracy import of_texts
+from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
 from spec_lab.train.chain import ChainObjective, check_options
 from spec_lab.train.export import export_heads, export_medusa
 from spec_lab.train.objectives import Loss
 from spec_lab.train.recipe import Beginning, TargetHead
+from spec_lab.train.texts import Texts
+
+log = logging.getLogger(__name__)
 
 LAYOUTS = ("own", "medusa")
 
@@ -73,9 +80,8 @@ class MedusaRecipe:
             network.trunk_in.weight.data.copy_(drawn * (2 * h) ** -0.5)
         scale = head.embedding_scale
         own = target.lm.dtype, self.decay, cast(Loss, self.loss), scale
-        return Beginning(
-            network.train(), ChainObjective(network, network, head, *own, point=True), {"trunk": self.trunk}
-        )
+        objective = ChainObjective(network, network, head, *own, point=True)
+        return Beginning(network.train(), objective, {"trunk": self.trunk}, partial(calibrate, target))
 
     def write(self, module: nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
         """See ``Recipe``: in bfloat16, for embeddings that are not scaled."""
@@ -95,6 +101,22 @@ class MedusaRecipe:
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:
         """See ``Recipe``; the heads always draft their most probable tokens."""
         return Medusa.load(target, str(folder), tree="x".join(["1"] * depth))
+
+
+def calibrate(target: Target, folder: Path, paths: Sequence[Path], temperature: float) -> None:
+    """Write how often written heads are right on held-out answers, for trees that are calibrated. See ``Beginning``."""
+    heads, lm = Heads.read(str(folder), target), target.lm
+    texts = [text for path in paths for text in Texts.read(path).answers()]
+    answers = ((hidden.to(lm.device, lm.dtype), tokens.to(lm.device)) for hidden, tokens in texts)
+    if not any(len(tokens) > len(heads) for _, tokens in texts):
+        log.warning(
+            "none of the %d held-out answers has more tokens than there are heads, so the heads have no calibration: "
+            "proposer.tree=calibrated, the default, needs one (set max_new_tokens to more than %d)",
+            len(texts), len(heads),
+        )  # fmt: skip
+        return
+    accuracy = of_texts(heads, answers, temperature=temperature)
+    accuracy.write(folder, text=f"{len(texts)} answers that were held out of the training", target_sha256=target.sha256)
 
 
 class MedusaNetwork(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,11 +27,14 @@ class Beginning:
         module: its parameters are trained.
         objective: its loss.
         facts: what follows from the options, the target and the texts, for checkpoints and the summary.
+        calibrate: measures the drafter that is written in a folder on files of held-out answers (``texts.Texts``) at a
+            temperature, and writes there what its proposer reads to choose a tree; None where it reads nothing.
     """
 
     module: nn.Module
     objective: Objective
     facts: Mapping[str, Any]
+    calibrate: Callable[[Path, Sequence[Path], float], None] | None = None
 
 
 class Recipe(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -29,6 +30,8 @@ from spec_lab.train.record import record
 from spec_lab.train.texts import Texts
 from spec_lab.train.trainer import Plan, Trainer
 from spec_lab.verify import Token
+
+log = logging.getLogger(__name__)
 
 
 def train(
@@ -112,6 +115,11 @@ def train(
             "task.passes to more"
         )
     recipe.begin(lab.target, [], settings.seed)  # refuses wrong options before the target answers
+    if settings.batch_size > rows:
+        log.warning(
+            "batch_size=%d prompts are not answered together, but task.rows=%d: the answers of each training step are "
+            "written together. Set task.rows to as much, or batch_size to less", settings.batch_size, rows,
+        )  # fmt: skip
     if left_out := len(repeated) % rows:
         console.print(
             f"{len(repeated)} answers to learn from: the last {left_out} are left out, since each training step has "
@@ -149,6 +157,8 @@ def train(
         begun.module.eval()
         source = {"target_sha256": lab.target.sha256, "seed": str(settings.seed), "method": recipe.name}
         sha256 = recipe.write(begun.module, lab.target, out / "drafter", source)
+        if begun.calibrate is not None:
+            begun.calibrate(out / "drafter", others, lab.sampling.temperature)
         accepted, agreed = _held_out(begun.objective, others, part, lab.target.lm.device)
         curve = [json.loads(line) for line in (out / "training" / "learning.jsonl").read_text().splitlines()]
         summary = {

@@ -5,6 +5,7 @@ Letters: B texts, T tokens of the longest, k kinds of hidden states, H hidden si
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +58,14 @@ class Texts:
         """At which positions j the token ``ahead`` places later is one to learn from."""
         places = torch.arange(ahead, self.ids.shape[1], device=self.ids.device)
         return (places >= self.first[:, None]) & (places < self.length[:, None])
+
+    def answers(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each text the states from which its answer's tokens were chosen ``[n, k * H]``, and the tokens ``[n]``."""
+        assert self.hidden is not None
+        for ids, hidden, first, length in zip(
+            self.ids, self.hidden, self.first.tolist(), self.length.tolist(), strict=True
+        ):
+            yield hidden[first - 1 : length - 1], ids[first:length]
 
     def write(self, path: Path) -> None:
         """Write a file, replaced atomically."""

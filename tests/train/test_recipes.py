@@ -1,6 +1,8 @@
 """Every recipe: its loss is that of what it writes, it learns, resumes, and its proposer drafts what it has learned."""
 
+import errno
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +10,15 @@ import transformers
 from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
+from spec_lab.core import tensors
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.models.packed import unpack
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
+from spec_lab.propose import calibrate as calibration
+from spec_lab.propose.accuracy import Accuracy, measure
+from spec_lab.propose.heads import Heads
+from spec_lab.propose.step_costs import StepCosts
 from spec_lab.train import task
 from spec_lab.train.draft import DraftRecipe
 from spec_lab.train.eagle import Eagle3Recipe
@@ -274,6 +281,83 @@ def test_pard_s_levels_are_those_of_plain_forwards_over_mask_tokens(target, tmp_
             last = plain.model(read).last_hidden_state[:, -1]
             torch.testing.assert_close(states[:, column], last, rtol=0, atol=1e-5)
         assert drafts.logits(level, states).shape[-1] == VOCABULARY
+
+
+MEDUSA = {name: recipe for name, recipe in RECIPES.items() if name.startswith("medusa")}
+
+
+@pytest.mark.parametrize("name", MEDUSA)
+def test_held_out_answers_are_measured_as_the_target_s_own_continuations_are(name, target, tmp_path):
+    """The target answers the same prompts once while they are recorded, and once while heads are measured."""
+    recipe, wanted = MEDUSA[name], requests(COLD, new=12)
+    begun = recipe.begin(target, [], 0)
+    recipe.write(begun.module, target, tmp_path / "drafter", {"method": recipe.name})
+    paths = record(target, wanted, recipe.states(target), tmp_path / "texts", 2, 2, 0, rest=True)
+    begun.calibrate(tmp_path / "drafter", paths, 0.0)
+    heads = Heads.read(str(tmp_path / "drafter"), target)
+    expected = measure(target, heads, [request.tokens for request in wanted], tokens=12)
+    expected.write(tmp_path, rare=2)
+    assert Accuracy.read(tmp_path / "drafter") == Accuracy.read(tmp_path)
+    assert expected.samples == len(wanted) * (12 - recipe.heads)
+    assert (tmp_path / "drafter" / "calibration.json").exists()
+
+
+def test_answers_shorter_than_the_heads_leave_no_calibration_and_are_named(target, tmp_path, caplog):
+    recipe = RECIPES["medusa"]
+    begun = recipe.begin(target, [], 0)
+    recipe.write(begun.module, target, tmp_path / "drafter", {"method": recipe.name})
+    paths = record(target, requests(COLD, new=3), recipe.states(target), tmp_path / "texts", 2, 2, 0, rest=True)
+    begun.calibrate(tmp_path / "drafter", paths, 0.0)
+    assert not list((tmp_path / "drafter").glob("calibration*"))
+    assert "max_new_tokens to more than 3" in caplog.text
+
+
+def test_trained_medusa_heads_draft_as_documented(quick_cli, tmp_path, monkeypatch, caplog):
+    """Also: a batch that is larger than a step is named, and equal trainings write equal files."""
+    run = [one for one in checkpoints.short_runs(tmp_path, checkpoints.TEXTS * 2) if not one.startswith("proposer=")]
+    options = ["proposer=none", "max_new_tokens=8", "task.rows=2", "task.warmup_steps=1", *SHORT["medusa"]]
+    for folder in ("first", "second"):
+        code, _, errors = quick_cli(
+            "+experiment=train_medusa", *run[:-1], *options, "batch_size=4", f"output_dir={folder}"
+        )
+        assert code == 0, errors
+        assert "batch_size=4" in caplog.text and "task.rows=2" in caplog.text
+        caplog.clear()
+    first, second = (tmp_path / folder / "drafter" for folder in ("first", "second"))
+    for file in first.iterdir():
+        assert file.read_bytes() == (second / file.name).read_bytes(), file.name
+    assert sorted(file.name for file in first.iterdir()) == ["calibration_1.json", "config.json", "model.safetensors"]
+
+    def free(target, proposers, *_):
+        return StepCosts(dict.fromkeys(proposers, 1.0), dict.fromkeys(proposers, 0.0), 10)
+
+    monkeypatch.setattr(calibration, "time_steps", free)
+    monkeypatch.setenv("SPEC_LAB_CACHE", str(tmp_path / "cache"))
+    code, _, errors = quick_cli(*run[:-1], "proposer=medusa", f"proposer.path={first}", "output_dir=decoded")
+    assert code == 0, errors
+    measured = json.loads((first / "calibration_1.json").read_text())
+    assert measured["samples"] > 0 and measured["temperature"] == 1 and len(measured["accuracy"]) == 2
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("folder", ["texts", "training", "drafter"])
+def test_a_full_disk_ends_a_training_and_is_named(quick_cli, tmp_path, monkeypatch, folder):
+    run = [one for one in checkpoints.short_runs(tmp_path, checkpoints.TEXTS * 2) if not one.startswith("proposer=")]
+    options = ["proposer=none", "max_new_tokens=8", "task.rows=2", "task.warmup_steps=1", *SHORT["medusa"]]
+    write = tensors.replacing
+
+    def full(path):
+        if path.parent.name == folder:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path)
+
+    monkeypatch.setattr(tensors, "replacing", full)
+    code, _, errors = quick_cli("+experiment=train_medusa", *run, *options, "batch_size=2")
+    assert code == 1 and "Traceback" not in errors and str(Path("swept") / folder) in errors, errors
+    assert not list(tmp_path.rglob("*.tmp"))
+    monkeypatch.setattr(tensors, "replacing", write)
+    code, _, errors = quick_cli("+experiment=train_medusa", *run, *options, "batch_size=2")
+    assert code == 0, errors
 
 
 SHORT = {
