@@ -1,4 +1,4 @@
-"""Tensors in files of safetensors, written atomically: the same tensors and facts give the same bytes.
+"""Tensors in files of safetensors, written atomically: the same tensors and facts give the same bytes; and read.
 
 (The library writes several facts in an order that differs from process to process, and reports a full disk without the
 file's name.)
@@ -7,10 +7,12 @@ file's name.)
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spec_lab.core.files import replacing
@@ -48,3 +50,39 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path, facts: Mapping[str, 
         for name in order:
             dense = tensors[name].detach().cpu().contiguous()
             stream.write(dense.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def read_tensors(file: Path, left_out: Collection[str] = ()) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a file, except those that are ``left_out``, and its facts.
+
+    Raises:
+        OSError: it is missing, truncated or corrupt, or does not fit into memory; names it.
+    """
+    with readable([file]), safe_open(file, "pt") as opened:
+        names = [name for name in opened.keys() if name not in left_out]  # noqa: SIM118
+        return {name: opened.get_tensor(name) for name in names}, opened.metadata() or {}
+
+
+@contextmanager
+def readable(files: Sequence[Path]) -> Iterator[None]:
+    """Name the files in errors of reading tensors from them.
+
+    Raises:
+        OSError: one is truncated or corrupt, or they do not fit into memory.
+    """
+    named = str(files[0]) if len(files) == 1 else f"{files[0].parent}, {len(files)} files of weights"
+    try:
+        yield
+    except SafetensorError as error:
+        why = " ".join(str(error).split())[:300]
+        raise OSError(f"{named} is truncated or corrupt (SafetensorError: {why}): copy or download it again") from error
+    except (MemoryError, RuntimeError) as error:
+        why = " ".join(str(error).split())
+        full = isinstance(error, MemoryError) or "mmap" in why or "allocate memory" in why
+        if not full or isinstance(error, torch.OutOfMemoryError):  # that of a GPU
+            raise
+        size = sum(file.stat().st_size for file in files) / 2**20
+        raise OSError(
+            f"{named} ({size:.0f} MiB) cannot be read, since there is too little memory ({why[:200]}): end other "
+            "programs, or choose a smaller model or data type, or a machine with more memory"
+        ) from error

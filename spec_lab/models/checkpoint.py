@@ -22,10 +22,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from spec_lab.core.files import MAX_BYTES, read_json
 from spec_lab.core.options import brief
+from spec_lab.core.tensors import readable
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -280,20 +281,17 @@ def open_weights(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
     """Open weight files, and yield their tensors by name, not yet read (slices of ``safe_open``).
 
     Raises:
-        OSError: a file is truncated or corrupt.
+        OSError: a file is truncated or corrupt; there is too little memory for the files, also where the tensors are
+            read later.
         ValueError: a tensor is in two files.
     """
-    with ExitStack() as stack:
+    with readable(files), ExitStack() as stack:
         tensors: dict[str, Any] = {}
         places: dict[str, Path] = {}
         for file in files:
-            try:
+            with readable([file]):
                 opened = stack.enter_context(safe_open(file, framework="pt"))
                 new = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            except SafetensorError as error:
-                raise OSError(
-                    f"{file} is truncated or corrupt ({one_line(error)}): copy or download it again"
-                ) from error
             if twice := sorted(new.keys() & tensors.keys()):
                 raise ValueError(f"the tensor {brief(twice[0])} is both in {places[twice[0]]} and in {file}")
             tensors |= new

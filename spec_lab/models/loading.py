@@ -279,12 +279,10 @@ def _fill(
                 None, config=described.config, state_dict=tensors, dtype=DTYPES[dtype],
                 ignore_mismatched_sizes=True, output_loading_info=True, **more,
             )  # fmt: skip
-        except SafetensorError as error:
-            raise OSError(
-                f"{path} is truncated or corrupt ({checkpoint.one_line(error)}): copy or download it again"
-            ) from error
+        except SafetensorError:
+            raise  # ``open_weights`` names the files
         except Exception as error:  # packages of quantization raise errors of many types
-            if how is None or isinstance(error, torch.OutOfMemoryError):
+            if how is None or isinstance(error, torch.OutOfMemoryError | MemoryError):
                 raise
             raise ValueError(
                 f"{path} cannot be loaded with quantization {how.method} ({checkpoint.one_line(error)})"

@@ -19,13 +19,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers import LlamaForCausalLM
 
 from spec_lab.core.options import whole
-from spec_lab.core.tensors import save_tensors
+from spec_lab.core.tensors import read_tensors, save_tensors
 from spec_lab.train.fast import soft_cross_entropy, unembedded_cross_entropy
 from spec_lab.train.fit import order_of
 from spec_lab.train.generate import Generation, Part
@@ -270,11 +269,10 @@ def _save(trainers: Mapping[str, Trainer], path: Path, facts: str) -> None:
 
 
 def _restore(trainers: Mapping[str, Trainer], path: Path, facts: str) -> None:
-    with safe_open(path, "pt") as file:
-        step, then = int(file.metadata()["step"]), file.metadata().get("facts")
-        if then != facts:
-            raise ValueError(f"{path} belongs to a training with {then}, not {facts}: move it away to start a new one")
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    tensors, metadata = read_tensors(path)
+    step, then = int(metadata["step"]), metadata.get("facts")
+    if then != facts:
+        raise ValueError(f"{path} belongs to a training with {then}, not {facts}: move it away to start a new one")
     for name, one in trainers.items():
         own = {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
         one.restore(own, step, one.sequences)

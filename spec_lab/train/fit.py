@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spec_lab.core.files import write_text
 from spec_lab.core.options import whole
-from spec_lab.core.tensors import save_tensors
+from spec_lab.core.tensors import read_tensors, readable, save_tensors
 from spec_lab.train.objectives import Measured, expected_length
 from spec_lab.train.texts import Texts
 from spec_lab.train.trainer import Plan, Trainer, schedule
@@ -172,7 +172,7 @@ def saved_steps(out: Path) -> int:
     """Return the number of training steps of the checkpoint in a folder; 0 without one."""
     if not (out / CHECKPOINT).exists():
         return 0
-    with safe_open(out / CHECKPOINT, "pt") as file:
+    with readable([out / CHECKPOINT]), safe_open(out / CHECKPOINT, "pt") as file:
         return int(file.metadata()["step"])
 
 
@@ -207,12 +207,10 @@ def _save(trainer: Trainer[Any], path: Path, facts: str) -> None:
 
 
 def _restore(trainer: Trainer[Any], path: Path, facts: str) -> None:
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata() or {}
-        if metadata.get("facts") != facts:
-            raise ValueError(
-                f"{path} belongs to a training with {metadata.get('facts')}, not {facts}: give another output_dir to "
-                "start a new one"
-            )
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    tensors, metadata = read_tensors(path)
+    if metadata.get("facts") != facts:
+        raise ValueError(
+            f"{path} belongs to a training with {metadata.get('facts')}, not {facts}: give another output_dir to "
+            "start a new one"
+        )
     trainer.restore(tensors, int(metadata["step"]), trainer.sequences)

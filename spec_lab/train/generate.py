@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, StaticCache
 
 from spec_lab.core.cache_argument import cache_argument
-from spec_lab.core.tensors import save_tensors
+from spec_lab.core.tensors import read_tensors, save_tensors
 from spec_lab.train.tokens import Batches
 
 log = logging.getLogger(__name__)
@@ -124,7 +122,5 @@ class Part:
     @staticmethod
     def read(path: Path) -> "Part":
         """Read a file that ``generate`` wrote."""
-        with safe_open(path, "pt") as file:
-            facts = file.metadata()
-        tensors = load_file(path)
+        tensors, facts = read_tensors(path)
         return Part(tensors["ids"].long(), tensors["hidden"], int(facts["prefix"]), float(facts["temperature"]))

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from spec_lab.core.tensors import save_tensors
+from spec_lab.core.tensors import read_tensors, save_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,9 +81,7 @@ class Texts:
             path: the file.
             hidden: whether to read its hidden states.
         """
-        with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if hidden or name != "hidden"]  # noqa: SIM118
-            facts, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in names}
+        tensors, facts = read_tensors(path, () if hidden else ("hidden",))
         ids = tensors["ids"].long()
         rows, length = ids.shape
         if "first" not in tensors:

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
-from spec_lab.core.tensors import NAMES, save_tensors
+from spec_lab.core.tensors import NAMES, read_tensors, save_tensors
+from spec_lab.models.checkpoint import open_weights
 from tests.full_disk import full_disk
 
 FACTS = {f"fact {number}": str(number) for number in range(8)}
@@ -50,6 +52,52 @@ def test_every_process_writes_the_same_bytes(tmp_path):
         subprocess.run([sys.executable, "-c", code, str(file)], env=environment, check=True, timeout=120)
         digests.add(hashlib.sha256(file.read_bytes()).hexdigest())
     assert len(digests) == 1
+
+
+SCARCE = """
+import resource, sys, torch
+from pathlib import Path
+from spec_lab.core.tensors import read_tensors
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[2]),) * 2)
+try:
+    read_tensors(Path(sys.argv[1]))
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+@pytest.mark.parametrize("more", [2**20, 600 * 2**20])  # neither safetensors nor torch can map it; torch cannot
+def test_a_file_that_does_not_fit_into_memory_is_named_with_its_size(tmp_path, more):
+    file = tmp_path / "large.safetensors"
+    save_tensors({"a": torch.zeros(1)}, file)
+    header = json.dumps({"a": {"dtype": "U8", "shape": [2**29], "data_offsets": [0, 2**29]}}).encode()
+    with open(file, "wb") as stream:  # a sparse file
+        stream.write(len(header).to_bytes(8, "little") + header)
+        stream.truncate(8 + len(header) + 2**29)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SCARCE, str(file), str(more)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert f"{file} (512 MiB) cannot be read, since there is too little memory" in done.stdout, done
+
+
+def test_memory_that_is_missing_later_is_named_as_well_and_other_errors_are_not(tmp_path):
+    file = tmp_path / "a.safetensors"
+    save_tensors({"a": torch.ones(2**19)}, file)
+
+    def read(error):
+        with open_weights([file]):
+            raise error
+
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")):
+        with pytest.raises(OSError, match=r"a\.safetensors \(2 MiB\) cannot be read, since there is too little memory"):
+            read(error)
+    with pytest.raises(RuntimeError, match="another"):
+        read(RuntimeError("another"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(OSError, match=r"a\.safetensors is truncated or corrupt"):
+        read_tensors(file)
 
 
 def test_a_full_disk_keeps_the_older_file_and_is_named(tmp_path):

@@ -205,6 +205,6 @@ def test_hidden_states_are_not_read_to_count_tokens(tmp_path, monkeypatch):
         def __getattr__(self, name):
             return getattr(self.file, name)
 
-    monkeypatch.setattr("spec_lab.train.texts.safe_open", Spied)
+    monkeypatch.setattr("spec_lab.core.tensors.safe_open", Spied)
     assert frequent([path], 6, 2).tolist() == [1, 2]
     assert sorted(read) == ["first", "ids", "length"]
