@@ -149,6 +149,27 @@ def test_weights_are_small_and_of_one_family():
             assert file.metadata()["target_sha256"] == digest
 
 
+def test_taps_of_the_eagle3_head_in_another_order_change_nothing(tmp_path, shipped):
+    """Accepted tokens by step fell where they were concatenated as listed."""
+    from spec_lab.models.target import Target
+    from spec_lab.propose import eagle
+    from tests.propose.lab import decode, emitted, requests
+
+    config = json.loads((ZOO / "eagle3" / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+    (tmp_path / "model.safetensors").symlink_to(ZOO / "eagle3" / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [5, 1, 3]}))
+    target = Target.load(str(ZOO / "target"), dtype="float32")
+    text = target.tokenizer.encode(next(one["prompt"] for one in shipped if one["workload"] == "code"))[:96]
+    found = []
+    for folder in (ZOO / "eagle3", tmp_path):
+        proposer = eagle.load(target, str(folder), depth=4)
+        assert proposer.requires.hidden == (1, 3, 5)
+        group, steps = decode(target, proposer, requests(prompts=[text], new=24))
+        found.append((emitted(group), [len(done.path) for info in steps for done in info.committed]))
+    assert found[0] == found[1] and sum(found[0][1]) > 8
+
+
 def test_the_card_names_the_weights_of_its_folder():
     card = (ZOO / "README.md").read_text()
     for model in ("target", "draft", "medusa", "eagle3", "hydra"):

@@ -221,6 +221,12 @@ def test_wrong_options_are_refused_by_name(target, tmp_path, options, message):
         kangaroo.load(target, **own)
 
 
+def test_unknown_fields_are_refused_by_name(target, tmp_path):
+    config, tensors = adapter(H, 1)
+    with pytest.raises(ValueError, match=r"gate \(True\) mean"):
+        kangaroo.load(target, written(tmp_path, config | {"gate": True}, tensors), depth=6)
+
+
 def test_a_target_that_cannot_run_ranges_of_layers_is_refused(tmp_path):
     dense = tiny_target(attention="dense", num_hidden_layers=3)
     with pytest.raises(Unsupported, match="kangaroo.*attention=dense"):

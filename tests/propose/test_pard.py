@@ -188,6 +188,8 @@ def test_a_checkpoint_names_its_mask_token(target_with_words, truth, tmp_path):
     ({}, {}, "no pard_token .*set proposer.mask_token"),
     ({"pard_token": VOCABULARY + 3}, {}, f"pard_token .* 0 to {VOCABULARY + 2}, not {VOCABULARY + 3}"),
     ({"pard_token": "<mask>"}, {}, "pard_token .*'<mask>'"),
+    ({"pard_token": VOCABULARY, "spd_type": "pard2"}, {}, "spd_type .'pard2'."),
+    ({"pard_token": VOCABULARY, "pard_taps": [1, 2]}, {}, "pard_taps"),
     ({}, {"mask_token": -1}, "proposer.mask_token .*-1"),
     ({}, {"mask_token": True}, "proposer.mask_token .*True"),
     ({}, {"mask_token": 9}, f"1 ids differ .*{VOCABULARY} is None against '<mask>'"),
