@@ -55,8 +55,8 @@ def train(
 
     The answers are sampled as the run samples and kept on disk with the hidden states that the drafter reads. The same
     command with the same ``output_dir`` resumes at the last checkpoint, to the same weights. At the end the drafter is
-    in ``output_dir/drafter``, calibrated on held-out answers where its trees need that. On held-out prompts the accepted length of a chain is estimated from the acceptance at
-    each position, without decoding, and measured by decoding.
+    in ``output_dir/drafter``, calibrated on held-out answers if its trees need that. On held-out prompts the accepted
+    length of a chain is estimated from the acceptance at each position, without decoding, and measured by decoding.
 
     Args:
         lab: the target and the prompts; the proposer is not used.
