@@ -167,8 +167,8 @@ class Adaptive:
         self.parts.check_sampling(sampling)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Adaptive:
-        """See ``CertifiableProposer``. Outcomes are enumerated side by side, so they share nothing."""
-        return Adaptive(self.parts.toy(target, draft, tree), self.policy.alone())
+        """See ``CertifiableProposer``. Outcomes are enumerated side by side: they share nothing."""
+        return Adaptive(self.parts.toy(target, draft, tree), self.policy.toy())
 
     def init(self, request: Request) -> PartStates:
         """See ``Proposer``."""

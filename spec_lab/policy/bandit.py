@@ -19,6 +19,7 @@ from spec_lab.engine.proposer import Proposer
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
+from spec_lab.policy import toys
 from spec_lab.policy.adaptive import check_pair
 from spec_lab.policy.costs import DraftCosts, Timing, TimingOptions, draft_costs
 from spec_lab.policy.goodput import Scope
@@ -179,9 +180,12 @@ class Bandit:
         """See ``LearnsAcrossRequests``."""
         self.shared.age(0.0)
 
-    def alone(self) -> Bandit:
-        """See ``Policy``."""
-        return replace(self, scope="request", shared=Rewards.none(len(self.arms)))
+    def toy(self) -> Bandit:
+        """See ``Policy``. Of its configurations the shallowest and the deepest ones, so that there are few outcomes."""
+        depths = sorted({_depth(arm) for arm in self.arms})
+        arms = toys.limits([arm for arm in self.arms if _depth(arm) in (depths[0], depths[-1])], self.stop)
+        costs = dict.fromkeys(self.costs, toys.COSTS)
+        return replace(self, scope="request", arms=arms, costs=costs, shared=Rewards.none(len(arms)))
 
     def init(self, request: Request) -> Rewards:
         """See ``Policy``."""

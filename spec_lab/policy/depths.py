@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spec_lab.core.limit import Limit, StopRule
@@ -12,7 +12,7 @@ from spec_lab.engine.proposer import Proposer
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
-from spec_lab.policy.policy import DraftOutcome, Policy
+from spec_lab.policy.policy import DraftOutcome
 from spec_lab.propose.trees import MOST_DEPTH
 
 
@@ -59,9 +59,9 @@ class FixedDepth:
     def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Nothing is learned."""
 
-    def alone(self) -> Policy:
-        """See ``Policy``."""
-        return self
+    def toy(self) -> FixedDepth:
+        """See ``Policy``. Two levels at most: toys have trees of three."""
+        return replace(self, depth=min(self.depth, 2))
 
 
 @dataclass
@@ -126,6 +126,6 @@ class Heuristic:
                 step = self.up if one.accepted >= one.drafted else -self.down
                 one.state.value = min(max(1.0, one.state.value + step), float(self.most))
 
-    def alone(self) -> Policy:
-        """See ``Policy``."""
-        return self
+    def toy(self) -> Heuristic:
+        """See ``Policy``. It begins with two levels: toys have trees of one to three."""
+        return replace(self, start=2.0, most=3)

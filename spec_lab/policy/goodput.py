@@ -12,6 +12,7 @@ from spec_lab.engine.proposer import Proposer
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
+from spec_lab.policy import toys
 from spec_lab.policy.adaptive import check_pair
 from spec_lab.policy.costs import DraftCosts, Timing, TimingOptions, draft_costs
 from spec_lab.policy.policy import DraftOutcome
@@ -162,9 +163,11 @@ class Goodput:
         """See ``LearnsAcrossRequests``."""
         self.shared.clear()
 
-    def alone(self) -> Goodput:
-        """See ``Policy``."""
-        return replace(self, scope="request", shared=Levels.none(self.depth))
+    def toy(self) -> Goodput:
+        """See ``Policy``. One rejection outweighs the prior, so that the depth changes within a toy's few steps."""
+        own = {"prior": 0.7, "weight": 0.5, "threshold": 0.0 if self.stop is None else toys.threshold(self.stop)}
+        shared = Levels.none(toys.DEPTH)
+        return replace(self, scope="request", costs=toys.COSTS, depth=toys.DEPTH, shared=shared, **own)
 
     def init(self, request: Request) -> Levels:
         """See ``Policy``."""
@@ -281,9 +284,10 @@ class GainOverCost:
         """See ``LearnsAcrossRequests``."""
         self.shared.tokens = self.shared.seconds = 0.0
 
-    def alone(self) -> GainOverCost:
-        """See ``Policy``."""
-        return replace(self, scope="request", shared=Rate())
+    def toy(self) -> GainOverCost:
+        """See ``Policy``. A node must be accepted with a probability of about 0.8 to pay for its seconds."""
+        costs = DraftCosts({1: {0: 1.0, 1: 2.0}})
+        return replace(self, scope="request", costs=costs, nodes=toys.DEPTH, shared=Rate(), scale=0.55)
 
     def init(self, request: Request) -> Rate:
         """See ``Policy``."""

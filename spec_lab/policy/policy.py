@@ -69,6 +69,8 @@ class Policy(Protocol):
         """Learn what came of the last decisions; once for each step."""
         ...
 
-    def alone(self) -> Policy:
-        """The same policy, deciding for each sequence from its own past only, so that it can be enumerated."""
+    def toy(self) -> Policy:
+        """The same policy for toys: it decides for each sequence from its own past only, so that it can be enumerated,
+        with values that cut some drafts of the toys and leave others whole (``policy.toys``).
+        """
         ...

@@ -13,7 +13,8 @@ from spec_lab.engine.proposer import Proposer
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
-from spec_lab.policy.policy import DraftOutcome, Policy
+from spec_lab.policy import toys
+from spec_lab.policy.policy import DraftOutcome
 from spec_lab.propose.stop_rules import described, rule_of
 from spec_lab.results.manifest import begun
 from spec_lab.results.writer import load
@@ -121,7 +122,7 @@ class RecordedPolicy:
     def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Nothing is learned."""
 
-    def alone(self) -> Policy:
-        """See ``Policy``. Where nothing is recorded, as for toys, decisions of the first request are repeated."""
-        first = tuple(next(iter(self.limits.values()), (Limit(),)))
-        return replace(self, limits={}, prompts={}, otherwise=first)
+    def toy(self) -> RecordedPolicy:
+        """See ``Policy``. The first different decisions for the first request are repeated in turn."""
+        different = tuple(dict.fromkeys(next(iter(self.limits.values()), (Limit(),))))
+        return replace(self, limits={}, prompts={}, otherwise=toys.limits(different[: toys.DEPTH], self.stop))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spec_lab.core.limit import Limit, StopRule
@@ -12,7 +12,8 @@ from spec_lab.engine.proposer import Proposer
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
-from spec_lab.policy.policy import DraftOutcome, Policy
+from spec_lab.policy import toys
+from spec_lab.policy.policy import DraftOutcome
 from spec_lab.propose.stop_rules import AdaEdl, Confidence, Svip, described
 from spec_lab.propose.trees import MOST_DEPTH
 
@@ -109,6 +110,6 @@ class Threshold:
             aim = own.threshold + (STEP if more else -STEP)
             own.threshold = min(max(0.0, KEEP * own.threshold + (1 - KEEP) * aim), 1.0)
 
-    def alone(self) -> Policy:
-        """See ``Policy``."""
-        return self
+    def toy(self) -> Threshold:
+        """See ``Policy``. At a threshold that the draft distributions of toys are on both sides of."""
+        return replace(self, threshold=toys.threshold(self.stop), depth=None)

@@ -1,5 +1,6 @@
 """Enumeration: whatever a policy decides, outputs follow the target. Dropping drawn tokens is no policy and wrong."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from omegaconf import OmegaConf
 from spec_lab.cli.main import conf
 from spec_lab.core.draft import empty
 from spec_lab.core.limit import Limit
-from spec_lab.policy.adaptive import adapt
+from spec_lab.policy.adaptive import Adaptive, adapt
 from spec_lab.policy.bandit import Bandit, Rewards
 from spec_lab.policy.costs import DraftCosts
 from spec_lab.policy.depths import FixedDepth, Heuristic
@@ -26,25 +27,27 @@ from spec_lab.tasks.certify.instances import LOOPS, QUICK
 from spec_lab.verify import Token, Traversal
 from tests.tasks.certify.test_exact import best_of, draft_model, early_exit, kangaroo, require_exact, skip
 
-COSTS = DraftCosts({1: {0: 1.0, 1: 1.1, 2: 1.3, 3: 1.6}})
-DEPTHS = tuple(Limit(depth) for depth in (1, 0, 2))
-STOPS = tuple(Limit(depth, threshold) for depth in (1, 3) for threshold in (0.2, 0.5))
+COSTS = DraftCosts({1: {0: 1.0, 1: 1.001, 8: 1.008}})
+DEPTHS = tuple(Limit(depth) for depth in (1, 2, 4, 8))
+STOPS = tuple(Limit(depth, threshold) for depth in (4, 8) for threshold in (0.01, 0.02))
 
 POLICIES = {
-    "fixed": FixedDepth(1),
-    "heuristic": Heuristic(1.0, most=3),
-    "confidence": Threshold(Confidence(), 0.5),
-    "draft_and_verify": Threshold(Confidence(), 0.5, adapt=True),
-    "adaedl": Threshold(AdaEdl(), 0.5, adapt=True),
-    "svip": Threshold(Svip(), 0.4),
-    "ucb": Bandit(DEPTHS, {"": COSTS}, Rewards.none(3)),
+    "fixed": FixedDepth(4),
+    "heuristic": Heuristic(),
+    "confidence": Threshold(Confidence(), 0.4),
+    "draft_and_verify": Threshold(Confidence(), 0.4, adapt=True),
+    "adaedl": Threshold(AdaEdl(), 0.1),
+    "svip": Threshold(Svip(), 0.99),
+    "ucb": Bandit(DEPTHS, {"": COSTS}, Rewards.none(4)),
     "ucb over thresholds": Bandit(STOPS, {"": COSTS}, Rewards.none(4), stop=AdaEdl()),
-    "thompson": Bandit(DEPTHS, {"": COSTS}, Rewards.none(3), "thompson"),
-    "goodput": Goodput(COSTS, 3, Levels.none(3), weight=0.5),
-    "goodput with svip": Goodput(COSTS, 3, Levels.none(3), weight=0.5, stop=Svip(), threshold=0.4),
+    "thompson": Bandit(DEPTHS, {"": COSTS}, Rewards.none(4), "thompson"),
+    "goodput": Goodput(COSTS, 8, Levels.none(8)),
+    "goodput with svip": Goodput(COSTS, 8, Levels.none(8), stop=Svip(), threshold=0.99),
     "gain": GainOverCost(COSTS, 3, Rate()),
-    "recorded": RecordedPolicy({0: [Limit(1), Limit(0), Limit(2)]}),
+    "recorded": RecordedPolicy({0: [Limit(4), Limit(4), Limit(5)]}),
+    "recorded thresholds": RecordedPolicy({0: [Limit(None, 0.01)]}, stop=Confidence()),
 }
+"""With values that cut no draft of three tokens, or no toy draft at all."""
 PROPOSERS = {
     "chain": draft_model("1x1", "iid"),
     "tree": draft_model("2x1", "without"),
@@ -65,6 +68,23 @@ def test_every_policy_is_exact(policy, proposer):
     proof = prove(adapt(PROPOSERS[proposer], POLICIES[policy]), Token(), QUICK)
     require_exact(proof)
     assert proof.drafts == "proposer"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_toys_have_drafts_that_a_policy_cuts_and_whole_ones(policy, monkeypatch):
+    steps: Counter[str] = Counter()
+    propose = Adaptive.propose
+
+    def counted(adaptive, batch):
+        draft = propose(adaptive, batch)
+        whole = np.minimum(replace(batch, limits=()).room(), adaptive.proposer.plan.depth)
+        for rows, depth in zip(draft.shape.trees, whole, strict=True):
+            steps["cut" if draft.shape.depth[rows].max() < depth else "whole"] += 1
+        return draft
+
+    monkeypatch.setattr(Adaptive, "propose", counted)
+    require_exact(prove(adapt(PROPOSERS["chain"], POLICIES[policy]), Token(), (QUICK[0], QUICK[3], QUICK[-1])))
+    assert steps["cut"] >= 9 and steps["whole"] >= 9, steps
 
 
 @pytest.mark.one_in(4)

@@ -23,6 +23,7 @@ from spec_lab.engine.request import Request
 from spec_lab.propose import Proposer, check_sampling
 from spec_lab.tasks.certify.certificate import Grade, Proof, grade, noise_reused, prove
 from spec_lab.tasks.certify.enumeration import Reused
+from spec_lab.tasks.certify.exact import Counts
 from spec_lab.tasks.certify.instances import LOOPS, PLAIN, Instance, every_instance, under
 from spec_lab.tasks.certify.masks import MaskComparison, compare_masks
 from spec_lab.tasks.certify.outputs import EXACT
@@ -53,6 +54,7 @@ class Check:
         detectable: the smallest total variation that would have been detected, per text for distributions of texts, per
             token for score tests.
         seed: of the samples.
+        drafted: number of tokens drafted while they were decoded.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Check:
     p_value: float
     detectable: float
     seed: int
+    drafted: int
 
 
 @dataclass
@@ -104,10 +107,33 @@ class Pair:
 
     @property
     def certified(self) -> Grade | None:
-        """See ``grade``. Texts drafted by the reference do not count: they do not test the proposer's own drafts."""
-        own = self.checks if self.drafts is self.proposer else self.checks[1:]
-        sampled = any(check.detectable <= MUCH for check in own)
+        """See ``grade``. Samples count only if the proposer drafted in them, unless it declares never to draft."""
+        sampled = any(
+            check.detectable <= MUCH and (check.drafted or not self.proposer.nodes) for check in self.own_checks
+        )
         return grade(self.proof, self.verifier.lossless, bool(self.rejected), sampled)
+
+    @property
+    def own_checks(self) -> list[Check]:
+        """Tests of the proposer's own drafts: without the texts where the reference drafted them."""
+        return self.checks if self.drafts is self.proposer else self.checks[1:]
+
+    @property
+    def drafted(self) -> int:
+        """Number of tokens that the proposer itself drafted, enumerated and sampled."""
+        enumerated = self.proof.facts()["drafted"] if self.proof.drafts == "proposer" else 0
+        return int(enumerated) + sum(check.drafted for check in self.own_checks)
+
+    @property
+    def untested(self) -> str | None:
+        """Why nothing was tested: a proposer that was run and drafted nothing, though it can; None otherwise."""
+        ran = self.own_checks or (self.proof.findings and self.proof.drafts == "proposer")
+        if not ran or self.drafted or not self.proposer.nodes:
+            return None
+        return (
+            f"proposer '{self.proposer.name}' drafted no token, neither on the toys nor in the sampled texts, so no "
+            "draft was tested: choose options with which it drafts"
+        )
 
     @property
     def failed(self) -> str | None:
@@ -118,7 +144,8 @@ class Pair:
             if self.rejected:
                 worst = min(self.rejected, key=lambda check: check.p_value)
                 return f"{worst.name}: rejected twice, then with p = {worst.p_value:.1e} of {worst.samples} samples"
-        elif self.proof.own_target_tv is not None and not self.proof.own_target_tv <= EXACT:
+            return self.untested
+        if self.proof.own_target_tv is not None and not self.proof.own_target_tv <= EXACT:
             return (
                 f"its output has a total variation of {self.proof.own_target_tv:.2g} from the distribution against "
                 "which it declares to be exact (aim)"
@@ -129,7 +156,7 @@ class Pair:
     def result(self) -> str:
         """The result in a few words."""
         if self.failed:
-            return "FAILS"
+            return "nothing drafted" if self.failed == self.untested else "FAILS"
         if self.certified:
             return {"exact": "lossless, proved", "sampled": "lossless, sampled"}[self.certified]
         worst = self.proof.worst
@@ -244,14 +271,15 @@ class Certifier:
         if self.sampling != PLAIN and proof.findings:
             proof = proof.also(prove(proposer, verifier, (*LOOPS, *self.own), self.sampling))
         drafts: Proposer | Drawn = proposer.drawn if proof.drafts == "reference" else proposer
-        progress = _scaled(tick, 1000)
+        progress, counts = _scaled(tick, 1000), Counts()
         try:
-            texts, expected = self.texts(drafts, verifier, self.settings.seed, 1, progress)
+            texts, expected = self.texts(drafts, verifier, self.settings.seed, 1, progress, counts=counts)
         except Reused as error:
             proof = replace(proof, findings=(*proof.findings, noise_reused("sampled texts", error)))
-            texts, expected = self.texts(drafts, verifier, self.settings.seed, 1, progress, watched=False)
+            counts = Counts()
+            texts, expected = self.texts(drafts, verifier, self.settings.seed, 1, progress, False, counts)
         pair = Pair(proposer, verifier, proof, drafts, texts, expected)
-        pair.checks.append(histogram(texts, expected, self.settings.seed))
+        pair.checks.append(histogram(texts, expected, self.settings.seed, counts))
         acts = self.lab.applied is not None and self.lab.applied.constraint.has_actions
         if verifier.lossless and self.tokens and not acts:  # with actions, single tokens do not follow p
             pair.checks += self.scored(pair, self.settings.seed, 1, _scaled(tick, 100))
@@ -266,9 +294,12 @@ class Certifier:
         times: int,
         tick: Callable[[int], object] = lambda _: None,
         watched: bool = True,
+        counts: Counts | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Sample texts of a toy; return them and their exact distribution."""
-        return joint(drafts, verifier, times * self.samples, seed, self.sampling, tick=tick, watched=watched)
+        return joint(
+            drafts, verifier, times * self.samples, seed, self.sampling, tick=tick, watched=watched, counts=counts
+        )
 
     def scored(self, pair: Pair, seed: int, times: int, tick: Callable[[int], object] = lambda _: None) -> list[Check]:
         """Run the score tests with the real target on the lab's prompts, repeated as often as the tokens require."""
@@ -277,9 +308,11 @@ class Certifier:
         count = -(-times * self.tokens // self.settings.max_new_tokens)
         requests = [replace(prompts[n % len(prompts)], id=n, sampling=self.sampling) for n in range(count)]
         size = self.settings.batch_size
-        found = scores(self.lab.target, pair.proposer, pair.verifier, requests, seed, size, tick, applied)
+        counts = Counts()
+        found = scores(self.lab.target, pair.proposer, pair.verifier, requests, seed, size, tick, applied, counts)
         return [
-            Check(name, one.tokens, one.z, one.bound, one.detectable_by_bound().tv, seed) for name, one in found.items()
+            Check(name, score.tokens, score.z, score.bound, score.detectable_by_bound().tv, seed, counts.drafted)
+            for name, score in found.items()
         ]
 
     def confirm(self, pairs: Sequence[Pair]) -> None:
@@ -296,16 +329,19 @@ class Certifier:
             if pair.proof.failure is not None:
                 continue
             if JOINT_DISTRIBUTION in names:
-                texts = self.texts(pair.drafts, pair.verifier, seed, MORE, watched=False)
-                pair.reject([histogram(*texts, seed)])
+                counts = Counts()
+                texts = self.texts(pair.drafts, pair.verifier, seed, MORE, watched=False, counts=counts)
+                pair.reject([histogram(*texts, seed, counts)])
             if names - {JOINT_DISTRIBUTION} and not pair.rejected:
                 pair.reject([check for check in self.scored(pair, seed, MORE) if check.name in names])
 
 
-def histogram(texts: np.ndarray, expected: np.ndarray, seed: int) -> Check:
-    """Return the chi-square test of sampled texts against their exact distribution."""
+def histogram(texts: np.ndarray, expected: np.ndarray, seed: int, counts: Counts) -> Check:
+    """Return the chi-square test of sampled texts against their exact distribution; ``counts`` is of the sampling."""
     found = chi_square(np.bincount(texts, minlength=len(expected)), expected)
-    return Check(JOINT_DISTRIBUTION, found.samples, found.statistic, found.p_value, found.detectable, seed)
+    return Check(
+        JOINT_DISTRIBUTION, found.samples, found.statistic, found.p_value, found.detectable, seed, counts.drafted
+    )
 
 
 def _scaled(tick: Callable[[float], object], size: int) -> Callable[[int], object]:

@@ -31,7 +31,7 @@ from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.propose.trees import Choices, parse, write
 from spec_lab.tasks.certify.enumeration import Watched
-from spec_lab.tasks.certify.exact import toy_parts
+from spec_lab.tasks.certify.exact import Counts, toy_parts
 from spec_lab.tasks.certify.instances import PLAIN, Instance
 from spec_lab.tasks.certify.outputs import text_probabilities
 from spec_lab.tasks.certify.significance import Score
@@ -64,6 +64,7 @@ def joint(
     instance: Instance = JOINT,
     tick: Callable[[int], object] = lambda _: None,
     watched: bool = True,
+    counts: Counts | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sample texts of a toy with the decode loop in float32, and compute their exact distribution.
 
@@ -79,6 +80,7 @@ def joint(
         instance: the toy and the number of tokens.
         tick: called with the number of texts added.
         watched: whether a random key that is used for two choices is an error.
+        counts: counts the drafted tokens.
 
     Returns:
         ``[samples]`` int64, each text's number; ``[V ** tokens]`` the probability of each text.
@@ -99,8 +101,9 @@ def joint(
         numbers = range(start, min(start + WIDE, samples))
         requests = [Request(number, f"toy {number}", PROMPT, sampling, instance.tokens) for number in numbers]
         group = fixed_group(parts.target, parts.proposer, verifier, requests, Watched(draws) if watched else draws)
-        for _ in group:
-            pass
+        for info in group:
+            if counts is not None:
+                counts.drafted += info.draft.shape.nodes
         for live in group.sequences:
             texts[live.request.id] = code(live.emitted, v)
         tick(len(numbers))
@@ -135,6 +138,7 @@ def scores(
     batch_size: int = 16,
     tick: Callable[[int], object] = lambda _: None,
     applied: AppliedConstraint | None = None,
+    counts: Counts | None = None,
 ) -> dict[str, Score]:
     """Decode requests and test their tokens against the probabilities p of one plain forward over each finished text,
     without KV cache.
@@ -157,6 +161,7 @@ def scores(
         batch_size: requests of a group.
         tick: called with the number of tokens added.
         applied: the constraint, which must have no actions: with them, single tokens do not follow p.
+        counts: counts the drafted tokens.
 
     Raises:
         ValueError: a request broke; names it.
@@ -170,6 +175,8 @@ def scores(
             for live, fixed in _fixed(info):
                 known.setdefault(live, []).append(fixed)
             _score_draft(drafted, info.draft)
+            if counts is not None:
+                counts.drafted += info.draft.shape.nodes
         if group.errors:
             raise ValueError(next(iter(group.errors.values())))
         for live in group.sequences:

@@ -13,6 +13,7 @@ from spec_lab.core.options import whole
 from spec_lab.propose import Proposer, branches, draws_of
 from spec_lab.results.manifest import write_json
 from spec_lab.tasks.certify.certificate import Control
+from spec_lab.tasks.certify.exact import Counts
 from spec_lab.tasks.certify.instances import PLAIN, every_instance
 from spec_lab.tasks.certify.masks import MaskComparison
 from spec_lab.tasks.certify.pair import Certifier, Check, Pair, histogram
@@ -25,7 +26,7 @@ from spec_lab.verify import Verifier, check_pair, misfit
 
 FAILED = 1
 """Exit code where a verifier that is declared lossless is not, where a lossy one does not have the distribution against
-which it declares to be exact, or where masks are wrong."""
+which it declares to be exact, where a proposer drafted nothing, or where masks are wrong."""
 
 SHOWN = 8
 """Number of tokens of a wrong mask that are shown as text."""
@@ -91,8 +92,9 @@ def certify(
                 write_json(out / "certificate.json", _facts(pairs, broken, left_out, certifier, compared, facts))
                 lab.tracker.group(len(pairs) - 1, {f"{pairs[-1].name}: TV of texts": pairs[-1].distance})
             certifier.confirm(pairs)
-        control = joint("iid", Control(), samples, settings.seed, sampling)
-        found = histogram(*control, settings.seed)
+        counts = Counts()
+        control = joint("iid", Control(), samples, settings.seed, sampling, counts=counts)
+        found = histogram(*control, settings.seed, counts)
         certificate = _facts(pairs, broken, left_out, certifier, compared, facts, found)
         certificate["convergence"] = convergence(
             [(pair.verifier.name, pair.verifier.lossless, (pair.texts, pair.expected)) for pair in pairs], control

@@ -74,6 +74,18 @@ def test_a_lossless_pair_is_certified(flat_cli, certificate, tmp_path):
     assert f"Certificate and figure: {tmp_path / 'here'}" in output
 
 
+def test_a_proposer_that_drafts_nothing_is_not_certified(flat_cli, certificate):
+    longest = ["proposer.min_ngram=20", "proposer.max_ngram=20"]
+    code, output, _ = flat_cli(*NGRAM, *longest, "task.samples=2000", "task.tokens=400")
+    found = certificate()
+    (pair,) = found["pairs"]
+    assert pair["exact"]["drafted"] == 0 and {check["drafted"] for check in pair["sampled"]} == {0}
+    assert min(check["detectable"] for check in pair["sampled"]) < 0.15, "enough samples, had it drafted"
+    assert pair["certified"] is None and found["certified"] is False and code == 1
+    assert "'ngram' drafted no token" in pair["failed"] and "lossless" not in pair["result"]
+    assert "'ngram' drafted no token" in output
+
+
 @pytest.mark.nightly
 def test_the_figure_is_not_empty(flat_cli, tmp_path):
     flat_cli(*NGRAM, "task.tokens=0")
