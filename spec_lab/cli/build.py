@@ -15,13 +15,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
 from spec_lab.cli import interrupt
 from spec_lab.cli.redaction import written
 from spec_lab.cli.status import Status
+from spec_lab.core.faults import described, place
 from spec_lab.core.process_cache import ProcessCache
-from spec_lab.core.protocols import members
+from spec_lab.core.protocols import WrongValue, check_declared, members
 from spec_lab.core.terminal import visible
 from spec_lab.models import ranks
 from spec_lab.results import sweep
@@ -47,6 +48,17 @@ CONTRACTS = {
     "peers": "spec_lab.tasks.lab.Arm",
 }
 """The class whose members (``core.protocols.members``) each part of a run must have."""
+
+DECLARED = {
+    "proposer": "spec_lab.engine.proposer.DECLARED",
+    "policy": "spec_lab.policy.policy.DECLARED",
+    "verifier": "spec_lab.verify.verdict.DECLARED",
+    "constraint": "spec_lab.constrain.protocol.DECLARED",
+}
+"""What the attributes of each part must be (``core.protocols.Declared``)."""
+
+NOTHING = ("spec_lab.constrain.load.none", "spec_lab.policy.none")
+"""What returns no part."""
 
 DECODING = ("spec_lab.tasks.benchmark.run", "spec_lab.tasks.serve.serve", "spec_lab.tasks.stream.stream")
 """Tasks that decode with every proposer and the one verifier."""
@@ -123,8 +135,9 @@ def task(config: DictConfig) -> Any:
     try:
         made = instantiate(named, _partial_=True)
         inspect.signature(made.func).bind(None, None, None, **made.keywords)
-    except (InstantiationException, TypeError, ValueError) as error:
-        raise Refused(f"spec_lab: task: {reason(error)}") from error
+    except (Exception, SystemExit) as error:
+        said = fault(error, str(named["_target_"]))
+        raise Refused(f"spec_lab: {'task.' if said.startswith('_target_=') else 'task: '}{said}") from error
     return made
 
 
@@ -158,22 +171,69 @@ def build(config: DictConfig, part: str, group: str = "", **live: Any) -> Any:
     with_policy = part.partition(".")[0] in ("proposer", "arms") and "policy" in named
     if with_policy:
         named = without(named, "policy")
-    try:
-        made = instantiate(named, _partial_=True, _convert_="all")(**live)
-        if made is None and (part == "constraint" or group == "policy"):
-            return None
-    except (InstantiationException, OSError, TypeError, ValueError) as error:
-        text = reason(error)
-        where = f"{part}.path={named.path}" if isinstance(error, OSError) and "path" in named else part
-        raise Refused(f"spec_lab: {text}" if text.startswith(part) else f"spec_lab: {where}: {text}") from error
     group = group or part.partition(".")[0]
     group = {"arms": "proposer", "verifiers": "verifier"}.get(group, group)
-    if lacks := [name for name in members(get_object(CONTRACTS[group])) if not hasattr(made, name)]:
-        raise Refused(
-            f"spec_lab: {part}._target_={named._target_} returns an object of type {type(made).__name__} without "
-            f"{', '.join(lacks)}: these are members of {CONTRACTS[group]}"
-        )
+    try:
+        made = instantiate(named, _partial_=True, _convert_="all")(**live)
+        if made is None and named._target_ in NOTHING:
+            return None
+        check_part(made, group, str(named._target_))
+    except Refused:
+        raise
+    except (Exception, SystemExit) as error:
+        text = fault(error, str(named._target_))
+        if text.startswith("_target_="):
+            raise Refused(f"spec_lab: {part}.{text}") from error
+        where = f"{part}.path={named.path}" if isinstance(error, OSError) and "path" in named else part
+        raise Refused(f"spec_lab: {text}" if text.startswith(part) else f"spec_lab: {where}: {text}") from error
     return under_policy(config, f"{part}.policy", made, **live) if with_policy else made
+
+
+def check_part(made: Any, group: str, target: str) -> None:
+    """Check that a part has the members of its contract, and that their values are of the right types.
+
+    Raises:
+        ValueError: names the attribute, and the line where its class is defined.
+    """
+    if lacks := [name for name in members(get_object(CONTRACTS[group])) if not hasattr(made, name)]:
+        raise ValueError(
+            f"_target_={target} returns an object of type {type(made).__name__} without {', '.join(lacks)}: these are "
+            f"members of {CONTRACTS[group]}"
+        )
+    try:
+        check_declared(made, get_object(DECLARED[group]) if group in DECLARED else {})
+    except WrongValue as error:
+        raise ValueError(f"_target_={target}: {error}{_defined(type(made))}") from error
+
+
+def _defined(made: type) -> str:
+    """Return `` (file:line)`` of a class's definition; empty where it has no file."""
+    try:
+        return f" ({inspect.getsourcefile(made)}:{inspect.getsourcelines(made)[1]})"
+    except (OSError, TypeError):
+        return ""
+
+
+def fault(error: BaseException, target: str) -> str:
+    """Return what went wrong in one line: for code of another package, or an error that no part of this package raises
+    on purpose, with its type and the file and line.
+
+    Args:
+        error: raised while a part was imported or built.
+        target: the part's dotted name.
+    """
+    expected = isinstance(error, InstantiationException | OSError | OmegaConfBaseException | TypeError | ValueError)
+    cause: BaseException | None = error if isinstance(error, InstantiationException) else None
+    while cause is not None and cause.__cause__ is not None:  # Hydra's errors, then that of the import
+        cause = cause.__cause__
+    if cause is not None and cause is not error:
+        return visible(f"_target_={target} cannot be imported: {described(cause)}{place(cause, target)}")
+    if expected and target.partition(".")[0] == __name__.partition(".")[0]:
+        return reason(error)
+    where = place(error, target)
+    if expected:
+        return f"_target_={target}: {reason(error)}{where}" if where else reason(error)
+    return visible(f"_target_={target} raised {' '.join(described(error).split())}{where}")
 
 
 def without(named: DictConfig, *keys: str) -> DictConfig:

@@ -19,6 +19,7 @@ from spec_lab.constrain.healing import Healing
 from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.protocol import Constraint, ReadsPrompt
 from spec_lab.constrain.vocabulary import Vocabulary
+from spec_lab.core.faults import described, place
 from spec_lab.core.options import brief, one_of, strings, whole
 
 ENGINES = ("llguidance", "xgrammar")
@@ -116,17 +117,29 @@ def controller(vocabulary: Vocabulary, make: str, options: Mapping[str, Any] | N
         options: keyword arguments of that function.
 
     Raises:
-        ValueError: the name cannot be imported, or the function cannot be called so.
+        ValueError: the name cannot be imported, the function raised an error, or returned something else.
     """
+    if not isinstance(make, str):
+        raise ValueError(f"constraint.make must be the dotted name of a function, not {brief(make)}")
     module, _, name = make.rpartition(".")
     try:
         found = resolve_name(f"{module}:{name}")
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"constraint.make={make} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:
+        said = str(error) if isinstance(error, ImportError | AttributeError) else described(error)
+        raise ValueError(f"constraint.make={make} cannot be imported: {said}{place(error, module)}") from error
     try:
         made: Any = found(vocabulary, **(options or {}))
-    except TypeError as error:
-        raise ValueError(f"constraint.make={make} cannot be called with (vocabulary, **options): {error}") from error
+    except (Exception, SystemExit) as error:
+        where = place(error, module)
+        said = (
+            f"raised {described(error)}{where}" if where else f"cannot be called with (vocabulary, **options): {error}"
+        )
+        raise ValueError(f"constraint.make={make} {said}") from error
+    if not callable(made) and not isinstance(made, Constraint):
+        raise ValueError(
+            f"constraint.make={make} returned {brief(made)}: it must return a constraint, or a function that makes a "
+            "controller for each request"
+        )
     return made if isinstance(made, Constraint) else ControllerConstraint(made, vocabulary.size, name)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from spec_lab.core.draft import Shape
 from spec_lab.core.faults import attributed
+from spec_lab.core.protocols import COUNT, FACTS, FLAG, TEXT
 from spec_lab.engine.request import Ended, Request
 
 if TYPE_CHECKING:
@@ -76,6 +77,10 @@ class Continuation:
 
     backtrack: int
     state: ConstraintState
+
+
+DECLARED = {"name": TEXT, "vocabulary": COUNT, "has_actions": FLAG, "supports_drafts": FLAG, "facts": FACTS}
+"""What a constraint's attributes must be."""
 
 
 @runtime_checkable

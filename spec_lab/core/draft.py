@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.limit import Limit
+from spec_lab.core.protocols import Declared
 
 Drawn = Literal["point", "iid", "without", "gumbel"]
 """How a node's token was drawn, given its earlier siblings:
@@ -35,6 +36,13 @@ WAYS: tuple[Drawn, ...] = ("point", "iid", "without", "gumbel")
 """The ways of drawing; a way's place is its code in ``Draft.drawn``."""
 
 POINT, IID, WITHOUT, GUMBEL = range(4)
+
+WAY = Declared(f"one of {', '.join(WAYS)}", lambda value: isinstance(value, str) and value in WAYS)
+SOME_WAYS = Declared(
+    f"a frozenset of some of {', '.join(WAYS)}",
+    lambda value: isinstance(value, frozenset) and bool(value) and value <= frozenset(WAYS),
+)
+"""What parts declare of the ways of drawing."""
 
 
 class Schedule(NamedTuple):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sysconfig
 from traceback import walk_tb
-from types import TracebackType
+from types import FrameType, TracebackType
 
-from spec_lab.core.protocols import Named
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+"""Folders of Python's own modules and of installed packages."""
 
 
 class PartError(ValueError):
@@ -36,11 +38,10 @@ class attributed:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if not isinstance(error, Exception) or isinstance(error, (PartError, Passing, *self.but)):
+        if not isinstance(error, Exception | SystemExit) or isinstance(error, (PartError, Passing, *self.but)):
             return
-        name = self.part.name if isinstance(self.part, Named) else type(self.part).__name__
-        message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise PartError(f"{self.kind} '{name}' raised {message}{place(error, self.part)}") from error
+        where = place(error, type(self.part).__module__)
+        raise PartError(f"{self.kind} '{_name(self.part)}' raised {described(error)}{where}") from error
 
 
 def of_a_part(error: BaseException | None) -> bool:
@@ -52,15 +53,49 @@ def of_a_part(error: BaseException | None) -> bool:
     return False
 
 
-def place(error: BaseException, part: object) -> str:
-    """Return `` (file:line, in function)`` of the innermost frame in the part's package; empty if there is none."""
-    package = type(part).__module__.partition(".")[0]
-    own = [(frame, line) for frame, line in walk_tb(error.__traceback__) if _package(frame.f_globals) == package]
+def described(error: BaseException) -> str:
+    """Return the error's type and message; of an error of syntax without its file (``place``)."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg}"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def place(error: BaseException, module: str) -> str:
+    """Return `` (file:line, in function)`` of where a part raised an error; empty where it is not known.
+
+    It is the innermost frame in the part's package. A part of this package may call code of a user's: then the
+    innermost frame of that. Of an error of syntax it is the line that cannot be compiled.
+
+    Args:
+        error: raised.
+        module: the part's.
+    """
+    if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):
+        return f" ({error.filename}:{error.lineno})"
+    package, ours = module.partition(".")[0], __name__.partition(".")[0]
+    frames = [(_package(frame.f_globals), frame, line) for frame, line in walk_tb(error.__traceback__)]
+    own = [(frame, line) for name, frame, line in frames if name == package]
+    if package == ours:
+        foreign = [(frame, line) for name, frame, line in frames if name != ours and not _is_library(frame)]
+        own = foreign or own
     if not own:
         return ""
     frame, line = own[-1]
     return f" ({frame.f_code.co_filename}:{line}, in {frame.f_code.co_name})"
 
 
+def _name(part: object) -> str:
+    """Return the part's name, or its class's where it has none or another error."""
+    try:
+        return str(part.name)  # type: ignore[attr-defined]
+    except Exception:
+        return type(part).__name__
+
+
 def _package(names: dict[str, object]) -> str:
     return str(names.get("__name__", "")).partition(".")[0]
+
+
+def _is_library(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith(("<", *LIBRARIES))

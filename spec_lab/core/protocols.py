@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from inspect import get_annotations, isabstract
+from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
+
+from spec_lab.core.options import brief
 
 
 @runtime_checkable
@@ -46,6 +49,46 @@ class Threaded(Protocol):
     def threads(self) -> int:
         """Their number."""
         ...
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What the value of an attribute must be.
+
+    Args:
+        words: for messages, such as "a whole number".
+        fits: whether a value is that.
+    """
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+class WrongValue(ValueError):
+    """An attribute of a part has a value of another kind than its contract declares."""
+
+
+TEXT = Declared("a string", lambda value: isinstance(value, str))
+FLAG = Declared("True or False", lambda value: isinstance(value, bool))
+COUNT = Declared(
+    "a whole number of at least 0",
+    lambda value: isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0,
+)
+TEXTS = Declared(
+    "a tuple of strings", lambda value: isinstance(value, tuple) and all(isinstance(text, str) for text in value)
+)
+FACTS = Declared("a mapping", lambda value: isinstance(value, Mapping))
+
+
+def check_declared(part: object, declared: Mapping[str, Declared]) -> None:
+    """Check the values of those attributes that a part has.
+
+    Raises:
+        WrongValue: one is something else; names the class, the attribute and the value.
+    """
+    for name, must in declared.items():
+        if hasattr(part, name) and not must.fits(value := getattr(part, name)):
+            raise WrongValue(f"{type(part).__name__}.{name} must be {must.words}, not {brief(value)}")
 
 
 def members(contract: type) -> list[str]:

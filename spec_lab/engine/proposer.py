@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.draft import SOME_WAYS, WAY, Draft, Drawn
 from spec_lab.core.faults import attributed
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.protocols import COUNT, FACTS, FLAG, TEXT, TEXTS, Declared
 from spec_lab.engine.memory import StatesMemory
 from spec_lab.engine.request import Request
 from spec_lab.engine.runner import ABILITIES, Ability, DraftRunner
@@ -67,6 +69,41 @@ class Observation:
     logits: Tensor | None = None
     top_k: np.ndarray | None = None
     accepted: Sequence[int] = ()
+
+
+def _is_required(value: Any) -> bool:
+    """Return whether a value is a ``Requires`` whose fields have their types."""
+    return (
+        isinstance(value, Requires)
+        and isinstance(value.hidden, tuple)
+        and all(isinstance(layer, Integral) for layer in value.hidden)
+        and COUNT.fits(value.top_k)
+        and isinstance(value.abilities, frozenset)
+        and value.abilities <= ABILITIES.keys()
+        and FLAG.fits(value.logits)
+        and FLAG.fits(value.every_position)
+    )
+
+
+DECLARED = {
+    "name": TEXT,
+    "drawn": WAY,
+    "nodes": COUNT,
+    "requires": Declared(
+        "spec_lab.propose.Requires(hidden=(numbers of hidden states, ..), logits=True or False, top_k=a whole number, "
+        f"abilities=frozenset of {', '.join(sorted(ABILITIES))}, every_position=True or False)",
+        _is_required,
+    ),
+    "branches": FLAG,
+    "draws": SOME_WAYS,
+    "forced_nodes": COUNT,
+    "target_cells": COUNT,
+    "shared_store": TEXT,
+    "why_not_stopped": TEXT,
+    "part_names": TEXTS,
+    "facts": FACTS,
+}
+"""What a proposer's attributes must be."""
 
 
 class Proposer(Protocol):

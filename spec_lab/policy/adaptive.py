@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from spec_lab.core.draft import Draft, Drawn
-from spec_lab.core.limit import StopRule
+from spec_lab.core.faults import attributed
+from spec_lab.core.limit import Limit, StopRule
+from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.protocols import facts_of
 from spec_lab.engine.proposer import ChoosesPart, LearnsAcrossRequests, Observation, Proposer, Requires, StopsEarly
@@ -172,7 +174,9 @@ class Adaptive:
 
     def init(self, request: Request) -> PartStates:
         """See ``Proposer``."""
-        return self.parts.init(request, Decided(self.policy.init(request)))
+        with attributed("policy", self.policy):
+            state = self.policy.init(request)
+        return self.parts.init(request, Decided(state))
 
     def propose(self, batch: Batch) -> Draft:
         """Let the policy decide, and draft no deeper than it allows.
@@ -181,9 +185,10 @@ class Adaptive:
             ValueError: the policy decided nothing sensible for the batch.
         """
         own: list[Decided] = [one.state.own for one in batch.sequences]
-        limits = self.policy.decide(batch, [one.state for one in own])
-        if len(limits) != len(own):
-            raise ValueError(f"policy '{self.policy.name}' returned {len(limits)} limits for {len(own)} sequences")
+        with attributed("policy", self.policy):
+            limits = list(self.policy.decide(batch, [one.state for one in own]))
+            if len(limits) != len(own) or not all(isinstance(limit, Limit) for limit in limits):
+                raise ValueError(f"decide must return {len(own)} Limit, one for each sequence, not {brief(limits)}")
         inner = replace(self.parts.view(batch, 0), limits=limits, stop=self.policy.stop)
         draft = self.proposer.propose(inner).cut_nodes(inner.room())
         deepest = np.zeros(len(own), dtype=np.int64)
@@ -202,7 +207,8 @@ class Adaptive:
                 outcomes.append(replace(decided.last, accepted=len(one.accepted)))
                 decided.last = None
         if outcomes:
-            self.policy.learn(outcomes)
+            with attributed("policy", self.policy):
+                self.policy.learn(outcomes)
         self.proposer.observe([
             replace(one, sequence=replace(one.sequence, state=one.sequence.state.each[0])) for one in observed
         ])  # fmt: skip

@@ -165,9 +165,10 @@ class Goodput:
 
     def toy(self) -> Goodput:
         """See ``Policy``. One rejection outweighs the prior, so that the depth changes within a toy's few steps."""
-        own = {"prior": 0.7, "weight": 0.5, "threshold": 0.0 if self.stop is None else toys.threshold(self.stop)}
-        shared = Levels.none(toys.DEPTH)
-        return replace(self, scope="request", costs=toys.COSTS, depth=toys.DEPTH, shared=shared, **own)
+        return replace(
+            self, scope="request", costs=toys.COSTS, depth=toys.DEPTH, shared=Levels.none(toys.DEPTH), prior=0.7,
+            weight=0.5, threshold=0.0 if self.stop is None else toys.threshold(self.stop),
+        )  # fmt: skip
 
     def init(self, request: Request) -> Levels:
         """See ``Policy``."""

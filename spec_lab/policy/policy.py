@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from spec_lab.core.limit import Limit, StopRule
+from spec_lab.core.protocols import FACTS, TEXT, TEXTS, Declared
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch
 
@@ -34,6 +35,23 @@ class DraftOutcome:
     nodes: int
     accepted: int
     live: int
+
+
+def _is_rule(value: Any) -> bool:
+    """Return whether a value is None or has what a ``StopRule`` has."""
+    named = isinstance(getattr(value, "name", None), str)
+    flags = (getattr(value, name, None) for name in ("before", "reads_path"))
+    return value is None or (named and callable(value) and all(isinstance(flag, bool) for flag in flags))
+
+
+DECLARED = {
+    "name": TEXT,
+    "stop": Declared("None or a StopRule (spec_lab.core.limit)", _is_rule),
+    "parts": TEXTS,
+    "shared_store": TEXT,
+    "facts": FACTS,
+}
+"""What a policy's attributes must be."""
 
 
 class Policy(Protocol):

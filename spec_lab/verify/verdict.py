@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.draft import SOME_WAYS, Draft, Drawn, Shape
+from spec_lab.core.protocols import FACTS, FLAG, TEXT
 from spec_lab.core.randomness import Draws, Key, Purpose
 from spec_lab.verify.arrays import CHUNK, Array, Arrays, parts, rows_of
 
@@ -62,6 +63,10 @@ def in_trees(values: Array, grid: Array) -> Array:  # [R], [B, L] -> [B, L]
     padded = np.zeros(len(values) + 1)
     padded[:-1] = values
     return padded[grid]
+
+
+DECLARED = {"name": TEXT, "accepts": SOME_WAYS, "lossless": FLAG, "chains_only": FLAG, "facts": FACTS}
+"""What a verifier's attributes must be."""
 
 
 class Verifier(Protocol):

@@ -1,5 +1,7 @@
 """What the command line builds from a config has every member that its place in the run requires."""
 
+import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -7,17 +9,32 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from spec_lab.cli.build import CONTRACTS, Refused, build, check_drawing, reason, under_policy
-from spec_lab.core.protocols import members
-from spec_lab.engine.proposer import Proposer
+from spec_lab.core.options import brief
+from spec_lab.core.protocols import check_declared, members
+from spec_lab.engine.proposer import DECLARED, Requires
 from spec_lab.propose.ngram import Ngram
 from spec_lab.verify import KSeq, Token
 
 EVERY = [(group, name) for group, contract in CONTRACTS.items() for name in members(get_object(contract))]
 
 
-def built(group, options):
-    """Build an object that has these attributes as ``group``."""
-    return build(OmegaConf.create({group: {"_target_": "types.SimpleNamespace", **options}}), group)
+VALUES = {
+    "name": "mine", "drawn": "iid", "nodes": 3, "requires": Requires(), "accepts": frozenset({"iid"}), "lossless": True,
+    "stop": None, "parts": (), "vocabulary": 5, "has_actions": False,
+}  # fmt: skip
+"""Right values of the attributes whose values are checked."""
+
+
+def an_object(group, lacking="", **wrong):
+    """Return an object with the members of ``group``."""
+    values = {name: VALUES.get(name, 1) for name in members(get_object(CONTRACTS[group])) if name != lacking}
+    return SimpleNamespace(**values | wrong)
+
+
+def built(group, **options):
+    """Build an object of ``group``."""
+    named = {"_target_": f"{__name__}.an_object", "group": group, **options}
+    return build(OmegaConf.create({group: named}), group)
 
 
 def test_members_are_those_that_the_contracts_declare():
@@ -32,17 +49,111 @@ def test_members_are_those_that_the_contracts_declare():
 
 @pytest.mark.parametrize("group", CONTRACTS)
 def test_an_object_with_all_members_is_accepted(group):
-    assert built(group, dict.fromkeys(members(get_object(CONTRACTS[group])), 1))
+    assert built(group)
 
 
 @pytest.mark.parametrize(("group", "lacking"), EVERY)
 def test_an_object_without_a_member_is_refused_by_the_member_s_name(group, lacking):
-    options = dict.fromkeys(members(get_object(CONTRACTS[group])), 1)
-    del options[lacking]
     with pytest.raises(
-        Refused, match=f"{group}._target_=types.SimpleNamespace .* without {lacking}: .*{CONTRACTS[group]}"
+        Refused, match=f"{group}._target_={__name__}.an_object .* without {lacking}: .*{CONTRACTS[group]}"
     ):
-        built(group, options)
+        built(group, lacking=lacking)
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "wrong"),
+    [
+        ("proposer", "name", 3), ("proposer", "drawn", "sampled"), ("proposer", "drawn", None),
+        ("proposer", "nodes", "3"), ("proposer", "nodes", 2.0), ("proposer", "nodes", True), ("proposer", "nodes", -1),
+        ("proposer", "requires", None), ("proposer", "branches", "no"), ("proposer", "draws", ["iid"]),
+        ("proposer", "facts", [1]), ("proposer", "shared_store", 1), ("proposer", "forced_nodes", None),
+        ("verifier", "accepts", "iid"), ("verifier", "lossless", "yes"), ("verifier", "name", None),
+        ("policy", "parts", ["a"]), ("policy", "stop", 0.5), ("policy", "name", 1), ("constraint", "vocabulary", "5"),
+        ("constraint", "has_actions", 1), ("constraint", "name", None),
+    ],
+)  # fmt: skip
+def test_an_attribute_of_a_wrong_type_is_refused_by_its_name_and_value(group, name, wrong):
+    with pytest.raises(Refused, match=rf"{group}\._target_=.*\.{name} must be .*, not {re.escape(brief(wrong))}"):
+        built(group, **{name: wrong})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"hidden": [1]}, {"hidden": ("1",)}, {"logits": 1}, {"top_k": "5"}, {"abilities": frozenset({"fly"})}],
+    ids=str,
+)
+def test_wrong_fields_of_what_a_proposer_requires_are_refused(wrong):
+    with pytest.raises(ValueError, match=r"SimpleNamespace\.requires must be .*hidden="):
+        check_declared(an_object("proposer", requires=Requires(**wrong)), DECLARED)
+
+
+# Parts of another package
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """Write a module; return what builds its ``make`` as a part: the message of the refusal."""
+    monkeypatch.syspath_prepend(tmp_path)
+    names = (f"plugin_{number}" for number in range(9))
+
+    def refusal(text, part="proposer", **live):
+        name = next(names)
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        with pytest.raises(Refused) as refused:
+            build(OmegaConf.create({part: {"_target_": f"{name}.make"}}), part, **live)
+        said = str(refused.value).replace(str(tmp_path / name), "PLUGIN")
+        assert said.startswith(f"spec_lab: {part}._target_={name}.make") and "\n" not in said
+        return said
+
+    return refusal
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("return {}['lost']", "raised KeyError: 'lost'"),
+        ("raise RuntimeError('it broke')", "raised RuntimeError: it broke"),
+        ("return None.missing", "raised AttributeError: 'NoneType' object has no attribute 'missing'"),
+        ("raise SystemExit(0)", "raised SystemExit: 0"),
+        ("raise ValueError('a depth of 3')", ": a depth of 3"),
+        ("raise OSError('no such store')", ": no such store"),
+    ],
+)
+def test_an_error_in_a_constructor_names_the_part_the_error_and_the_line(plugin, line, said):
+    found = plugin(f"def make():\n    {line}\n")
+    assert said in found and "(PLUGIN.py:2, in make)" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def make(:\n", "SyntaxError: invalid syntax (PLUGIN.py:1)"),
+        ("x = 1\n  y = 2\n", "IndentationError: unexpected indent"),
+        ("import no_such_module\n", "No module named 'no_such_module' (PLUGIN.py:1, in <module>)"),
+        ("\nLIMIT = {}['lost']\n", "KeyError: 'lost' (PLUGIN.py:2, in <module>)"),
+        ("raise SystemExit(0)\n", "SystemExit: 0 (PLUGIN.py:1, in <module>)"),
+    ],
+)
+@pytest.mark.parametrize("part", ["proposer", "verifier"])
+def test_a_module_that_cannot_be_imported_is_named_with_the_line(plugin, text, said, part):
+    found = plugin(text, part)
+    assert said in found and "PLUGIN.py:" in found
+
+
+def test_a_property_that_raises_is_named_with_the_line(plugin):
+    found = plugin("class make:\n    @property\n    def name(self):\n        return {}['lost']\n")
+    assert "KeyError: 'lost' (PLUGIN.py:4, in name)" in found
+
+
+def test_a_wrong_attribute_is_named_with_the_line_of_its_class(plugin):
+    found = plugin("from spec_lab.verify import Token\n\n\nclass make(Token):\n    name = 3\n", "verifier")
+    assert "make.name must be a string, not 3 (PLUGIN.py:4)" in found
+
+
+@pytest.mark.parametrize("part", ["constraint", "policy"])
+def test_a_function_that_returns_no_part_is_refused(plugin, part):
+    assert "NoneType" in plugin("def make():\n    pass\n", part)
 
 
 class Chains(Token):
@@ -111,11 +222,11 @@ def test_the_parts_of_a_hybrid_are_built_first_and_may_be_hybrids():
 def passes_on(target, inner, verifier, **options):
     """A proposer with another inside, which is loaded for its own target."""
     made = inner(f"the draft of {target}")
-    return SimpleNamespace(**dict.fromkeys(members(Proposer)) | vars(made) | {"verifier": verifier} | options)
+    return SimpleNamespace(**vars(made) | {"verifier": verifier} | options)
 
 
 def loaded_for(target, depth):
-    return SimpleNamespace(**dict.fromkeys(members(Proposer)) | {"loaded_for": target, "depth": depth})
+    return an_object("proposer", loaded_for=target, depth=depth)
 
 
 CASCADE = {

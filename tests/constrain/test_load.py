@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -157,3 +158,24 @@ def test_a_prompt_may_bring_a_schema_of_lines():
 def test_wrong_options_of_lines_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         load.json_schema(toy(), **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def make(vocabulary):\n    pass\n", "returned None: it must return a constraint, or a function"),
+        ("def make(vocabulary):\n    return [1]\n", r"returned \[1\]: it must return"),
+        ("def make(vocabulary):\n    return {}['lost']\n", r"raised KeyError: 'lost' \(.*:2, in make\)"),
+        ("def make(vocabulary):\n    raise SystemExit(0)\n", r"raised SystemExit: 0 \(.*:2, in make\)"),
+        ("def make():\n    pass\n", r"cannot be called with \(vocabulary, \*\*options\)"),
+        ("def make(:\n", r"cannot be imported: SyntaxError: .* \(.*:1\)"),
+        ("\nLIMIT = {}['lost']\n", r"cannot be imported: KeyError: 'lost' \(.*:2, in <module>\)"),
+        ("raise SystemExit(0)\n", r"cannot be imported: SystemExit: 0 \(.*:1, in <module>\)"),
+    ],
+)
+def test_a_function_of_the_user_s_that_makes_no_constraint_is_refused_with_the_line(tmp_path, monkeypatch, text, said):
+    (tmp_path / "of_a_user.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "of_a_user", raising=False)
+    with pytest.raises(ValueError, match=f"^constraint.make=of_a_user.make {said}"):
+        load.controller(toy(), "of_a_user.make")

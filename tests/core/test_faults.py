@@ -125,6 +125,18 @@ class Faulty(Lifecycle):
 
     def inner(self):
         return {}["lost"]
+
+
+class Exits(Faulty):
+    name = "exits"
+
+    def inner(self):
+        raise SystemExit(0)
+
+
+class Early(Faulty):
+    def __init__(self, target):
+        raise SystemExit(0)
 """
 
 
@@ -135,19 +147,44 @@ def faulty(quick_cli, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "faulty", raising=False)
     runs = [one for one in checkpoints.short_runs(tmp_path, checkpoints.TEXTS[:1]) if not one.startswith("proposer")]
-    return lambda *more: quick_cli(*more, *runs, "~proposer", "+proposer._target_=faulty.Faulty")
+    return lambda of, *more: quick_cli(*more, *runs, "~proposer", f"+proposer._target_={of}")
 
 
 def test_one_message_names_the_part_and_how_to_see_the_traceback(faulty):
-    code, _, errors = faulty()
+    code, _, errors = faulty("faulty.Faulty")
     assert code == 1 and "Traceback" not in errors
     assert "proposer 'faulty' raised KeyError: 'lost'" in errors and "HYDRA_FULL_ERROR=1" in errors
+
+
+@pytest.mark.parametrize(
+    ("of", "said"),
+    [
+        ("Exits", "proposer 'exits' raised SystemExit: 0 (FILE:21, in inner)"),
+        ("Early", "proposer._target_=faulty.Early raised SystemExit: 0 (FILE:26, in __init__)"),
+    ],
+)
+def test_a_part_that_ends_the_process_is_an_error(faulty, tmp_path, of, said):
+    code, _, errors = faulty(f"faulty.{of}")
+    assert code == 1 and said.replace("FILE", str(tmp_path / "faulty.py")) in errors
+    assert not list(tmp_path.rglob("summary.json"))
+
+
+@pytest.mark.parametrize("of", ["faulty.Exits", "faulty.Early", "broken.Spelled"])
+def test_a_sweep_goes_on_after_a_part_that_cannot_run(faulty, tmp_path, of):
+    (tmp_path / "broken.py").write_text("class Spelled(:\n")
+    code, _, errors = faulty(f"{of},spec_lab.propose.Null.load", "--multirun")
+    records = [json.loads(file.read_text()) for file in tmp_path.rglob("ended.json")]
+    ended = {record["state"]: record for record in records}
+    assert code == 1 and ended.keys() == {"done", "failed"}
+    file = tmp_path / f"{of.partition('.')[0]}.py"
+    assert f"({file}:" in ended["failed"]["error"] and ended["failed"]["code"] == 1
+    assert ended["failed"]["error"] in errors
 
 
 def test_the_traceback_is_shown_on_request(faulty, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(Exception, match="proposer 'faulty' raised KeyError") as error:
-        faulty()
+        faulty("faulty.Faulty")
     found, causes = error.value, []
     while found is not None:
         causes.append(type(found))
@@ -157,7 +194,7 @@ def test_the_traceback_is_shown_on_request(faulty, monkeypatch):
 
 @pytest.mark.nightly
 def test_a_sweep_s_run_keeps_the_traceback_of_the_part_s_own_code(faulty, tmp_path):
-    code, _, _ = faulty("--multirun", "seed=1")
+    code, _, _ = faulty("faulty.Faulty", "--multirun", "seed=1")
     assert code == 1
     ended = json.loads(next((tmp_path / "swept").glob("*/ended.json")).read_text())
     assert "in inner" in ended["traceback"] and "KeyError: 'lost'" in ended["traceback"]

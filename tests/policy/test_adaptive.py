@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from spec_lab.core.faults import PartError
 from spec_lab.core.limit import Limit
 from spec_lab.core.protocols import facts_of
 from spec_lab.engine.proposer import forget
@@ -61,6 +62,26 @@ def test_decisions_are_recorded_and_repeated(target):
     again, repeated = decode(target, adapt(draft_model("1x1x1x1"), RecordedPolicy(limits)), requests(WARM))
     assert emitted(again) == emitted(group)
     assert [one.draft.token.tolist() for one in repeated] == [one.draft.token.tolist() for one in steps]
+
+
+class Wrong(FixedDepth):
+    """A policy that fails in its code, or decides something else."""
+
+    def decide(self, batch, states):
+        return {}["lost"] if self.depth else [2] * len(states)
+
+
+@pytest.mark.parametrize(
+    ("depth", "said"),
+    [
+        (1, r"KeyError: 'lost' \(.*test_adaptive.py:\d+, in decide\)"),
+        (0, r"decide must return 3 Limit.* not \[2, 2, 2\]"),
+    ],
+)
+def test_a_policy_that_fails_is_named_and_not_the_proposer(target, depth, said):
+    adaptive = adapt(draft_model("1x1"), Wrong(depth))
+    with pytest.raises(PartError, match=f"policy 'fixed' raised .*{said}"):
+        adaptive.propose(batch_of(target, requests(), adaptive))
 
 
 def test_what_was_not_recorded_is_an_error(target):
@@ -171,7 +192,7 @@ def test_a_wrong_number_of_limits_is_an_error(target):
             return [Limit(1)]
 
     adaptive = adapt(draft_model("1x1"), Few(1))
-    with pytest.raises(ValueError, match="1 limits for 3 sequences"):
+    with pytest.raises(ValueError, match=r"decide must return 3 Limit, .*not \[Limit"):
         adaptive.propose(batch_of(target, requests(), adaptive))
 
 
