@@ -21,6 +21,7 @@ from spec_lab.cli import interrupt
 from spec_lab.cli.redaction import written
 from spec_lab.cli.status import Status
 from spec_lab.core.faults import described, place
+from spec_lab.core.options import brief
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.core.protocols import WrongValue, check_declared, members
 from spec_lab.core.terminal import visible
@@ -204,6 +205,14 @@ def check_part(made: Any, group: str, target: str) -> None:
         check_declared(made, get_object(DECLARED[group]) if group in DECLARED else {})
     except WrongValue as error:
         raise ValueError(f"_target_={target}: {error}{_defined(type(made))}") from error
+    if group == "prompts" and isinstance(made, list | tuple):
+        from spec_lab.text.prompts import Prompt
+
+        for number, prompt in enumerate(made):
+            if not isinstance(prompt, Prompt):
+                raise ValueError(
+                    f"_target_={target} returns {brief(prompt)} as prompt {number}: it must be a spec_lab.text.prompts.Prompt"
+                )
 
 
 def _defined(made: type) -> str:

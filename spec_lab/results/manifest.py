@@ -89,20 +89,18 @@ def manifest(
         arms: names of the run's arms.
         proposers: the facts of each arm's proposer (``Described``).
         parts: the objects that decode; the code of those from other packages is recorded (``sources``), and this
-            package's own if there is no commit.
+            package's own, which decides where git tells no commit.
         cache: what this process has hashed before; None starts with nothing.
     """
     made_of = {key: value for key, value in config.items() if key not in PLACES}
-    head = commit(Path(__file__).resolve().parent)
     cache = ProcessCache() if cache is None else cache
-    code = sources.code(made_of, parts, cache) | ({} if head else {sources.OWN: sources.source(sources.OWN, cache)})
     return {
         "config": without_secrets(config),
         "seed": seed,
         "weights_sha256": {name: str(one) for name, one in weights.items()},
         "prompts_sha256": prompts,
-        "commit": head,
-        "code": code,
+        "commit": commit(Path(__file__).resolve().parent),
+        "code": sources.code(made_of, parts, cache) | {sources.OWN: sources.source(sources.OWN, cache)},
         "files_sha256": sources.data(made_of, cache),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "machine": machine(),
@@ -135,7 +133,7 @@ def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "manifest.json", facts)
         return facts
-    different = _differences(_identity(there), _identity(facts))
+    different = _differences(*_of_known_code(_identity(there), _identity(facts)))
     if not different and there.get("config_sha256", here := facts.get("config_sha256", "")) != here:
         different = ["an environment variable that the configuration reads: one value there, another here"]
     if different:
@@ -259,6 +257,16 @@ def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _of_known_code(there: dict[str, Any], here: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return two identities with this package's commits, or with the hashes of its source in their place.
+
+    The hashes decide where a commit is unknown on either side: where git is not installed, or takes too long.
+    """
+    if there["commit"] and here["commit"]:
+        return there | {"code": sources.foreign(there["code"])}, here | {"code": sources.foreign(here["code"])}
+    return there | {"commit": None}, here | {"commit": None}
+
+
 def same_code(facts: Mapping[str, Any], config: Mapping[str, Any], cache: ProcessCache) -> bool:
     """Return whether code of other packages, and files that their options name, are those that a manifest records.
 
@@ -270,7 +278,7 @@ def same_code(facts: Mapping[str, Any], config: Mapping[str, Any], cache: Proces
     if "code" not in facts:
         return True
     made_of = {key: value for key, value in config.items() if key not in PLACES}
-    code = {name: one for name, one in facts["code"].items() if name != sources.OWN}
+    code = sources.foreign(facts["code"])
     known = {**code, **sources.code(made_of, (), cache)}
     same = all(sources.source(name, cache) == code.get(name) for name in known)
     return same and sources.data(made_of, cache) == facts.get("files_sha256", {})

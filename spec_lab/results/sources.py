@@ -48,6 +48,11 @@ def code(config: Mapping[str, Any], parts: Iterable[Any], cache: ProcessCache) -
     return {name: source(name, cache) for name in sorted({*named, *built} - known)}
 
 
+def foreign(code: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a manifest's "code" of other packages."""
+    return {name: entry for name, entry in code.items() if name != OWN}
+
+
 def source(package: str, cache: ProcessCache) -> dict[str, Any]:
     """Return the versions of the distributions that hold a top-level package, and the SHA-256 of its source.
 

@@ -151,6 +151,10 @@ def test_a_wrong_attribute_is_named_with_the_line_of_its_class(plugin):
     assert "make.name must be a string, not 3 (PLUGIN.py:4)" in found
 
 
+def test_prompts_that_are_something_else_are_refused(plugin):
+    assert "returns 'a text' as prompt 0" in plugin("def make():\n    return ['a text']\n", "prompts")
+
+
 @pytest.mark.parametrize("part", ["constraint", "policy"])
 def test_a_function_that_returns_no_part_is_refused(plugin, part):
     assert "NoneType" in plugin("def make():\n    pass\n", part)

@@ -3,6 +3,7 @@
 import importlib
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from spec_lab.cli import build
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.results import sources, sweep
+from spec_lab.results.manifest import claim
 from spec_lab.tasks.lab import Loop
 from tests import checkpoints
 
@@ -192,10 +194,40 @@ def test_an_edit_after_the_first_read_does_not_change_the_recorded_source(plugin
     assert sources.source("toy_plugin", cache) == before != sources.source("toy_plugin", ProcessCache())
 
 
-def test_without_a_commit_the_package_s_own_source_is_recorded(monkeypatch):
+@pytest.mark.parametrize("commits", [("abc", None), (None, "abc"), (None, None)], ids=str)
+def test_where_git_tells_no_commit_the_source_decides(tmp_path, monkeypatch, commits):
     from tests.results.test_manifest import facts
 
-    monkeypatch.setattr("spec_lab.results.manifest.commit", lambda _: None)
-    assert len(facts()["code"]["spec_lab"]["sha256"]) == 64
+    cache = ProcessCache()
+    there, here = (facts(cache=cache) | {"commit": commit} for commit in commits)
+    assert len(there["code"]["spec_lab"]["sha256"]) == 64
+    assert claim(tmp_path, there) == claim(tmp_path, here)
+    here["code"] = here["code"] | {"spec_lab": {"versions": {}, "sha256": "edited"}}
+    with pytest.raises(ValueError, match=r"\(code\.spec_lab\.sha256: '.*' there, 'edited' here\)"):
+        claim(tmp_path, here)
+
+
+def test_between_two_known_commits_the_source_does_not_decide(tmp_path):
+    from tests.results.test_manifest import facts
+
+    there = facts() | {"commit": "abc"}
+    first = claim(tmp_path, there)
+    assert claim(tmp_path, there | {"code": {}}) == first, "as an older manifest"
+    with pytest.raises(ValueError, match=r"\(commit: 'abc' there, 'abd' here\)"):
+        claim(tmp_path, there | {"commit": "abd"})
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_without_git_or_with_a_slow_one_the_run_resumes(tmp_path, monkeypatch, slow):
+    from tests.results.test_manifest import facts
+
     monkeypatch.setattr("spec_lab.results.manifest.commit", lambda _: "abc")
-    assert "spec_lab" not in facts()["code"]
+    first = claim(tmp_path, facts())
+    monkeypatch.undo()
+
+    def run(command, **options):
+        raise subprocess.TimeoutExpired(command, 10) if slow else FileNotFoundError("git")
+
+    monkeypatch.setattr("spec_lab.results.manifest.subprocess.run", run)
+    assert facts()["commit"] is None
+    assert claim(tmp_path, facts()) == first

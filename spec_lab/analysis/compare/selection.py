@@ -9,7 +9,7 @@ from typing import Any
 
 from spec_lab.analysis.names import MAIN
 from spec_lab.core.files import Unreadable
-from spec_lab.results import sweep
+from spec_lab.results import sources, sweep
 from spec_lab.results.manifest import begun
 
 ABSENT = "not set"
@@ -186,9 +186,10 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 
 def _provenance(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    code = manifest.get("code", {})
     return {
         "commit": manifest["commit"],
-        "code": manifest.get("code", {}),
+        "code": code if manifest["commit"] is None else sources.foreign(code),
         "files_sha256": manifest.get("files_sha256", {}),
         "versions": manifest["versions"],
         "machine": {key: manifest["machine"].get(key) for key in ("processor", "cores", "gpus", "system")},
