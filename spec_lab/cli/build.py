@@ -211,7 +211,8 @@ def check_part(made: Any, group: str, target: str) -> None:
         for number, prompt in enumerate(made):
             if not isinstance(prompt, Prompt):
                 raise ValueError(
-                    f"_target_={target} returns {brief(prompt)} as prompt {number}: it must be a spec_lab.text.prompts.Prompt"
+                    f"_target_={target} returns {brief(prompt)} as prompt {number}: it must be a "
+                    "spec_lab.text.prompts.Prompt"
                 )
 
 

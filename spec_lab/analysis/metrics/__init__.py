@@ -20,7 +20,7 @@ Published formulas differ, so a figure is always named with its formula. Convent
   speed-up. A last group with fewer prompts than the others (``short_groups``) is left out: it ran at a smaller batch
   size. So are groups in which an arm emitted nothing after its prefill.
 - Figures named after another system (``published``) count what its code counts, forced tokens included, so that they
-  compare with its numbers.
+  compare with its numbers. Their ``steps`` are those of ``verify_steps``, with the prefills that verified a draft.
 - Shares of the machine's roofline (``roofline``) are over steps after the prefill that computed no part of a prompt.
 - Intervals are 95 %, over groups (``intervals``); fewer than ``MIN_CLUSTERS`` have none.
 - Every timed result carries a verdict on whether its times can be trusted (``verdict``).
@@ -62,6 +62,7 @@ from spec_lab.analysis.metrics.published import (
     spec_bench_speedup,
     spec_bench_tokens_per_second,
     specforge_accept_length,
+    verify_steps,
     vllm_draft_acceptance_rate,
     vllm_mean_acceptance_length,
     vllm_per_position_acceptance,

@@ -3,6 +3,9 @@
 None of these systems forces tokens: forced tokens are counted here as any other, as their counters would. Each
 docstring names the source file of the formula and what it counts: the bonus or recovered token, tokens after a stop,
 the prefill, steps without a draft, and whether steps are pooled or prompts averaged.
+
+These systems verify nothing in the forward that computes a prompt. Here a look-up proposer drafts there as well, and
+that step verifies its draft: it counts as the verification that it is (``verify_steps``).
 """
 
 from __future__ import annotations
@@ -12,11 +15,24 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from spec_lab.analysis.metrics.acceptance import Summands, decode_steps, depths, pooled
+from spec_lab.analysis.metrics.acceptance import Summands, depths, pooled
 from spec_lab.analysis.metrics.intervals import ratio
 from spec_lab.analysis.metrics.phases import decode_seconds
 from spec_lab.analysis.metrics.speed import broken_groups
+from spec_lab.engine.request import BROKEN
 from spec_lab.results.writer import Tables
+
+
+def verify_steps(steps: pd.DataFrame, arm: str) -> pd.DataFrame:
+    """Return the arm's steps that other systems' counters would count: all decode steps (``decode_steps``), and of the
+    steps that computed a prompt those that verified a draft.
+
+    Args:
+        steps: the run's table ``steps``.
+        arm: its name.
+    """
+    verified = ~steps["prefill"] | (steps["nodes"] > 0)
+    return steps[(steps["arm"] == arm) & verified & ~steps["finish"].isin(BROKEN)]
 
 
 def spec_bench_mean_accepted_tokens(steps: pd.DataFrame) -> float:
@@ -24,9 +40,12 @@ def spec_bench_mean_accepted_tokens(steps: pd.DataFrame) -> float:
 
     From ``evaluation/speed.py``, over the ``accept_lengths`` that each method's loop keeps. Bonus: included. Tokens
     after a stop: included, the lists are not cut. Prefill: not a step for Medusa, EAGLE and other loops that draft
-    after it, as here; for prompt lookup and the draft model (``model/pld/pld.py``, ``model/sps/decoding.py``), which
-    draft before it, a step: for those, pass the prefill's steps as well. Steps without a draft: included. Pooled over
-    prompts.
+    after it; for prompt lookup and the draft model (``model/pld/pld.py``, ``model/sps/decoding.py``), which draft
+    before it, a step even where nothing is drafted: for those, pass every step of the prefill as well. Steps without a
+    draft: included. Pooled over prompts.
+
+    Args:
+        steps: one arm's steps (``verify_steps``); so for the other functions of this module.
     """
     return pooled(SUMMANDS["spec_bench_mean_accepted_tokens"], steps)
 
@@ -119,12 +138,14 @@ def specforge_accept_length(tables: Tables, arm: str) -> float:
     """Return SpecForge's "Accept length": output tokens / verify forwards, over all prompts (SGLang: of each prompt).
 
     From ``benchmarks/benchmarker/utils.py``: SGLang's ``completion_tokens`` / ``spec_verify_ct``. The prefill's
-    token is included, its forward is not a verification: with n steps it adds 1 / n. Tokens after a stop: left out.
-    Bonus: included. (Without speculation SpecForge reports 1.)
+    token is included, its forward is not a verification unless it verifies a draft: with n verifications its token adds
+    1 / n. Tokens after a stop: left out. Bonus: included. 1 where nothing was verified. (SpecForge also reports 1 for a
+    server without speculation, where here every step of the baseline counts.)
     """
     requests = tables.requests[tables.requests["arm"] == arm]
     tokens = (requests["prefill_tokens"] + requests["decode_tokens"]).sum()
-    return ratio(tokens, len(decode_steps(tables.steps, arm)))
+    verifications = len(verify_steps(tables.steps, arm))
+    return 1.0 if tokens and not verifications else ratio(tokens, verifications)
 
 
 def medusa_overhead(rounds: pd.DataFrame, arm: str, baseline: str = "baseline") -> float:

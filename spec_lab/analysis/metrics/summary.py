@@ -68,7 +68,9 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
     requests = tables.requests[tables.requests["arm"] == arm]
     seconds = phases.decode_seconds(tables.rounds, arm)
     mask_busy, mask_wait = phases.mask_seconds(tables.rounds, arm)
-    intervals = acceptance.acceptance_intervals(steps, acceptance.SUMMANDS | published.SUMMANDS)
+    verified = published.verify_steps(tables.steps, arm)
+    intervals = acceptance.acceptance_intervals(steps, acceptance.SUMMANDS)
+    intervals |= acceptance.acceptance_intervals(verified, published.SUMMANDS)
     intervals["tokens_per_second"] = speed.tokens_per_second_interval(tables.requests, arm)
     ratios = speed.walltime_speedup_paired(tables.requests, arm, baseline) if compared else pd.Series(dtype=float)
     nan = float("nan")
@@ -101,13 +103,13 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
         "draft_token_rate": acceptance.draft_token_rate(steps),
         "survival": acceptance.survival(steps).tolist(),
         "conditional": acceptance.conditional(steps).tolist(),
-        "spec_bench_mean_accepted_tokens": published.spec_bench_mean_accepted_tokens(steps),
+        "spec_bench_mean_accepted_tokens": published.spec_bench_mean_accepted_tokens(verified),
         "spec_bench_speedup": published.spec_bench_speedup(tables, arm, baseline) if compared else nan,
-        "vllm_mean_acceptance_length": published.vllm_mean_acceptance_length(steps),
-        "vllm_draft_acceptance_rate": published.vllm_draft_acceptance_rate(steps),
-        "vllm_per_position_acceptance": published.vllm_per_position_acceptance(steps).tolist(),
-        "eagle_alpha": published.eagle_alpha(steps).tolist(),
-        "eagle_average_length": published.eagle_average_length(steps),
+        "vllm_mean_acceptance_length": published.vllm_mean_acceptance_length(verified),
+        "vllm_draft_acceptance_rate": published.vllm_draft_acceptance_rate(verified),
+        "vllm_per_position_acceptance": published.vllm_per_position_acceptance(verified).tolist(),
+        "eagle_alpha": published.eagle_alpha(verified).tolist(),
+        "eagle_average_length": published.eagle_average_length(verified),
         "specforge_accept_length": published.specforge_accept_length(tables, arm),
         "medusa_overhead": published.medusa_overhead(tables.rounds, arm, baseline) if compared else nan,
         "tokens_per_second": speed.tokens_per_second(tables.requests, arm),

@@ -42,6 +42,63 @@ def test_the_prefill_is_a_token_to_specforge_and_a_step_to_spec_benchs_prompt_lo
     assert metrics.specforge_accept_length(metrics.Tables(table, table, own), "speculative") == 6 / 2
 
 
+PREFILL = {"accepted": 0, "prefill": True, "nodes": 0, "depth": 0, "stop_had_children": False}
+
+
+def published(*rows, kept):
+    """Every figure of acceptance, of prompts of which ``kept`` tokens are kept."""
+    table = steps(*rows)
+    requests = pd.DataFrame({
+        "arm": "speculative", "request": range(len(kept)), "prefill_tokens": kept, "decode_tokens": 0
+    })  # fmt: skip
+    verified = metrics.verify_steps(table, "speculative")
+    return {
+        "spec_bench": metrics.spec_bench_mean_accepted_tokens(verified),
+        "vllm": metrics.vllm_mean_acceptance_length(verified),
+        "rate": metrics.vllm_draft_acceptance_rate(verified),
+        "positions": metrics.vllm_per_position_acceptance(verified).tolist(),
+        "alpha": metrics.eagle_alpha(verified).tolist(),
+        "eagle": metrics.eagle_average_length(verified),
+        "specforge": metrics.specforge_accept_length(metrics.Tables(table, table, requests), "speculative"),
+    }
+
+
+def test_a_first_step_that_drafts_is_a_verification_to_every_formula():
+    """A chain of 2 after the prompt: both accepted, 3 emitted. Then one of 2: one accepted, 2 emitted."""
+    first = {"accepted": 2, "prefill": True, "nodes": 2, "depth": 2, "stop_had_children": False}
+    found = published(first, {"accepted": 1, "nodes": 2, "depth": 2}, kept=[5])
+    assert found["spec_bench"] == found["vllm"] == found["specforge"] == 5 / 2  # a step emits at most 3
+    assert found["rate"] == 3 / 4 and found["positions"] == [2 / 2, 1 / 2] and found["alpha"] == [2 / 2, 1 / 2]
+    assert found["eagle"] == 5 / 1  # it divides by one step too few
+
+
+def test_a_first_step_that_does_not_draft_is_no_verification():
+    """The prefill emits 1 token; then a chain of 2: both accepted, 3 emitted."""
+    found = published(PREFILL, {"accepted": 2, "nodes": 2, "depth": 2, "stop_had_children": False}, kept=[4])
+    assert found["spec_bench"] == found["vllm"] == 3 and found["specforge"] == 4 / 1
+    assert found["rate"] == 1 and found["positions"] == found["alpha"] == [1, 1]
+
+
+def test_a_first_step_that_ends_its_request():
+    """Prompt 0 ends with the token of its prefill, which drafted nothing; prompt 1 with its prefill's draft, 3 tokens."""
+    ends = {"finish": "stop"}
+    drafts = {"accepted": 2, "request": 1, "prefill": True, "nodes": 2, "depth": 2, "stop_had_children": False}
+    found = published(PREFILL | ends, drafts | ends, kept=[1, 3])
+    assert found["spec_bench"] == found["vllm"] == 3 and found["specforge"] == 4 / 1
+    assert math.isnan(found["eagle"])  # prompts of one step
+    assert published(PREFILL | ends, kept=[1])["specforge"] == 1  # as SpecForge without a verification
+    assert math.isnan(published(drafts | {"finish": "nan"}, kept=[0])["spec_bench"])  # a step that broke
+
+
+def test_a_first_step_that_is_cut():
+    """The prefill's chain of 3 is accepted, 4 tokens are emitted, and a limit keeps 2 of them."""
+    cut = {"accepted": 3, "prefill": True, "accepted_kept": 2, "emitted_kept": 2, "stop_had_children": False}
+    found = published(cut | {"finish": "length"}, kept=[2])
+    assert found["spec_bench"] == found["vllm"] == 4  # counted before the cut
+    assert found["specforge"] == 2  # after it
+    assert found["rate"] == 1 and found["alpha"] == [1, 1, 1]
+
+
 def test_empty_drafts_count_for_spec_bench_and_not_for_vllm_nor_eagle():
     """Chains of 2: accepted 2, 0, and two steps in which prompt lookup found nothing. Emitted 3, 1, 1, 1."""
     none = {"accepted": 0, "nodes": 0, "depth": 0, "stop_had_children": False}
