@@ -171,6 +171,7 @@ def _notes(summary: Mapping[str, Any], verbose: bool) -> list[str]:
         *kv_notes(summary.get("kv_dtype")),
         *cache_notes(summary.get("cached_prompt_shares", {})),
         *roofline_notes(arms, summary.get("roofline")),
+        *(f"Policy of {name}: {visible(arm['decisions'])}." for name, arm in arms.items() if arm.get("decisions")),
         *_losslessness(arms),
         *accuracy_notes(arms),
         *bounds_notes(summary.get("bounds", {})),

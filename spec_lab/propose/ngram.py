@@ -139,7 +139,10 @@ class Ngram(Lifecycle):
         """Draft one chain per sequence, an empty one where nothing matches."""
         drafted: list[int] = []
         shapes = []
-        for sequence in batch.sequences:
+        for room, sequence in zip(batch.room(), batch.sequences, strict=True):
+            if not room:  # as a policy decided: nothing is looked up
+                shapes.append(self._chain(0))
+                continue
             index: Index = sequence.state
             index.follow(sequence.tokens)
             if self.match == "first":
@@ -197,7 +200,10 @@ class NgramTree(Lifecycle):
         """Draft one tree per sequence, an empty one where nothing matches."""
         drafted: list[int] = []
         shapes = []
-        for sequence in batch.sequences:
+        for room, sequence in zip(batch.room(), batch.sequences, strict=True):
+            if not room:  # as in ``Ngram``
+                shapes.append(self._shape(()))
+                continue
             index: Index = sequence.state
             index.follow(sequence.tokens)
             parents, tokens = merge(sequence.tokens, index.matches(sequence.tokens), self.depth, self.nodes)

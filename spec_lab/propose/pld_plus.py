@@ -177,9 +177,9 @@ class PldPlus(Lifecycle):
         """Draft one chain per sequence, an empty one where nothing matches or where the context is not known."""
         found: list[list[int]] = []
         compared: dict[int, Tensor] = {}
-        for number, sequence in enumerate(batch.sequences):
+        for number, (room, sequence) in enumerate(zip(batch.room(), batch.sequences, strict=True)):
             state: ComputedText = sequence.state
-            known = state.end == len(sequence.tokens) - 1
+            known = room and state.end == len(sequence.tokens) - 1
             places = state.occurrences(sequence.tokens[-1]) if known else []
             if len(places) > 1:
                 compared[number] = state.most_similar(places)

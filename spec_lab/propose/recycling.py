@@ -128,7 +128,11 @@ class Recycling:
         """Look the children of every node up, level by level; nothing is drafted below a token without an entry."""
         shapes, tokens = [], []
         whole, parent, rank = self._whole
-        for sequence in batch.sequences:
+        for room, sequence in zip(batch.room(), batch.sequences, strict=True):
+            if not room:  # as a policy decided: nothing is looked up
+                shapes.append(Shape(1, np.empty(0, dtype=np.int64)))
+                tokens.append(np.empty(0, dtype=np.int64))
+                continue
             table = self._table(sequence.state)
             token = np.empty(whole.rows, dtype=np.int64)
             token[0] = sequence.tokens[-1]

@@ -211,7 +211,10 @@ class Suffix(Lifecycle):
 
     def propose(self, batch: Batch) -> Draft:
         """Draft one tree per sequence, an empty one where nothing matches."""
-        drafts = [self._draft(sequence) for sequence in batch.sequences]
+        drafts = [
+            self._draft(sequence) if room else NO_DRAFT  # at depth 0, as a policy decides it, nothing is looked up
+            for room, sequence in zip(batch.room(), batch.sequences, strict=True)
+        ]
         shapes = tuple(self._shape(one.parents) for one in drafts)
         tokens = [token for one in drafts for token in one.tokens]
         return Draft(forest(shapes), torch.tensor(tokens, dtype=torch.long, device=batch.device))

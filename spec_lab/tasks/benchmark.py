@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from spec_lab.analysis import metrics, show, tracking
 from spec_lab.analysis.names import MAIN, names_in_manifest, renamed, with_names
+from spec_lab.analysis.policy_text import policy_note
 from spec_lab.core.memory import Peak
 from spec_lab.core.options import one_of
 from spec_lab.core.roofline import Roofline
@@ -217,6 +218,7 @@ def _summary(
     each = {
         name: _parts(arms[name], [name, *made_of], known)
         | metrics.summarise(tables, name, roofline=Roofline.of(roofline))
+        | {"decisions": policy_note(tables.steps, name, lab.facts().get(name, {}))}
         | (bounds[name].figures() if name in bounds else {})
         for name in metrics.arms(tables)
     }

@@ -120,6 +120,12 @@ def test_speed_ups_over_peers_fit_a_terminal(summary):
     assert "peers" not in shown(summary)
 
 
+def test_what_a_policy_decided_is_printed_under_the_arm_s_name(summary):
+    summary = copy.deepcopy(summary)
+    summary["arms"]["longer"]["decisions"] = "goodput, depth 0 in 7 of 7 steps"
+    assert "Policy of longer: goodput, depth 0 in 7 of 7 steps." in words(shown(summary))
+
+
 def test_a_short_last_group_is_reported(summary):
     assert summary["short_groups"] == 1 and "The last group has fewer prompts" in words(shown(summary))
     assert "The last group" not in shown(summary | {"short_groups": 0})

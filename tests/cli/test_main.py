@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -640,6 +641,10 @@ def test_decisions_of_a_policy_are_written_and_repeated_by_another_run(cli, tiny
     assert json.loads((tmp_path / "first" / "manifest.json").read_text())["proposers"]["speculative"]["policy"] == {
         "name": "heuristic", "start": 1.0, "up": 2.0, "down": 1.0, "most": 20,
     }  # fmt: skip
+    decided = json.loads((tmp_path / "first" / "summary.json").read_text())["arms"]["speculative"]["decisions"]
+    counts = Counter(one["depth"] for one in decisions[~first.loc[first["arm"] == "speculative", "prefill"]])
+    most, times = counts.most_common(1)[0]
+    assert decided.startswith(f"heuristic, depth {most} in {times} of {counts.total()} steps")
     code, _, errors = cli(*tiny, *warm, "policy=recorded", "policy.path=first", "output_dir=second")
     assert code == 0, errors
     second = pd.read_parquet(tmp_path / "second" / "steps.parquet").sort_values("id", ignore_index=True)

@@ -18,9 +18,12 @@ from spec_lab.policy.goodput import Goodput, Levels
 from spec_lab.policy.recorded import RecordedPolicy
 from spec_lab.policy.thresholds import Threshold
 from spec_lab.propose.best_first import Budget
-from spec_lab.propose.ngram import Ngram
+from spec_lab.propose.ngram import Index, Ngram, NgramTree
+from spec_lab.propose.pld_plus import ComputedText, PldPlus
 from spec_lab.propose.step_costs import StepCosts
 from spec_lab.propose.stop_rules import AdaEdl, Confidence, described, rule_of
+from spec_lab.propose.suffix import Suffix
+from spec_lab.propose.suffix_index import SuffixIndex
 from spec_lab.propose.tree_plan import TreePlan
 from tests.propose.lab import COLD, WARM, batch_of, decode, draft_model, emitted, requests
 from tests.propose.test_best_of import Truth, best_of
@@ -226,3 +229,26 @@ def test_costs_are_measured_for_drafts_of_every_depth(target, make, tmp_path, mo
     seen.clear()
     assert draft_costs(target, proposer, 3, Timing(2, cache=str(tmp_path))).of(2) == 3.0
     assert not seen, "costs are cached"
+
+
+LOOK_UPS = {
+    "ngram": lambda: Ngram(3, 3, 1),
+    "ngram_tree": lambda: NgramTree(4, 3, 3, 1),
+    "suffix": lambda: Suffix.load(None),
+    "pld_plus": lambda: PldPlus(2, 1),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_nothing_is_looked_up_at_depth_0(target, name, monkeypatch):
+    looked = []
+    for of, method in ((Index, "follow"), (SuffixIndex, "follow"), (ComputedText, "occurrences")):
+        plain = getattr(of, method)
+        monkeypatch.setattr(of, method, lambda *given, plain=plain: looked.append(1) or plain(*given))
+    proposer = LOOK_UPS[name]()
+    decode(target, adapt(proposer, FixedDepth(1)), requests())
+    assert looked
+    looked.clear()
+    _, steps = decode(target, adapt(proposer, FixedDepth(0)), requests())
+    assert not looked
+    assert not any(step.draft.shape.nodes for step in steps)

@@ -46,7 +46,7 @@ def naive_tree(tokens, longest, shortest, depth, nodes):
 def batch(proposer, *texts):
     """Sequences with these texts, which the proposer has not seen."""
     sequences = [SimpleNamespace(tokens=list(tokens), state=proposer.init(None)) for tokens in texts]
-    return SimpleNamespace(sequences=sequences, device=torch.device("cpu"))
+    return SimpleNamespace(sequences=sequences, device=torch.device("cpu"), room=lambda: [99] * len(sequences))
 
 
 def drafted(proposer, *texts):

@@ -216,7 +216,7 @@ RULES = (
 
 def batch(proposer, *texts):
     sequences = [SimpleNamespace(tokens=list(text), state=proposer.init(None)) for text in texts]
-    return SimpleNamespace(sequences=sequences, device=torch.device("cpu"))
+    return SimpleNamespace(sequences=sequences, device=torch.device("cpu"), room=lambda: [99] * len(sequences))
 
 
 def drafted(proposer, asked):

@@ -11,6 +11,7 @@ from spec_lab.analysis import figures, metrics
 from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.metrics.frames import Ranks
 from spec_lab.analysis.names import names_in_manifest, renamed, with_names
+from spec_lab.analysis.policy_text import policy_note
 from spec_lab.analysis.report.facts import page_of_run, read_summary, temperature
 from spec_lab.analysis.report.page import render
 from spec_lab.analysis.report.run_tables import arms_table, bounds_table, peers_table
@@ -70,6 +71,7 @@ def page(folder: Path) -> str:
     figures_of = {arm: metrics.summarise(tables, arm, roofline=roofline) for arm in arms}
     drafted = {arm: tree for arm, facts in manifest["proposers"].items() if (tree := _tree(facts.get("tree")))}
     bounds = renamed(summary.get("bounds", {}), names)
+    decisions = {arm: policy_note(tables.steps, arm, facts) for arm, facts in manifest["proposers"].items()}
     content = page_of_run(
         folder,
         manifest,
@@ -93,6 +95,7 @@ def page(folder: Path) -> str:
         ],
         notes=[
             *roofline_notes(figures_of, manifest.get("roofline")),
+            *(f"Policy of {arm}: {note}." for arm, note in decisions.items() if note),
             *accuracy_notes(figures_of),
             *margin_notes(renamed(summary.get("output_margins", {}), names)),
         ],

@@ -80,7 +80,7 @@ def test_a_first_step_that_does_not_draft_is_no_verification():
 
 
 def test_a_first_step_that_ends_its_request():
-    """Prompt 0 ends with the token of its prefill, which drafted nothing; prompt 1 with its prefill's draft, 3 tokens."""
+    """Prompt 0 ends with the token of its prefill, which drafted nothing; prompt 1 with 3 of its prefill."""
     ends = {"finish": "stop"}
     drafts = {"accepted": 2, "request": 1, "prefill": True, "nodes": 2, "depth": 2, "stop_had_children": False}
     found = published(PREFILL | ends, drafts | ends, kept=[1, 3])
