@@ -173,6 +173,7 @@ def _notes(summary: Mapping[str, Any], verbose: bool) -> list[str]:
         *roofline_notes(arms, summary.get("roofline")),
         *(f"Policy of {name}: {visible(arm['decisions'])}." for name, arm in arms.items() if arm.get("decisions")),
         *_losslessness(arms),
+        *_cut(summary.get("answers")),
         *accuracy_notes(arms),
         *bounds_notes(summary.get("bounds", {})),
         *(_identical(arms, summary.get("output_margins", {})) if summary["temperature"] == 0 else []),
@@ -189,6 +190,18 @@ def _notes(summary: Mapping[str, Any], verbose: bool) -> list[str]:
             "and of the comparison of outputs; see 'errors' in summary.json."
         )
     return lines
+
+
+def _cut(answers: Mapping[str, int] | None) -> list[str]:
+    """Return how many answers of conversations ended at the limit; nothing where none did."""
+    if not answers or not answers["cut"]:
+        return []
+    continued = answers["continued"]
+    later = f"; later turns continue {continued} of them as they were cut" if continued else ""
+    return [
+        f"{answers['cut']} of {answers['answers']} answers ended at max_new_tokens={answers['limit']}{later}. Raise "
+        "max_new_tokens for whole answers."
+    ]
 
 
 def bounds_notes(bounds: Mapping[str, Mapping[str, Any]]) -> list[str]:

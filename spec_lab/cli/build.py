@@ -469,6 +469,23 @@ def of_checkpoint(sampling: Any, target: Target) -> Any:
         raise Refused(f"spec_lab: {reason(error)}") from error
 
 
+def plain_text(config: DictConfig, prompts: Sequence[Any], target: Target) -> str:
+    """Return that prompts are plain text for a target with a chat template, and what changes it; empty otherwise."""
+    from spec_lab.text.chat_template import HasTemplate
+
+    plain = sum(getattr(prompt, "template", None) is None for prompt in prompts)
+    tokenizer = target.tokenizer
+    if not plain or not isinstance(tokenizer, HasTemplate) or not tokenizer.chat_template:
+        return ""
+    change = "set prompts.template=checkpoint"
+    if "template" not in config.prompts:
+        change = "choose prompts=chat and a file of messages"
+    return (
+        f"{plain} of {len(prompts)} prompts are plain text to the target, although its tokenizer has a chat template: "
+        f"{change} to send them through it"
+    )
+
+
 def with_written_name(target: Target, path: Any, shown: Mapping[str, Any] | str) -> Target:
     """Return the target under the name that files may hold: not with values of environment variables in its path."""
     name = shown.get("path", path) if isinstance(shown, Mapping) else shown
@@ -496,6 +513,8 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
         build(config, "target", cache=REUSED), OmegaConf.select(config, "target.path"), shown["target"]
     )
     sampling = of_checkpoint(sampling, target)
+    if said := plain_text(config, prompts, target):
+        LOG.warning("%s", said)
     LOG.info("Loading proposer")
     proposer = under_policy(begun, "policy", build(begun, "proposer", target=target), target=target)
     arms = build_each(begun, "arms", target=target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 from pathlib import Path
 
@@ -290,12 +290,21 @@ def _convert(given: argparse.Namespace, console: Console) -> int:
 
 def _index(given: argparse.Namespace, console: Console) -> int:
     """Write a store of text, in which rest, suffix and sam look up what followed the last tokens."""
+    from spec_lab.core.progress import Progress
     from spec_lab.models.loading import describe, read_texts
     from spec_lab.propose.suffix_build import build
     from spec_lab.text.prompts import texts
 
     tokenizer, _ = read_texts(given.tokenizer, describe(given.tokenizer))
-    made = build(texts(given.corpus), tokenizer, given.out)
+    with Progress(desc=given.out.name, unit="text") as bar:
+
+        def counted() -> Iterator[str]:
+            for text in texts(given.corpus):
+                yield text
+                bar.update()
+            bar.set_postfix_str("sorting their positions")
+
+        made = build(counted(), tokenizer, given.out)
     size = f"{made.size / 2**20:.1f} MiB"
     say(console, f"{given.out}: {made.tokens} tokens of {made.documents} documents, {size}")
     return 0

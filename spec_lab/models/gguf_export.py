@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from spec_lab.core.files import replacing
 from spec_lab.core.options import brief, one_of
+from spec_lab.core.progress import Progress
 from spec_lab.engine.attention import layer_kinds
 from spec_lab.models import checkpoint
 from spec_lab.models.gguf_file import SOURCE, gguf_package
@@ -127,7 +127,7 @@ def convert(path: str, out: Path, dtype: str | None = None, overwrite: bool = Fa
             writer.write_ti_data_to_file()
             writer.write_padding(stream, stream.tell())
             numbers = chain([] if factors is None else [factors], _numbers(path, planned, tensors))
-            for data in tqdm(numbers, out.name, len(writer.tensors[0]), unit="tensor", disable=None):
+            for data in Progress(numbers, out.name, len(writer.tensors[0]), unit="tensor"):
                 stream.write(np.ascontiguousarray(data).data)  # unlike tofile, names the file when the disk is full
                 writer.write_padding(stream, data.nbytes)
     return Written(

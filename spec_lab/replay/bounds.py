@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from tqdm import tqdm
 
 from spec_lab.analysis.metrics.intervals import Interval, quantiles, resampled_sums
 from spec_lab.core.draft import Draft
+from spec_lab.core.progress import Progress
 from spec_lab.propose.trees import by_rank as value_by_rank
 from spec_lab.propose.trees import grow
 from spec_lab.replay import optimum, pseudo_tokens, steps
@@ -146,7 +146,7 @@ def of_run(folder: Path, arms: Sequence[str] = ()) -> dict[str, ArmBounds]:
         OSError: a file that cannot be read.
     """
     recorded = read(folder, tuple(arms))
-    shown = tqdm(recorded.items(), desc="bounds", unit="arm", disable=True if len(recorded) < 2 else None)
+    shown = Progress(recorded.items(), desc="bounds", unit="arm", disable=len(recorded) < 2)
     return {name: bounds_of(trees) for name, trees in shown}
 
 

@@ -11,10 +11,10 @@ import pandas as pd
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from spec_lab.analysis.metrics.intervals import Interval
 from spec_lab.core.files import read_text
+from spec_lab.core.progress import Progress
 from spec_lab.core.terminal import visible
 from spec_lab.replay import designs, traces
 from spec_lab.replay.bounds import PARTS, ArmBounds
@@ -50,7 +50,7 @@ def replay(folder: Path, options: designs.Options, arms: Sequence[str] = ()) -> 
         raise ValueError(f"{folder}: {NOTHING}")
     wanted = {name: designs.designs(trees, options) for name, trees in recorded.items()}
     frames = []
-    with tqdm(total=sum(map(len, wanted.values())), desc="replay", unit="design", disable=None) as bar:
+    with Progress(total=sum(map(len, wanted.values())), desc="replay", unit="design") as bar:
         for name, trees in recorded.items():
             found, last = [], None
             for one in designs.evaluate(trees, wanted[name]):

@@ -18,13 +18,13 @@ from typing import Any
 
 import pandas as pd
 from rich.console import Console
-from tqdm import tqdm
 
 from spec_lab.analysis import metrics, show, tracking
 from spec_lab.analysis.names import MAIN, names_in_manifest, renamed, with_names
 from spec_lab.analysis.policy_text import policy_note
 from spec_lab.core.memory import Peak
 from spec_lab.core.options import one_of
+from spec_lab.core.progress import Progress
 from spec_lab.core.roofline import Roofline
 from spec_lab.engine.proposer import most_at_once
 from spec_lab.engine.request import Request
@@ -109,7 +109,7 @@ def run(
         def decode(numbers: Mapping[int, int]) -> None:
             """Decode groups, given by number with the number of the attempt."""
             turns = sum(lab.prompts[one.conversation].turns for number in numbers for one in groups[number])
-            with tqdm(total=turns * len(arms), desc=settings.name, unit="prompt", disable=one_of_several()) as bar:
+            with Progress(total=turns * len(arms), desc=settings.name, unit="prompt", disable=one_of_several()) as bar:
                 if numbers and settings.warmup:
                     bar.set_postfix_str("warming up")
                     _warm_up(arms, requests[:size], settings.warmup)
@@ -137,13 +137,20 @@ def run(
             decode(again)
         used: dict[str, Any] = {"memory": {**(facts.get("memory") or {}), **peak.facts(bool(todo or repeated))}}
         tables = recorder.gather()
+        if chat is not None:  # of the arm whose answers the later turns continue
+            arm = BASELINE if history == BASELINE else metrics.arms(tables)[0]
+            answers = tables.requests[tables.requests["arm"] == arm]
+            used["answers"] = {"limit": settings.max_new_tokens, **metrics.cut_answers(answers)}
         if settings.prefix_cache is not None:
             used["cached_prompt_shares"] = metrics.cached_prompt_shares(tables.requests)
         bounds = for_summary(settings.output_dir) if settings.record == "replay" else {}
-        summary = _summary(lab, settings, arms, tables, config, facts.get("roofline"), bounds)
+        with Progress(total=len(arms), desc="certificates", unit="arm", leave=False, disable=one_of_several()) as bar:
+            summary = _summary(lab, settings, arms, tables, config, facts.get("roofline"), bounds, bar)
+            bar.set_postfix_str("comparing outputs")
+            summary |= margins(lab, requests, tables)
         summary |= metrics.run_verdict(tables, facts, names).summary()
         return Done(
-            summary | margins(lab, requests, tables) | used,
+            summary | used,
             lambda: [] if many else _draw(with_names(tables, names), settings.output_dir / "figures"),
             lambda found: show.show(found, console, settings.verbose),
             tables,
@@ -161,11 +168,9 @@ def run(
     return Task(lab, settings, config, arms, work, left, recorder.parts, named).run(console)
 
 
-def one_of_several() -> bool | None:
-    """Whether other processes of a sweep share the screen, so that bars would run into each other; else None: a bar is
-    shown on a terminal.
-    """
-    return True if current_process().name != "MainProcess" else None
+def one_of_several() -> bool:
+    """Return whether other processes of a sweep share the screen, so that bars would run into each other."""
+    return current_process().name != "MainProcess"
 
 
 def _waiting(arms: Mapping[str, Arm], size: int) -> Iterator[str]:
@@ -207,21 +212,25 @@ def _summary(
     config: Mapping[str, Any],
     roofline: Mapping[str, Any] | None,
     bounds: Mapping[str, ArmBounds],
+    bar: Progress,
 ) -> dict[str, Any]:
     """The contents of ``summary.json``: what all arms share, the main arm's figures, and every arm's under "arms".
 
     ``roofline`` holds the facts of the manifest: of a resumed run, from when it began. ``bounds`` are those of arms
-    whose distributions were recorded.
+    whose distributions were recorded. ``bar`` counts the arms.
     """
     made_of = [{part: config.get(part) for part in ("proposer", "arms", "verifier")}, lab.weights(), lab.facts()]
     known = lab.target.cache.certificates
-    each = {
-        name: _parts(arms[name], [name, *made_of], known)
-        | metrics.summarise(tables, name, roofline=Roofline.of(roofline))
-        | {"decisions": policy_note(tables.steps, name, lab.facts().get(name, {}))}
-        | (bounds[name].figures() if name in bounds else {})
-        for name in metrics.arms(tables)
-    }
+    each: dict[str, dict[str, Any]] = {}
+    for name in metrics.arms(tables):
+        bar.set_postfix_str(name)
+        each[name] = (
+            _parts(arms[name], [name, *made_of], known)
+            | metrics.summarise(tables, name, roofline=Roofline.of(roofline))
+            | {"decisions": policy_note(tables.steps, name, lab.facts().get(name, {}))}
+            | (bounds[name].figures() if name in bounds else {})
+        )
+        bar.update()
     main = next(iter(each.values()))
     return {
         "experiment": settings.name,

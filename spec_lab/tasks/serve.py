@@ -19,7 +19,6 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 from rich.console import Console
-from tqdm import tqdm
 
 from spec_lab.analysis.metrics import cached_prompt_shares
 from spec_lab.analysis.names import arm_names, renamed
@@ -27,6 +26,7 @@ from spec_lab.analysis.serving import draw, print_summary, serving_verdict, summ
 from spec_lab.core.machine import Usage, other_load
 from spec_lab.core.memory import Peak
 from spec_lab.core.options import one_of, whole
+from spec_lab.core.progress import Progress
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.roofline import Roofline
 from spec_lab.engine.engine import Engine, Limits
@@ -175,7 +175,7 @@ def serve(
         if todo and settings.warmup:
             warm_up(arms, stream[: settings.batch_size], settings.warmup, limits)
         total = sum(len(one.requests) for one in todo) * len(arms)
-        with tqdm(total=total, desc=settings.name, unit="request", disable=None) as bar:
+        with Progress(total=total, desc=settings.name, unit="request") as bar:
             for one in todo:
                 tables.write(f"{one.number:06d}", {"served": serve_with_every_arm(arms, one, limits, bar, measured)})
         used = {**(facts.get("memory") or {}), **peak.facts(bool(todo))}

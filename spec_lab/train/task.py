@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from tqdm import tqdm
 
 from spec_lab.core.options import brief, share, whole
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.progress import Progress
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
@@ -140,7 +140,7 @@ def train(
         begun = recipe.begin(lab.target, paths, settings.seed)
         with (
             _shared_threads(rows // part) as threads,
-            tqdm(desc=recipe.name, unit="step", disable=None) as bar,
+            Progress(desc=recipe.name, unit="step") as bar,
         ):
             trainer = Trainer(begun.module, plan.plan, threads, torch.float32)
             own = out / "training", plan, settings_of(recipe, lab.target, begun)
@@ -220,7 +220,7 @@ def _answered(
     rest: bool = False,
 ) -> list[Path]:
     own = states, folder, rows, settings.batch_size, settings.seed, lab.pieces, rest
-    with tqdm(total=len(requests), desc=folder.name, unit="text", disable=None) as bar:
+    with Progress(total=len(requests), desc=folder.name, unit="text") as bar:
         return record(lab.target, requests, *own, bar.update)
 
 

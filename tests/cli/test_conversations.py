@@ -1,11 +1,17 @@
 """Conversations on the command line: a checkpoint with a chat template and recommended sampling."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 from spec_lab.analysis import metrics
+from spec_lab.cli.build import conf, plain_text
+from spec_lab.text.chat_template import ChatTemplate
+from spec_lab.text.prompts import Prompt
 from tests import checkpoints
 
 TEMPLATE = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}assistant:"
@@ -49,6 +55,29 @@ def test_a_dataset_by_name_with_the_checkpoints_template_and_sampling(quick_cli,
         assert row["prompt"].startswith("user: say ") and row["prompt"].endswith("\nuser: again\nassistant:")
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["temperature"] == 0.5 and summary["sampling"] == facts["sampling"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "change"),
+    [
+        ("spec_bench", "set prompts.template=checkpoint"),
+        ("jsonl", "choose prompts=chat"),
+        ("spec_bench", None),
+    ],
+)
+def test_plain_text_for_a_model_with_a_chat_template_is_named_with_the_option(folder, chosen, change):
+    prompts = [Prompt("a", "text", template=None if change else ChatTemplate())]
+    config = OmegaConf.load(Path(conf(), "prompts", f"{chosen}.yaml"))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    said = plain_text(OmegaConf.create({"prompts": config}), prompts, SimpleNamespace(tokenizer=tokenizer))
+    assert said == "" if change is None else said.startswith("1 of 1 prompts are plain text") and change in said
+    tokenizer.chat_template = None
+    assert plain_text(OmegaConf.create({"prompts": config}), prompts, SimpleNamespace(tokenizer=tokenizer)) == ""
+
+
+def test_a_run_of_plain_text_says_so(quick_cli, folder, tmp_path):
+    code, _, errors = quick_cli("prompts=mt_bench", "prompts.template=none", *options(folder))
+    assert code == 0 and "2 of 2 prompts are plain text" in errors and "prompts.template=checkpoint" in errors
 
 
 @pytest.mark.nightly

@@ -2,7 +2,9 @@
 
 import io
 import logging
+import re
 import sys
+from threading import Event
 
 from spec_lab.cli.status import CLEAR, Status
 
@@ -32,8 +34,23 @@ def test_a_warning_remains_on_the_screen(monkeypatch):
     assert screen.getvalue() == f"{CLEAR}Loading ...{CLEAR}busy\n{CLEAR}"
 
 
-def test_without_a_terminal_nothing_is_shown(monkeypatch):
+def test_without_a_terminal_a_short_start_shows_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stderr", file := io.StringIO())
     with Status():
         LOG.info("Loading")
     assert file.getvalue() == ""
+
+
+def test_without_a_terminal_the_last_message_is_printed_again_and_again(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", file := io.StringIO())
+    printed = Event()
+    monkeypatch.setattr("spec_lab.core.progress.SECONDS", 0.001)
+    monkeypatch.setattr(Status, "print_line", lambda self, plain=Status.print_line: plain(self) or printed.set())
+    with Status() as status:
+        assert printed.wait(60) and file.getvalue() == "", "nothing is known yet"
+        LOG.info("Loading %s", "x")
+        printed.clear()
+        assert printed.wait(60) and printed.clear() is None and printed.wait(60)
+    status.repeated.thread.join(60)
+    lines = file.getvalue().splitlines()
+    assert len(lines) > 1 and all(re.fullmatch(r"Loading x \.\.\. \(\d+ s\)", line) for line in lines)

@@ -406,7 +406,7 @@ def test_finished_segments_stay_and_the_rest_is_served_after_an_interruption(tmp
 
 
 class Bar:
-    """Stands in for tqdm."""
+    """Stands in for Progress."""
 
     def __init__(self, total, unit, **_):
         self.total, self.unit, self.count = total, unit, 0
@@ -417,7 +417,7 @@ class Bar:
 
 def test_progress_counts_the_requests_of_all_arms_and_reaches_its_total(tmp_path, monkeypatch):
     bars = []
-    monkeypatch.setattr(module, "tqdm", lambda **given: bars.append(Bar(**given)) or nullcontext(bars[-1]))
+    monkeypatch.setattr(module, "Progress", lambda **given: bars.append(Bar(**given)) or nullcontext(bars[-1]))
     run(tmp_path / "out", requests=5)
     (bar,) = bars
     assert (bar.unit, bar.total, bar.count) == ("request", 2 * 5, 2 * 5)

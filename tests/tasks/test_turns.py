@@ -114,6 +114,20 @@ def test_only_the_last_answer_of_a_conversation_is_checked(done):
     assert "by the checker contains" in printed
 
 
+def test_how_many_answers_the_limit_ended_is_printed(done):
+    out, printed = done
+    answers = {key[1:]: row for key, row in rows(out).items() if key[0] == "speculative"}
+    cut = [key for key, row in answers.items() if row["finish"] == "length"]
+    continued = [key for key in cut if (key[0], key[1] + 1) in answers]
+    summary = json.loads((out / "summary.json").read_text())
+    limit = settings(out).max_new_tokens
+    assert summary["answers"] == {
+        "limit": limit, "answers": len(answers), "cut": len(cut), "continued": len(continued)
+    }  # fmt: skip
+    assert cut and continued
+    assert f"{len(cut)} of {len(answers)} answers ended at max_new_tokens={limit}; later turns continue" in printed
+
+
 @pytest.mark.nightly
 def test_the_report_shows_conversations(done):
     shown = page(done[0])

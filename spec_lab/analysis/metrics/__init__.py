@@ -87,6 +87,7 @@ from spec_lab.analysis.metrics.speed import (
 from spec_lab.analysis.metrics.summary import SCHEMA_VERSION, arms, main_arm, speedups_over_peers, summarise
 from spec_lab.analysis.metrics.texts import (
     cached_prompt_shares,
+    cut_answers,
     first_differences,
     identical_outputs,
     repeated_8gram_share,

@@ -33,6 +33,21 @@ class FirstDifference(NamedTuple):
     expected: int
 
 
+def cut_answers(requests: pd.DataFrame) -> dict[str, int]:
+    """Count the answers of conversations that the limit of new tokens ended.
+
+    Args:
+        requests: rows of the table ``requests`` of one arm, with the columns ``conversation`` and ``turn``.
+
+    Returns:
+        "answers", their number; "cut", those that the limit ended; "continued", those of them that a later turn
+        continues.
+    """
+    cut = requests["finish"] == "length"
+    last = requests.groupby("conversation")["turn"].transform("max")
+    return {"answers": len(requests), "cut": int(cut.sum()), "continued": int((cut & (requests["turn"] < last)).sum())}
+
+
 def identical_outputs(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> float:
     """Return the share of sequences whose tokens equal the baseline's, of those after the same prompt: a later turn of
     a conversation has another one where an earlier answer differs.

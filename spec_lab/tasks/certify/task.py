@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from tqdm import tqdm
 
 from spec_lab.analysis import figures
 from spec_lab.core.options import whole
+from spec_lab.core.progress import Progress
 from spec_lab.propose import Proposer, branches, draws_of
 from spec_lab.results.manifest import write_json
 from spec_lab.tasks.certify.certificate import Control
@@ -77,7 +77,7 @@ def certify(
     def done(facts: Mapping[str, Any]) -> Done:
         out = settings.output_dir
         total = len(chosen) * certifier.parts + mask_rows // 1000
-        with tqdm(total=total, desc=settings.name, unit="part", disable=None) as bar:
+        with Progress(total=total, desc=settings.name, unit="part") as bar:
             bar.set_postfix_str("masks" if mask_rows else "")
             compared = certifier.masks(bar.update)
             for proposer, verifier in chosen:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from tqdm import tqdm
 
 from spec_lab.constrain.potential import TooManyPrefixes
 from spec_lab.constrain.potential_bounds import SAMPLERS
 from spec_lab.constrain.protocol import ConstraintError
 from spec_lab.core.options import one_of, whole
+from spec_lab.core.progress import Progress
 from spec_lab.engine.global_constraint import Conditional
 from spec_lab.engine.request import Request
 from spec_lab.tasks.constraint_distance import show, tables
@@ -70,7 +70,7 @@ def measure(
         todo = [one for one in requests if one.id not in found]
         for number, entry in found.items():  # a resumed upload begins anew
             lab.tracker.group(number, _tracked(entry))
-        for request in tqdm(todo, desc=settings.name, unit="prompt", disable=None):
+        for request in Progress(todo, desc=settings.name, unit="prompt"):
             entry = {"prompt": request.name, **_distance(lab, settings, request, method, sampler, samples, attempts)}
             written.write(f"{request.id:06d}", {"distances": tables.row(request.id, entry)})
             found[request.id] = entry

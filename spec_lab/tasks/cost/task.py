@@ -7,12 +7,12 @@ from itertools import product
 from typing import Any
 
 from rich.console import Console
-from tqdm import tqdm
 
 from spec_lab.analysis.names import names_in_manifest
 from spec_lab.analysis.projection.costs import TABLE
 from spec_lab.core.files import write_text
 from spec_lab.core.options import whole
+from spec_lab.core.progress import Progress
 from spec_lab.core.roofline import Roofline
 from spec_lab.propose import Null, branches, draws_of
 from spec_lab.tasks.cost import show
@@ -86,7 +86,7 @@ def measure(
     def work(facts: Mapping[str, Any]) -> Done:
         before = finished()
         todo = [one for one in measurements if one not in before]
-        for repeat, batch, context in tqdm(todo, desc=settings.name, unit="measurement", disable=None):
+        for repeat, batch, context in Progress(todo, desc=settings.name, unit="measurement"):
             requests = texts(lab.target, prompts, lab.sampling, batch, context)
             rows = time_arms(arms, requests, repeat, steps)
             tables.write(f"{repeat:04d}-{batch:04d}-{context:06d}", {"cost": rows})

@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 from rich.console import Console
-from tqdm import tqdm
 
 from spec_lab.core.options import whole
+from spec_lab.core.progress import Progress
 from spec_lab.replay.bounds import for_summary
 from spec_lab.results.manifest import finite
 from spec_lab.results.parts import Rows
@@ -73,13 +73,13 @@ def study_verifiers(
         if todo and settings.warmup:
             short = replace(todo[0], max_new_tokens=min(settings.warmup, settings.max_new_tokens))
             of_prompt(lab, proposers, fitting, short, settings.seed, every, repeats)
-        for request in tqdm(todo, desc=settings.name, unit="prompt", disable=None):
+        for request in Progress(todo, desc=settings.name, unit="prompt"):
             own = settings.seed, every, repeats, replace(settings.recording, drafts=False)
             one, rows, replay = of_prompt(lab, proposers, fitting, request, *own)
             tables.write(f"{request.id:06d}", {"replay": replay, "recorded": rows, "texts": [one]})
             lab.tracker.group(request.id, _means(rows))
             if one["error"]:
-                tqdm.write(one["error"], file=sys.stderr)
+                Progress.write(one["error"], file=sys.stderr)
         gathered = tables.gather()
         recorded, texts = gathered["recorded"], gathered["texts"]
         summary = {

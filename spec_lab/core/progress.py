@@ -1,0 +1,77 @@
+"""Progress of long work: a bar on a terminal, one line every 30 seconds elsewhere, as in a log of a cluster job."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from io import StringIO
+from threading import Event, Thread
+from typing import Any
+
+from tqdm import tqdm
+
+from spec_lab.core.terminal import visible
+
+SECONDS = 30.0
+"""Time between two lines."""
+
+LINE = "{desc}: {n_fmt}/{total_fmt}{unit}s, {rate_fmt}, {elapsed} elapsed, {remaining} left{postfix}"
+
+
+class Repeated:
+    """A context manager that calls a function every ``SECONDS`` from a thread of its own.
+
+    Args:
+        call: the function.
+    """
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call, self.ended = call, Event()
+        self.thread = Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Repeated:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+
+    def _run(self) -> None:
+        while not self.ended.wait(SECONDS):
+            self.call()
+
+
+class Progress(tqdm):  # type: ignore[type-arg]
+    """A bar of tqdm on standard error; where that is no terminal, a line every ``SECONDS`` with what is done, of how
+    much, the rate and the time left. The lines come also while a single unit of the work takes long.
+
+    Args:
+        given: as of ``tqdm``.
+        disable: show neither.
+        more: as of ``tqdm``.
+    """
+
+    def __init__(self, *given: Any, disable: bool = False, **more: Any) -> None:
+        self.repeated: Repeated | None = None
+        self.lines = not disable and not sys.stderr.isatty()
+        if self.lines:  # each update is counted at once, and nothing but the lines is written
+            more |= {"file": StringIO(), "mininterval": 0, "miniters": 1, "smoothing": 0, "bar_format": LINE}
+            more["unit"] = f" {more.get('unit', 'unit')}"
+        super().__init__(*given, disable=disable, **more)
+        if self.lines:
+            self.repeated = Repeated(self.print_line)
+            self.repeated.__enter__()
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
+        """Draw the bar; nothing where lines are printed."""
+        return True if self.lines else super().display(msg, pos)
+
+    def print_line(self) -> None:
+        """Print the state as a line."""
+        print(visible(str(self)), file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """End the bar, or the lines."""
+        if self.repeated is not None:
+            self.repeated.__exit__()
+        super().close()
