@@ -39,7 +39,7 @@ def policy_note(steps: pd.DataFrame, arm: str, facts: Mapping[str, Any]) -> str 
 def _decided(limits: list[Limit], stops: bool) -> str:
     """Return how often which depth and part was chosen, and the thresholds at which drafts were stopped."""
     counts = Counter((limit.depth, limit.part) for limit in limits)
-    shown = []
+    shown: list[str] = []
     for (depth, part), count in counts.most_common(MOST_SHOWN):
         what = "the proposer's depth" if depth is None else f"depth {depth}"
         of = f" of {len(limits)} steps" if not shown else ""

@@ -41,7 +41,7 @@ class Repeated:
             self.call()
 
 
-class Progress(tqdm):  # type: ignore[type-arg]
+class Progress(tqdm):
     """A bar of tqdm on standard error; where that is no terminal, a line every ``SECONDS`` with what is done, of how
     much, the rate and the time left. The lines come also while a single unit of the work takes long.
 

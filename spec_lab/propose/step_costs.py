@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from spec_lab.core.machine import Usage, crowded, other_load
+
+log = logging.getLogger(__name__)
 
 VISIT = 4
 """Steps of one size in a row, as in decoding; the first warms up the others and is not counted."""
@@ -121,6 +124,7 @@ def measure(
         while (
             len(passes) < 2 or len(passes) % 2 or (spent < LONGEST and (spent < seconds * block or len(passes) < least))
         ):
+            log.info("Measuring the seconds of a step: pass %d of %d sizes, %.0f s", len(passes) + 1, len(sizes), spent)
             order = sizes if len(passes) % 2 == 0 else sizes[::-1]
             timed = {size: list(visit(size)) for size in order}
             spent += sum(map(sum, timed.values())) * VISIT / (VISIT - 1)
@@ -141,7 +145,8 @@ def _warmed_up(visit: Callable[[int], Sequence[float]], tokens: Mapping[int, flo
     """
     best: dict[int, float] = {}
     spent = 0.0
-    for _ in range(WARM_UP):
+    for warm_up in range(1, WARM_UP + 1):
+        log.info("Measuring the seconds of a step: warm-up %d of %d, %.0f s", warm_up, WARM_UP, spent)
         for place, size in enumerate(tokens):
             if spent >= LONGEST and (place > 1 or size in best):
                 break
