@@ -15,7 +15,7 @@ from spec_lab.core.terminal import visible
 SECONDS = 30.0
 """Time between two lines."""
 
-LINE = "{desc}: {n_fmt}/{total_fmt}{unit}s, {rate_fmt}, {elapsed} elapsed, {remaining} left{postfix}"
+LINE = "{desc}: {n:.0f}/{total_fmt}{unit}s, {rate_fmt}, {elapsed} elapsed, {remaining} left{postfix}"
 
 
 class Repeated:
