@@ -603,8 +603,8 @@ def test_two_proofs_together_are_as_good_as_the_weaker():
     assert own.also(other) == other.also(own) == Proof((), "reference", other.missing)
 
 
-def pair_with(drafts, *detectable):
-    checks = [Check(f"{number}", 1, 0.0, 0.5, seen, 0) for number, seen in enumerate(detectable)]
+def pair_with(drafts, *detectable, drafted=1):
+    checks = [Check(f"{number}", 1, 0.0, 0.5, seen, 0, drafted) for number, seen in enumerate(detectable)]
     proposer = Uniform()
     proof = Proof((), "proposer", ("not enumerated",))
     own = proposer if drafts == "own" else "iid"
@@ -614,5 +614,9 @@ def pair_with(drafts, *detectable):
 def test_samples_certify_only_own_drafts_and_only_if_they_detect_enough():
     assert pair_with("own", 0.05).certified == "sampled"
     assert pair_with("own", 0.5).certified is None
+    assert (
+        pair_with("own", 0.05, drafted=0).certified is None and "drafted no" in pair_with("own", 0.05, drafted=0).failed
+    )
+    assert pair_with("own", 0.05).failed is None
     assert pair_with("reference", 0.05).certified is None, "the reference's texts"
     assert pair_with("reference", 0.05, 0.1).certified == "sampled", "the model's own score tests"
