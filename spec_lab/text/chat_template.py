@@ -1,23 +1,20 @@
 """Chat templates: from the messages of a conversation to the text that the model continues.
 
-A template is a program in Jinja that a checkpoint brings. It runs in a sandbox (``template_sandbox``) as transformers'
-``apply_chat_template`` runs it, and reads the messages, the tools and its options only. The time of its loops and what
-it writes are bounded.
+A template is a program in Jinja that a checkpoint brings. It runs as transformers' ``apply_chat_template`` runs it, and
+reads the messages, the tools and its options only; but in a process of its own (``template_sandbox``), whose time and
+memory are limited.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
+from spec_lab.core.limited_process import LimitedProcess, LimitExceeded, Limits, RequestFailed
 from spec_lab.core.options import brief
-from spec_lab.text.template_sandbox import rendered, variables
 
 Message = Mapping[str, Any]
 """A message with its ``role`` and ``content``, and perhaps ``tool_calls``, as transformers' templates read it."""
@@ -32,8 +29,10 @@ RESERVED = {
 }  # fmt: skip
 """Names that are arguments of transformers' ``apply_chat_template``, and no options of a template."""
 
-SECONDS = 10.0
-"""A template that runs for longer is stopped."""
+LIMITS = Limits(cpu_seconds=10.0, memory=2**30, seconds=120.0)
+"""What a template may use for one prompt, and to be compiled."""
+
+SANDBOX = LimitedProcess("spec_lab.text.template_sandbox")
 
 NO_SYSTEM = "set prompts.system=null, or put it into the first message"
 
@@ -42,6 +41,8 @@ NO_SYSTEM = "set prompts.system=null, or put it into the first message"
 class HasTemplate(Protocol):
     """A tokenizer that can apply chat templates, as transformers' can."""
 
+    name_or_path: str
+    """The checkpoint that it was read from, for messages."""
     chat_template: Any
     """Its own template, or several by name; None for none."""
 
@@ -62,10 +63,12 @@ class ChatTemplate:
     Args:
         source: the template; empty for the tokenizer's own, and for plain text where it has none.
         options: further variables of the template.
+        file: the file that ``source`` was read from, for messages.
     """
 
     source: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    file: str = ""
 
     def of(self, tokenizer: Any, tools: bool = False) -> str:
         """Return the template's text for this tokenizer; empty for plain text.
@@ -90,6 +93,12 @@ class ChatTemplate:
                 "one to a file, and set prompts.template to that"
             ) from error
 
+    def named(self, tokenizer: Any) -> str:
+        """Return what messages call the template."""
+        if self.source:
+            return f"the chat template {self.file} (prompts.template)"
+        return f"the chat template of {(isinstance(tokenizer, HasTemplate) and tokenizer.name_or_path) or 'the target'}"
+
 
 def render(
     template: ChatTemplate | None, messages: Sequence[Message], tools: Sequence[Any], tokenizer: Any, where: str
@@ -104,13 +113,14 @@ def render(
         where: names the prompt, for messages.
 
     Raises:
-        ValueError: the template refuses the messages, runs for too long or writes too much; it does not read the
+        ValueError: the template refuses the messages, or exceeds a limit of time or memory; it does not read the
             system prompt, the tools or an option that are given.
     """
     source = "" if template is None else template.of(tokenizer, bool(tools))
     options = {} if template is None else dict(template.options)
-    _check_read(source, options, bool(tools), where)
-    if not source:
+    named = "" if template is None else template.named(tokenizer)
+    _check_read(source, options, bool(tools), named, where)
+    if template is None or not source:
         if any(one.get("tool_calls") for one in messages):
             raise ValueError(
                 f"{where} has tool_calls, which plain text cannot show: use a chat template, or remove them"
@@ -118,26 +128,33 @@ def render(
         return _plain(messages), False
     special = dict(tokenizer.special_tokens_map) if isinstance(tokenizer, HasTemplate) else {}
     given = {**special, "tools": list(tools) or None, "documents": None, "add_generation_prompt": True, **options}
-    text = _applied(source, messages, given, where)
+    text = _applied(source, messages, given, named, where)
     if system := next((one for one in messages[:1] if one["role"] in ("system", "developer")), None):
         other = {**system, "content": f"{system['content']} x"}
-        if _applied(source, [other, *messages[1:]], given, where) == text:
+        if _applied(source, [other, *messages[1:]], given, named, where) == text:
             raise ValueError(
                 f"{where} has a system prompt, which has no effect: the chat template does not read it; {NO_SYSTEM}"
             )
     return text, True
 
 
-def _applied(source: str, messages: Sequence[Message], given: Mapping[str, Any], where: str) -> str:
+def _applied(source: str, messages: Sequence[Message], given: Mapping[str, Any], named: str, where: str) -> str:
     """Return what the template writes for messages. Errors as in ``render``."""
     said = [_with_reasoning({name: value for name, value in one.items() if value is not None}) for one in messages]
     try:
-        with _at_most(SECONDS):
-            return rendered(source, {"messages": said, **given})
-    except Exception as error:  # those of Jinja, and of whatever the template does
-        why = " ".join(str(error).split()) or type(error).__name__
-        what = f"; {NO_SYSTEM}" if "system" in why.lower() else ""
-        raise ValueError(f"{where}: the chat template refuses its messages ({brief(why)}){what}") from error
+        return SANDBOX.ask({"source": source, "given": {"messages": said, **given}}, LIMITS)
+    except LimitExceeded as error:
+        raise _stopped(error, named, where) from error
+    except RequestFailed as error:  # of Jinja, or of whatever the template does
+        what = f"; {NO_SYSTEM}" if "system" in str(error).lower() else ""
+        raise ValueError(f"{where}: the chat template refuses its messages ({brief(str(error))}){what}") from error
+
+
+def _stopped(error: LimitExceeded, named: str, where: str) -> ValueError:
+    return ValueError(
+        f"{where}: {named} is stopped: {error}. Read it, and set prompts.template to a file with one that you trust, "
+        "or prompts.template=none for plain text"
+    )
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -146,40 +163,23 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
-@contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Stop Python code that runs for longer: a template's loops, whose length its messages and literals decide.
-
-    It looks at the clock before each call and each line of a template. (A thread cannot be stopped from outside, and a
-    signal reaches the main thread only.) A single operation inside the interpreter is not interrupted.
-
-    Raises:
-        TimeoutError: raised in the code.
-    """
-    end = time.monotonic() + seconds
-
-    def look(frame: FrameType, event: str, argument: Any) -> Any:
-        if time.monotonic() > end:
-            raise TimeoutError(f"it runs for more than {seconds:g} seconds")
-        return look if frame.f_code.co_filename == "<template>" else None
-
-    before = sys.gettrace()
-    sys.settrace(look)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
+@lru_cache(maxsize=8)
+def _variables(source: str) -> frozenset[str]:
+    """Return the names of the variables that a template reads. Errors as of ``LimitedProcess.ask``."""
+    return frozenset(SANDBOX.ask({"source": source}, LIMITS) if source else ())
 
 
-def _check_read(source: str, options: Mapping[str, Any], tools: bool, where: str) -> None:
+def _check_read(source: str, options: Mapping[str, Any], tools: bool, named: str, where: str) -> None:
     """Refuse tools and options that would have no effect.
 
     Raises:
-        ValueError: names them; the template is none.
+        ValueError: names them; the template is none, or exceeds a limit of time or memory.
     """
     try:
-        known = variables(source)
-    except Exception as error:  # those of Jinja's parser
+        known = _variables(source)
+    except LimitExceeded as error:
+        raise _stopped(error, named, where) from error
+    except RequestFailed as error:  # of Jinja's parser
         raise ValueError(f"{where}: the chat template is no template of Jinja ({brief(str(error))})") from error
     why = "the chat template does not read it" if source else "the prompt is plain text, without a chat template"
 

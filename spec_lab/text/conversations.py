@@ -149,7 +149,7 @@ def chat_options(
             "prompts.template=checkpoint"
         )
     return Chat(
-        None if template == "none" else ChatTemplate(source, given),
+        None if template == "none" else ChatTemplate(source, given, template if source else ""),
         "" if system is None else fitting(system, "prompts.system", "it"),
         () if tools is None else _tools(_json("prompts.tools", tools), "prompts.tools"),
         turns,

@@ -1,7 +1,6 @@
 """Conversations: files of them, chat templates, and what reaches the tokenizer."""
 
 import json
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -175,7 +174,6 @@ def test_a_tokenizer_may_have_a_template_of_its_own_for_tools():
         "{{ raise_exception('only users') }}",
         "{{ messages[0]['content'].__class__.__mro__ }}",
         "{{ 1 / 0 }}",
-        "{{ 7**30000000**3 }}",
     ],
 )
 def test_a_template_that_fails_names_the_prompt(template):
@@ -195,12 +193,17 @@ def test_a_template_cannot_write_more_than_a_prompt_may_have(monkeypatch):
         text(Prompt("p", "a", template=ChatTemplate()), template=long)
 
 
-def test_a_template_that_loops_for_too_long_is_stopped(monkeypatch):
-    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
+def test_a_template_above_a_limit_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(chat_template, "LIMITS", chat_template.Limits(cpu_seconds=0.2, memory=2**30, seconds=100.0))
     endless = "{% set n = range(90000) | list %}" + "{% for a in n %}" * 4 + "{% endfor %}" * 4
-    with pytest.raises(ValueError, match=r"prompt 'p': .*runs for more than 0.2 seconds"):
-        text(Prompt("p", "a", template=ChatTemplate()), template=endless)
-    assert sys.gettrace() is None or sys.gettrace().__name__ != "look"
+    (tmp_path / "own.jinja").write_text(endless)
+    (one,) = chat(write(tmp_path, {"prompt": "a"}), template=str(tmp_path / "own.jinja"))
+    with pytest.raises(ValueError, match=r"own\.jinja \(prompts\.template\) is stopped: it runs for more than 0\.2 s"):
+        text(one)
+    of = tokenizer(endless)
+    of.name_or_path = "models/mine"
+    with pytest.raises(ValueError, match=r"prompt 'p': the chat template of models/mine is stopped: .*=none for plain"):
+        encode_turn(Prompt("p", "a", template=ChatTemplate()), of, 10_000)
 
 
 @pytest.mark.parametrize(

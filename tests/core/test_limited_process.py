@@ -1,0 +1,165 @@
+"""A process that answers requests within limits. The requests are templates, since these can do anything slowly."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from spec_lab.core import limited_process
+from spec_lab.core.limited_process import LimitedProcess, LimitExceeded, Limits, RequestFailed
+
+FREE = Limits(cpu_seconds=20.0, memory=2**30, seconds=100.0)
+ENDLESS = "{% set n = range(90000) | list %}" + "{% for a in n %}" * 4 + "{% endfor %}" * 4
+
+
+@pytest.fixture(scope="module")
+def process():
+    made = LimitedProcess("spec_lab.text.template_sandbox")
+    yield made
+    made.close()
+
+
+def ask(process: LimitedProcess, source: str, limits: Limits = FREE, **given) -> str:
+    return process.ask({"source": source, "given": given}, limits)
+
+
+def test_one_process_answers_all_requests(process):
+    texts = {ask(process, "{{ a }}é", a=text): text for text in ("x", "\ud800\n", "𝄞\x00")}
+    assert texts == {f"{text}é": text for text in texts.values()}
+    held = process._process.pid
+    with pytest.raises(RequestFailed, match="division by zero"):
+        ask(process, "{{ 1 / 0 }}")
+    assert ask(process, "{{ a }}", a=[1]) == "[1]" and process._process.pid == held
+
+
+@pytest.mark.parametrize(
+    ("source", "limits", "why"),
+    [
+        (ENDLESS, Limits(0.2, 2**30, 100.0), "it runs for more than 0.2 seconds of CPU time"),
+        (ENDLESS, Limits(20.0, 2**30, 0.2), "it does not end within 0.2 seconds"),
+        ("{{ 'a' * 500000000 }}", Limits(20.0, 2**28, 100.0), "it needs more than 256 MiB of memory"),
+        ("{{ 'a' * 3000000 }}", FREE, "it writes more than 2 MiB"),
+    ],
+)
+def test_a_request_above_a_limit_ends_the_process_and_the_next_starts_another(
+    process, source, limits, why, monkeypatch
+):
+    monkeypatch.setattr(limited_process, "MAX_REPLY", 2 * 2**20)
+    ask(process, "a")
+    before = process._process
+    with pytest.raises(LimitExceeded, match=why):
+        ask(process, source, limits)
+    assert before.returncode is not None  # waited for: no zombie
+    assert ask(process, "{{ 'a' * 1000000 }}") == "a" * 1000000
+
+
+def test_the_end_of_a_process_is_no_answer(process):
+    ask(process, "a")
+    process._process.kill()
+    process._process.wait()
+    with pytest.raises(LimitExceeded, match="its process ended by SIGKILL"):
+        ask(process, "a")
+    assert ask(process, "b") == "b"
+
+
+def test_each_request_has_the_whole_time(process):
+    for _ in range(4):
+        assert ask(process, "{% for a in range(90000) %}{% endfor %}x", Limits(1.0, 2**30, 100.0)) == "x"
+
+
+def test_threads_get_their_own_answers(process):
+    answers = {}
+    threads = [threading.Thread(target=lambda n=n: answers.update({n: ask(process, "{{ n }}", n=n)})) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {n: str(n) for n in range(8)}
+
+
+def test_an_interrupted_request_leaves_no_answer_for_the_next(process, monkeypatch):
+    def interrupted(_process, line):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(limited_process, "_exchange", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ask(process, "old")
+    assert process._process is None and ask(process, "new") == "new"
+
+
+SCRIPT = """
+import json, os, sys
+from spec_lab.core.limited_process import *
+process = LimitedProcess("spec_lab.text.template_sandbox")
+def ask(source): return process.ask({"source": source, "given": {}}, Limits(60.0, 2**30, 100.0))
+print(json.dumps([ask("a"), process._process.pid]), flush=True)
+if "fork" in sys.argv and not (child := os.fork()):
+    print(json.dumps([ask("b"), process._process.pid]), flush=True)
+    process.close()
+    os._exit(0)
+if "fork" in sys.argv:
+    os.waitpid(child, 0)
+    print(json.dumps([ask("c"), process._process.pid]), flush=True)
+if "endless" in sys.argv:
+    ask(sys.argv[-1])
+if "wait" in sys.argv:
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def script():
+    started = []
+
+    def start(*arguments: str) -> subprocess.Popen:
+        made = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, start_new_session=True, text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        started.append(made)
+        return made
+
+    yield start
+    for made in started:
+        made.kill()
+        made.communicate()
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is gone within ten seconds; one that nothing has waited for counts as gone."""
+    for _ in range(1000):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("how", ["exit", "SIGINT", "SIGKILL", "fork"])
+def test_no_process_is_left(script, how):
+    parent = script(*{"exit": ["wait"], "SIGINT": ["endless", ENDLESS], "SIGKILL": ["wait"], "fork": ["fork"]}[how])
+    answers = [json.loads(parent.stdout.readline())]
+    if how == "SIGINT":
+        time.sleep(0.2)  # in the midst of the template; before it, the outcome is the same
+        os.killpg(parent.pid, signal.SIGINT)  # as Ctrl-C does
+    elif how == "SIGKILL":
+        parent.kill()
+    output, errors = parent.communicate(timeout=60)
+    answers += map(json.loads, output.splitlines())
+    assert [text for text, _ in answers] == (["a", "b", "c"] if how == "fork" else ["a"])
+    if how == "fork":
+        (first, other, last) = (pid for _, pid in answers)
+        assert first == last != other
+    assert ("KeyboardInterrupt" in errors) == (how == "SIGINT") and "Error" not in errors
+    assert all(ended(pid) for _, pid in answers)
