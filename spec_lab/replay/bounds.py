@@ -28,6 +28,7 @@ import torch
 from spec_lab.analysis.metrics.intervals import Interval, quantiles, resampled_sums
 from spec_lab.core.draft import Draft
 from spec_lab.core.progress import Progress
+from spec_lab.core.tables import read_table
 from spec_lab.propose.trees import by_rank as value_by_rank
 from spec_lab.propose.trees import grow
 from spec_lab.replay import optimum, pseudo_tokens, steps
@@ -152,7 +153,7 @@ def of_run(folder: Path, arms: Sequence[str] = ()) -> dict[str, ArmBounds]:
 
 def for_summary(folder: Path) -> dict[str, ArmBounds]:
     """``of_run`` at the end of a run, which neither fails nor takes long for it: many rows are left to the command."""
-    arms = pd.read_parquet(folder / "replay.parquet", columns=["arm"])["arm"]
+    arms = read_table(folder / "replay.parquet", ["arm"]).to_pandas()["arm"]
     needs = f"{len(arms)} rows were recorded: spec-lab bounds DIR computes the bounds"
     if len(arms) <= MOST_ROWS:
         try:

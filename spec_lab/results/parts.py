@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any
 
 import pandas as pd
@@ -18,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from spec_lab.core.files import Unreadable, own_folder, refuse_link, replacing
+from spec_lab.core.tables import read_table
 
 Rows = list[dict[str, Any]]
 
@@ -141,9 +141,7 @@ class TableParts:
     def _read(self, file: Path) -> pa.Table:
         name, _, part = file.stem.partition("-")
         try:
-            if not S_ISREG(file.stat().st_mode):  # opening a pipe would wait for its writer
-                raise ValueError("no regular file")
-            table = pq.read_table(file, partitioning=None)
+            table = read_table(file)
             return _fitted(table, self._schema(name, table.column_names), self.optional[name].names)
         except FileNotFoundError:
             raise

@@ -423,16 +423,14 @@ def _on_cluster(folder: Path) -> str:
 def _groups(folder: Path) -> int:
     """Return the number of groups of prompts whose rows are on disk."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
+
+    from spec_lab.core.tables import read_table
 
     names = (one.stem.partition("-")[2] for one in folder.glob("parts/requests-*.parquet"))
     found = {int(one) for one in names if one.isdecimal()}
     file = folder / "requests.parquet"
-    with suppress(
-        pa.ArrowException, OSError, KeyError
-    ):  # a file that is not a table is reported by the reader of its rows
-        if file.is_file():
-            found |= set(pq.read_table(file, columns=["group"], partitioning=None)["group"].to_pylist())
+    with suppress(pa.ArrowException, OSError, ValueError, KeyError):  # is reported by the reader of its rows
+        found |= set(read_table(file, ["group"])["group"].to_pylist())
     return len(found)
 
 

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spec_lab.core.options import whole
+from spec_lab.core.tables import check_rows
 
 MAX_CHARACTERS = 10_000_000
 """Maximum length of a prompt, in characters. (A tokenizer needs about 2 s and 250 MB per million.)"""
@@ -119,6 +120,7 @@ def _rows(path: str, limit: int | None, columns: tuple[str, ...] | None) -> Iter
     try:
         with pq.ParquetFile(path) as file:
             meta = file.metadata
+            check_rows(meta, Path(path), f"prompts file {path}")
             size = sum(meta.row_group(number).total_byte_size for number in range(meta.num_row_groups))
             if size > MAX_FILE:
                 raise ValueError(f"prompts file {path} has {size} bytes uncompressed, more than {MAX_FILE}; split it")

@@ -180,6 +180,16 @@ def test_a_table_with_something_else_in_it_is_named(given, call, spoil, why):
     assert code == 1 and "seed=2/steps.parquet" in errors and "Compared" in output
 
 
+@pytest.mark.parametrize("name", ["rounds", "steps", "requests"])
+def test_a_small_table_of_millions_of_rows_is_refused_by_its_footer(given, call, name):
+    file = given / "seed=2" / f"{name}.parquet"
+    row = pq.read_table(file).slice(0, 1)
+    pq.write_table(row.take([0] * 200_000), file)
+    rows = f"it has 200000 rows in {file.stat().st_size} bytes, and at most {file.stat().st_size} are read"
+    code, _, errors = call("report", given / "seed=2")
+    assert code == 1 and f"seed=2/{name}.parquet is not a readable table ({rows})" in errors
+
+
 @pytest.mark.parametrize("name", ["../mine", "/etc", "..", "", "a\x1b[31mb", "a/b", "a\0", "a" * 300])
 def test_a_name_that_is_not_a_run_s_folder_is_refused(given, call, name):
     (given / "sweep.json").write_text(json.dumps({"runs": [{"folder": name, "overrides": []}]}))

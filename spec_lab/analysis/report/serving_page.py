@@ -8,7 +8,6 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from spec_lab.analysis import figures
 from spec_lab.analysis.report.facts import ended_summary, page_of_run
@@ -16,7 +15,8 @@ from spec_lab.analysis.report.page import Cell, DataTable, Section, render, valu
 from spec_lab.analysis.roofline_text import roofline_notes
 from spec_lab.analysis.serving import PERCENTILES, latencies
 from spec_lab.analysis.text import cache_notes, kv_notes, verdict_line
-from spec_lab.core.files import Unreadable, open_regular
+from spec_lab.core.files import Unreadable
+from spec_lab.core.tables import read_table
 from spec_lab.results.manifest import begun
 
 REAL = (float, None)
@@ -90,8 +90,7 @@ def _rows(folder: Path) -> pd.DataFrame:
     """
     file = folder / "served.parquet"
     try:
-        with open_regular(file) as stream:
-            rows = pq.read_table(stream).to_pandas().astype(COLUMNS)
+        rows = read_table(file).to_pandas().astype(COLUMNS)
         broken = rows.loc[rows["error"] != "", "segment"].unique()
         return rows.loc[~rows["segment"].isin(broken), list(COLUMNS)]
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:

@@ -1,0 +1,59 @@
+"""Reading Parquet files as untrusted input: a small file can hold millions of equal rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from spec_lab.core.files import open_regular
+
+MAX_ROWS = 100_000_000
+"""Maximum number of rows of a table."""
+
+MAX_VALUES = 100
+"""Maximum number of values of a column, those in its lists included, for each byte of the file."""
+
+
+def read_table(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """Return the table in a Parquet file.
+
+    Args:
+        file: the file, or a symlink to one.
+        columns: those that are read; None reads all.
+
+    Raises:
+        OSError: it does not exist, or cannot be opened.
+        ValueError: it is not a regular file, or as ``check_rows``.
+        pa.ArrowException: it is no Parquet file, or damaged.
+    """
+    with open_regular(file) as stream, pq.ParquetFile(stream) as table:
+        check_rows(table.metadata, file)
+        return table.read(columns=None if columns is None else list(columns))
+
+
+def check_rows(facts: pq.FileMetaData, file: Path, named: str = "it") -> None:
+    """Refuse a table with more rows than can be meant, by its footer.
+
+    Rows with a name or a time of their own take several bytes each, so more rows than bytes repeat a few.
+
+    Args:
+        facts: the footer.
+        file: the file.
+        named: what messages call it.
+
+    Raises:
+        ValueError: it has more rows than ``MAX_ROWS`` or than bytes, or a column of too many values.
+    """
+    size, groups = file.stat().st_size, [facts.row_group(number) for number in range(facts.num_row_groups)]
+    if facts.num_rows > (most := min(MAX_ROWS, size)):
+        raise ValueError(f"{named} has {facts.num_rows} rows in {size} bytes, and at most {most} are read")
+    for number in range(facts.num_columns):
+        if (values := sum(group.column(number).num_values for group in groups)) > MAX_VALUES * size:
+            name = facts.schema.column(number).path
+            raise ValueError(
+                f"{named} has {values} values in {size} bytes in its column {name}, and at most {MAX_VALUES * size} "
+                "are read"
+            )
