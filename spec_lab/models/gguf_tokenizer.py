@@ -22,6 +22,7 @@ from spec_lab.core.files import Unreadable
 from spec_lab.models import checkpoint
 from spec_lab.models.gguf_file import STOPS, GGUFFile
 from spec_lab.models.tokenizer import MAX_TOKENS, check_vocabulary, read_tokenizer
+from spec_lab.models.tokenizer_growth import check_growth
 
 HF_JSON = "tokenizer.huggingface.json"
 """The metadata field that holds a whole ``tokenizer.json``."""
@@ -259,6 +260,7 @@ def _of_file(file: GGUFFile) -> Any:
     fields = file.metadata
     kind, known = fields.get("tokenizer.ggml.model"), _known(file)
     if isinstance(fields.get(HF_JSON), str):
+        check_growth(fields[HF_JSON], f"{file.path}: {HF_JSON}")
         backend = Tokenizer.from_str(fields[HF_JSON])
     elif kind == "gpt2" and known is not None:
         backend = _byte_level_tokenizer(file, known)

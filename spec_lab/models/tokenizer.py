@@ -10,8 +10,9 @@ from typing import Any
 import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from spec_lab.core.files import read_json
+from spec_lab.core.files import read_json, read_text
 from spec_lab.models import checkpoint
+from spec_lab.models.tokenizer_growth import TooLong, check_growth
 
 log = getLogger(__name__)
 
@@ -38,6 +39,8 @@ def read_tokenizer(path: str, folder: Path, revision: str | None, config: Any) -
         for name in ("init_inputs", "fast_tokenizer_files"):  # arguments and files that the checkpoint chooses
             if settings.get(name):
                 raise ValueError(f"tokenizer_config.json sets {name}")
+        if (folder / "tokenizer.json").exists():
+            check_growth(read_text(folder / "tokenizer.json", checkpoint.MAX_TOKENIZER), f"{path}/tokenizer.json")
         more = {} if revision is None else {"revision": revision}
         tokenizer = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False, **more)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -45,6 +48,8 @@ def read_tokenizer(path: str, folder: Path, revision: str | None, config: Any) -
         tokenizer.model_max_length = MAX_TOKENS  # the length of a prompt is checked against the target's context
         tokenizer.decode(tokenizer.encode("a b"), skip_special_tokens=True)
         return tokenizer
+    except TooLong:
+        raise
     except Exception as error:  # tokenizers raises plain Exceptions, transformers errors of many types
         raise ValueError(
             f"the tokenizer of {path} cannot be read ({checkpoint.one_line(error)}): its tokenizer_config.json or "
