@@ -38,10 +38,10 @@ from spec_lab.cli.build import (
     top_level_options,
     zoo,
 )
+from spec_lab.cli.config_source import check_config_files
 from spec_lab.cli.jobs import job
 from spec_lab.cli.preflight import Preflight, check_workers
 from spec_lab.cli.redaction import as_given, moved, unquoted
-from spec_lab.core.files import read_text
 from spec_lab.models import ranks
 from spec_lab.results import sweep
 
@@ -148,7 +148,6 @@ def _check_own(file: Path, folder: str, choice: str) -> None:
     if not file.exists():
         return
     try:
-        read_text(file)  # a pipe would block
         with hydra.initialize_config_dir(conf(), version_base="1.3"):
             hydra.compose("config", [f"hydra.searchpath=['file://{Path(folder).resolve()}']", choice])
     except HydraException:  # is printed in one line when it occurs again
@@ -254,6 +253,7 @@ def command_line() -> None:
     sys.path.append(str(PACKAGE / "cli" / "plugins"))  # where Hydra finds our launcher
     try:
         sys.argv[1:] = moved(replace_flags(sys.argv[1:]))
+        check_config_files()
         check_overrides(sys.argv[1:])
         check_own_configs(sys.argv[1:])
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -46,7 +47,7 @@ class Preflight(Callback):
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Check the name and the output directory of a single run."""
         check_name(config.get("name"))
-        self.made = check_writable(config.get("output_dir"))
+        self.made = _check_folders(config, "hydra.run.dir")
 
     def on_run_end(self, **_: Any) -> None:
         """Remove the output directory of a single run that wrote nothing."""
@@ -66,7 +67,7 @@ class Preflight(Callback):
             raise SystemExit(
                 "spec_lab: under torchrun the runs of a sweep cannot run in parallel: set hydra/launcher=basic"
             )
-        check_writable(config.get("output_dir"))
+        _check_folders(config, "hydra.sweep.dir")
         files = {*groups(), "experiment"}
         chosen = {one: job for job in jobs for one in job if sweep.key(one).partition("@")[0] in files}
         try:
@@ -215,18 +216,30 @@ def check_name(given: Any) -> None:
         raise SystemExit(f"spec_lab: {error}") from error
 
 
-def check_writable(out: Any) -> list[Path]:
+def _check_folders(config: DictConfig, option: str) -> list[Path]:
+    """Check ``output_dir``, and Hydra's option where it names another folder; return those that are missing."""
+    out, own = config.get("output_dir"), OmegaConf.select(config, option)
+    return check_writable(out) + (check_writable(own, option) if str(own) != str(out) else [])
+
+
+def check_writable(out: Any, option: str = "output_dir") -> list[Path]:
     """Exit with code 1 unless ``out`` can be created and written to. Folders created by the check are removed again.
+
+    Args:
+        out: the option's value.
+        option: its name, for messages.
 
     Returns:
         The folders that are missing, the innermost first.
     """
     if not isinstance(out, str | int | float) or not str(out).strip():
-        raise SystemExit(f"spec_lab: output_dir must name a directory, not {out!r}; choose another output_dir=DIR")
+        raise SystemExit(f"spec_lab: {option} must name a directory, not {out!r}; choose another {option}=DIR")
     folder, made = Path(str(out)).absolute(), []
     existing = folder
     try:
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        if not existing.exists():
+            raise FileNotFoundError(0, f"is a symlink to {os.readlink(existing)}, which leads nowhere")
         if not existing.is_dir():
             raise NotADirectoryError(0, "is not a directory")
         made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -236,7 +249,7 @@ def check_writable(out: Any) -> list[Path]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise SystemExit(
-            f"spec_lab: cannot write to output_dir={out}: {existing} {why}; choose another output_dir=DIR"
+            f"spec_lab: cannot write to {option}={out}: {existing} {why}; choose another {option}=DIR"
         ) from error
     finally:
         for path in made:

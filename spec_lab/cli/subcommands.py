@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -168,12 +170,19 @@ def _write_table(file: Path, text: str) -> None:
     """Write a table to ``file``: a regular file is replaced atomically; /dev/stdout is possible.
 
     Raises:
-        OSError: it cannot be written; names the file.
+        OSError: it cannot be written, or is a pipe that no process reads; names the file.
     """
-    if file.exists() and not file.is_file():
-        file.write_text(text)
-    else:
-        write_text(file, text)
+    if not file.exists() or file.is_file():
+        return write_text(file, text)
+    try:
+        descriptor = os.open(file, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for its reader
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise OSError(errno.ENXIO, "a pipe that no process reads: name a regular file", str(file)) from error
+    os.set_blocking(descriptor, True)
+    with open(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(text)
 
 
 def _report(given: argparse.Namespace, console: Console) -> int:

@@ -77,6 +77,17 @@ def test_a_latex_table_has_a_row_for_each_run(given, call):
     assert code == 0 and rows == ["seed", "1", "2", "3"] and str(file) in output
 
 
+def test_a_pipe_that_nothing_reads_is_refused_as_a_table(given, call):
+    pipe = given.parent / "pipe"
+    os.mkfifo(pipe)
+    arguments = ("compare", given / "seed=1", given / "seed=2", "--csv", pipe)
+    code, _, errors = call(*arguments)
+    assert code == 1 and f"{pipe}: a pipe that no process reads" in errors
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert call(*arguments)[0] == 0 and os.read(reader, 100).startswith(b"reference,other,")
+    os.close(reader)
+
+
 @pytest.mark.parametrize("of", [".", "seed=1"])
 def test_figures_are_not_drawn_through_a_link(given, call, of):
     link(given / of / "figures", given, ".")

@@ -520,6 +520,69 @@ def test_a_config_of_the_user_s_that_no_yaml_is_is_named(cli, tiny, tmp_path, gi
     assert [one.name for one in tmp_path.iterdir()] == ["own"]
 
 
+ALIASES = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{below}: &{below} [{', '.join([f'*{above}'] * 10)}]\n"
+    for above, below in zip("abcdefgh", "bcdefghi", strict=True)
+)
+"""A YAML file whose aliases stand for 10**9 values."""
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--config-dir=own", "proposer=bomb"],
+        ["--config-dir=own", "proposer=includes"],
+        ["--config-dir=own", "+group=bomb"],
+        ["--config-dir=own", "--config-name=bomb"],
+        ["hydra.searchpath=[file://own]", "proposer=bomb"],
+        ["--config-dir=own", "--multirun", "proposer=ngram,bomb"],
+        ["explain", "proposer=bomb", "--config-dir=own"],
+    ],
+    ids=" ".join,
+)
+def test_aliases_that_stand_for_too_many_values_are_refused_before_they_are_expanded(cli, tiny, tmp_path, given):
+    bomb = f"_target_: spec_lab.propose.ngram.Ngram.load\n{ALIASES}"
+    for name in ("proposer/bomb", "group/bomb", "bomb", "proposer/includes"):
+        file = tmp_path / "own" / f"{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(bomb if file.stem == "bomb" else "defaults: [bomb]")
+    flags = [one for one in given if one.startswith("--")]
+    chosen = [one for one in given if not one.startswith("--")]
+    code, _, errors = cli(*(given if "explain" in given else [*flags, *tiny, "output_dir=here", *chosen]))
+    assert code == 1 and "bomb.yaml is not read: its aliases stand for more than 20000 values" in errors
+    assert errors.count("spec_lab: ") == 1 and not (tmp_path / "here").exists()
+
+
+def test_aliases_of_a_few_values_are_read(cli, tiny, tmp_path):
+    (tmp_path / "own" / "proposer").mkdir(parents=True)
+    (tmp_path / "own" / "proposer" / "mine.yaml").write_text(
+        "_target_: spec_lab.propose.ngram.Ngram.load\ndepth: &a 7\nmax_ngram: *a\nmore: [*a]\n"
+    )
+    code, output, _ = cli("--config-dir=own", *tiny, "proposer=mine", "--cfg=job", "--package=proposer")
+    assert code == 0 and "max_ngram: 7" in output
+    assert cli("explain", "proposer=mine", "--config-dir=own")[0] == 0
+
+
+@pytest.mark.parametrize("many", [[], ["--multirun"]])
+def test_a_symlink_that_leads_nowhere_is_named(cli, tiny, tmp_path, many):
+    (tmp_path / "link").symlink_to("nowhere/deep")
+    link = f"{tmp_path / 'link'} is a symlink to nowhere/deep, which leads nowhere; choose another"
+    for out in ("link", "link/run"):
+        code, _, errors = cli(*tiny, f"output_dir={out}", *many)
+        assert code == 1 and f"cannot write to output_dir={out}: {link} output_dir=DIR" in errors
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize(("option", "many"), [("hydra.run.dir", []), ("hydra.sweep.dir", ["--multirun"])])
+def test_hydra_s_own_option_of_the_directory_is_checked_as_well(cli, tiny, tmp_path, option, many):
+    (tmp_path / "file").write_text("mine")
+    code, _, errors = cli(*tiny, "output_dir=here", f"{option}=file", *many)
+    why = f"cannot write to {option}=file: {tmp_path / 'file'} is not a directory; choose another {option}=DIR"
+    assert code == 1 and why in errors and "Traceback" not in errors
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
 def test_the_known_options_are_those_of_the_default_config(cli):
     assert top_level_options() == set(OmegaConf.create(cli("--cfg", "job")[1]))
 

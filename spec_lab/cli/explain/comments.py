@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from spec_lab.cli.yaml_files import read_yaml
 
 
 class Setting(NamedTuple):
@@ -71,11 +72,7 @@ def read(path: Path, flat: bool = False) -> ConfigFile:
         ValueError: it is no YAML mapping.
         OSError: it cannot be read.
     """
-    text = path.read_text(encoding="utf-8")
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{path} is not readable YAML: {' '.join(str(error).split())[:200]}") from error
+    text, root = read_yaml(path)
     if root is not None and not isinstance(root, MappingNode):
         raise ValueError(f"{path} must hold a mapping of options to values")
     comments = _Comments(text)

@@ -207,7 +207,12 @@ def _plain(text: str) -> str:
 def _type(value: str) -> str:
     """Return the type of a value as it is written; empty if it does not tell."""
     kinds = {bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "mapping"}
-    return "" if value.startswith(("${", "???")) else kinds.get(type(yaml.safe_load(value or "null")), "")
+    if value.startswith(("${", "???", "*")):  # "*": an alias of another value
+        return ""
+    try:
+        return kinds.get(type(yaml.safe_load(value or "null")), "")
+    except yaml.YAMLError:  # aliases within
+        return ""
 
 
 def _option(group: str, name: str, files: Mapping[str, ConfigFile], sources: Sources) -> ConfigOption:
