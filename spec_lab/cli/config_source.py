@@ -1,4 +1,4 @@
-"""Config files that Hydra reads from folders: as its own source reads them, but each is checked before it is expanded."""
+"""Config files that Hydra reads from folders, as by its own source, but checked before they are expanded."""
 
 from __future__ import annotations
 
