@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 try:
+    import fcntl
     import resource
 except ImportError:  # Windows: only the wall-clock limit holds
     resource = None  # type: ignore[assignment]
@@ -89,9 +90,16 @@ class LimitedProcess:
             self._owner, self._process, self._lock = os.getpid(), None, threading.Lock()
         line = json.dumps([asdict(limits), request]).encode() + b"\n"
         with self._lock:
+            if self._process is not None and self._process.poll() is not None:  # ended since, by whatever
+                self._end()
             process = self._process = self._process or self._start()
             late = threading.Event()
-            timer = threading.Timer(limits.seconds, lambda: (late.set(), process.kill()))
+
+            def stop() -> None:
+                late.set()
+                process.kill()
+
+            timer = threading.Timer(limits.seconds, stop)
             timer.daemon = True
             timer.start()
             try:
@@ -183,6 +191,7 @@ def _reply(answer: Callable[[Any], Any], request: Any, limits: Limits) -> bytes:
             with suppress(ValueError, OSError):  # macOS
                 resource.setrlimit(resource.RLIMIT_AS, (limits.memory, hard))
         signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
+        _end_with_parent(True)
     try:
         try:
             reply = {"result": answer(request)}
@@ -194,3 +203,15 @@ def _reply(answer: Callable[[Any], Any], request: Any, limits: Limits) -> bytes:
     finally:
         if resource is not None:
             signal.setitimer(signal.ITIMER_PROF, 0)
+            _end_with_parent(False)
+
+
+def _end_with_parent(whether: bool) -> None:
+    """Let the system end this process, busy as it is, when the parent has ended: SIGIO tells that its stream is closed.
+
+    Meanwhile the parent writes nothing to it.
+    """
+    asynchronous = getattr(os, "O_ASYNC", 0)
+    fcntl.fcntl(sys.stdin, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(sys.stdin, fcntl.F_GETFL)
+    fcntl.fcntl(sys.stdin, fcntl.F_SETFL, flags | asynchronous if whether else flags & ~asynchronous)

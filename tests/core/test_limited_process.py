@@ -58,13 +58,15 @@ def test_a_request_above_a_limit_ends_the_process_and_the_next_starts_another(
     assert ask(process, "{{ 'a' * 1000000 }}") == "a" * 1000000
 
 
-def test_the_end_of_a_process_is_no_answer(process):
+def test_a_process_that_ended_is_replaced(process):
     ask(process, "a")
     process._process.kill()
     process._process.wait()
-    with pytest.raises(LimitExceeded, match="its process ended by SIGKILL"):
-        ask(process, "a")
     assert ask(process, "b") == "b"
+    threading.Timer(0.2, process._process.kill).start()
+    with pytest.raises(LimitExceeded, match="its process ended by SIGKILL"):
+        ask(process, ENDLESS)
+    assert ask(process, "c") == "c"
 
 
 def test_each_request_has_the_whole_time(process):
@@ -94,7 +96,7 @@ def test_an_interrupted_request_leaves_no_answer_for_the_next(process, monkeypat
 
 
 SCRIPT = """
-import json, os, sys
+import json, os, signal, sys
 from spec_lab.core.limited_process import *
 process = LimitedProcess("spec_lab.text.template_sandbox")
 def ask(source): return process.ask({"source": source, "given": {}}, Limits(60.0, 2**30, 100.0))
@@ -106,6 +108,8 @@ if "fork" in sys.argv and not (child := os.fork()):
 if "fork" in sys.argv:
     os.waitpid(child, 0)
     print(json.dumps([ask("c"), process._process.pid]), flush=True)
+if "leave" in sys.argv:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 if "endless" in sys.argv:
     ask(sys.argv[-1])
 if "wait" in sys.argv:
@@ -146,15 +150,15 @@ def ended(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("how", ["exit", "SIGINT", "SIGKILL", "fork"])
+@pytest.mark.parametrize("how", ["exit", "SIGINT", "leave", "SIGKILL", "fork"])
 def test_no_process_is_left(script, how):
-    parent = script(*{"exit": ["wait"], "SIGINT": ["endless", ENDLESS], "SIGKILL": ["wait"], "fork": ["fork"]}[how])
+    arguments = {"exit": ["wait"], "SIGINT": ["endless", ENDLESS], "leave": ["leave", "endless", ENDLESS],
+                 "SIGKILL": ["endless", ENDLESS], "fork": ["fork"]}  # fmt: skip
+    parent = script(*arguments[how])
     answers = [json.loads(parent.stdout.readline())]
-    if how == "SIGINT":
-        time.sleep(0.2)  # in the midst of the template; before it, the outcome is the same
-        os.killpg(parent.pid, signal.SIGINT)  # as Ctrl-C does
-    elif how == "SIGKILL":
-        parent.kill()
+    if how in ("SIGINT", "leave", "SIGKILL"):
+        time.sleep(0.3)  # in the midst of the template; before it, the outcome is the same
+        os.killpg(parent.pid, signal.SIGINT) if how != "SIGKILL" else parent.kill()  # Ctrl-C reaches the group
     output, errors = parent.communicate(timeout=60)
     answers += map(json.loads, output.splitlines())
     assert [text for text, _ in answers] == (["a", "b", "c"] if how == "fork" else ["a"])
