@@ -22,17 +22,18 @@ from spec_lab.engine.llama_context import KV_DTYPES, LlamaSettings
 from spec_lab.engine.llama_cpp import LlamaCpp
 from spec_lab.engine.llama_library import Library, Model, load_library
 from spec_lab.engine.llama_recurrent import MOST_SNAPSHOTS, LlamaRecurrent
+from spec_lab.models.comparison import EXACT
+from spec_lab.models.forests import Checked, decode_forests, largest_error, rounding_error
 from spec_lab.models.gguf_file import GGUFFile, read_gguf
 from spec_lab.models.gguf_tokenizer import PROBES, read_gguf_tokenizer, reads_as_llama_cpp
 from spec_lab.models.services import GGUFServices
-from spec_lab.models.support import Unsupported, forest_error
+from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 
 LOG = logging.getLogger(__name__)
 
-EXACT, ROUNDED = 1e-3, 0.25
-"""Largest error of a logit that the self-check allows, in standard deviations of the plain logits: with weights, keys
-and values in float32, and otherwise."""
+FLOOR = 0.01
+"""Error of the logits that the self-check always allows where numbers are rounded, in standard deviations."""
 
 SNAPSHOTS = 10
 """Of recurrent states, where the option is null: as many as ``proposer=ngram`` drafts tokens."""
@@ -129,8 +130,7 @@ def load(
         check_tokenizer(model, read)
     settings = LlamaSettings(threads or torch.get_num_threads(), kv_dtype, chunk, cells, kept)
     sha256, cache = file_hash(Path(path)), ProcessCache() if cache is None else cache
-    allowed = EXACT if kv_dtype == "f32" and exact else ROUNDED
-    measured = checked(model, settings, sha256, cache, allowed)
+    measured = checked(model, settings, sha256, cache, kv_dtype == "f32" and exact)
     lm: LlamaCpp | LlamaRecurrent
     if model.recurrent:
         lm = LlamaRecurrent(model, settings)
@@ -138,8 +138,8 @@ def load(
         lm = LlamaCpp(model, settings, work_of(file, kv_dtype) if gpu_layers == 0 else None)
     services = GGUFServices(file)
     return Target(
-        lm, read, path, context or limit, sha256, measured, cache, parts=services, stops=model.ends | file.ends,
-        source_sha256=file.source_sha256, tolerance=allowed,
+        lm, read, path, context or limit, sha256, measured.error, cache, parts=services, stops=model.ends | file.ends,
+        source_sha256=file.source_sha256, tolerance=measured.allowed,
     )  # fmt: skip
 
 
@@ -278,37 +278,53 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def checked(model: Model, settings: LlamaSettings, sha256: str, cache: ProcessCache, allowed: float) -> float:
-    """Return the self-check's error, measured once for the same file in the same setting.
+def checked(model: Model, settings: LlamaSettings, sha256: str, cache: ProcessCache, exact: bool) -> Checked:
+    """Return the self-check's result, measured once for the same file in the same setting.
+
+    There is no other data type to compare with. So the error of decoded forests, against decoding one token after the
+    other, is compared with the rounding of plain decoding: with how much a text's logits change where it is decoded at
+    once.
 
     Args:
         model: the model.
         settings: how it is computed.
         sha256: of its file.
-        cache: errors that were measured before; a new one is added.
-        allowed: the largest one, in standard deviations of the logits.
+        cache: results that were measured before; a new one is added.
+        exact: whether weights, keys and values are float32: then the largest difference of a logit decides.
 
     Raises:
-        Unsupported: it exceeds the tolerance, or llama.cpp raises an error.
+        Unsupported: the error is larger than allowed, or llama.cpp raises an error.
     """
     numbers = (settings.threads, settings.batch, model.gpu_layers, settings.snapshots)
     setting = (sha256, model.description, "llama.cpp", settings.kv_dtype, *map(str, numbers))
     if setting in cache.self_checks:
-        return cache.self_checks[setting]
+        return Checked(*cache.self_checks[setting])
     LOG.info("Self-check: a forest of draft trees against plain decoding")
     runner: Any = LlamaRecurrent if model.recurrent else LlamaCpp
     forests, alone = runner(model, settings), runner(model, settings)
 
-    def plain(tokens: list[int], rows: int) -> Tensor:
-        sequence, nothing = alone.open(len(tokens)), empty(1)
-        first, found = len(tokens) - rows + 1, []
-        for pending in (tokens[:first], *([token] for token in tokens[first:])):
-            found.append(alone.run(alone.prepare([sequence], [pending], nothing)).logits[0].clone())
+    def decode(parts: list[list[int]]) -> list[Tensor]:
+        sequence, nothing = alone.open(sum(map(len, parts))), empty(1)
+        found = [alone.run(alone.prepare([sequence], [part], nothing)).logits[0].clone() for part in parts]
         sequence.close()
-        return torch.stack(found)
+        return found
+
+    def one_by_one(tokens: list[int], rows: int) -> Tensor:
+        first = len(tokens) - rows + 1
+        return torch.stack(decode([tokens[:first], *([token] for token in tokens[first:])]))
+
+    def at_once(tokens: list[int], rows: int) -> Tensor:
+        return torch.cat(
+            [torch.stack(decode([tokens[:end]])) for end in range(len(tokens) - rows + 1, len(tokens) + 1)]
+        )
 
     try:
-        error = forest_error(forests, plain)
+        rows = decode_forests(forests)
+        expected = [row.plain(one_by_one) for row in rows]
+        if exact:
+            found = Checked(largest_error(rows, expected), EXACT[torch.float32])
+        else:
+            found = rounding_error(rows, expected, [row.plain(at_once) for row in rows], FLOOR, robust=False)
     except (RuntimeError, ValueError) as failure:
         raise Unsupported(
             f"{model.path} cannot decode forests in llama.cpp ({type(failure).__name__}: {failure})"
@@ -316,10 +332,10 @@ def checked(model: Model, settings: LlamaSettings, sha256: str, cache: ProcessCa
     finally:
         forests.close()
         alone.close()
-    if not error <= allowed:
+    if not found.passed:
         raise Unsupported(
             f"{model.path} ({model.description}) decodes forests wrongly in llama.cpp: its logits differ from plain "
-            f"decoding's by {error:.2g} standard deviations, allowed are {allowed:g}"
+            f"decoding's by {found.error:.2g} standard deviations, allowed are {found.allowed:.2g}"
         )
-    cache.self_checks[setting] = error
-    return error
+    cache.self_checks[setting] = found
+    return found

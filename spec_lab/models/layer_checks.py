@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from spec_lab.core.draft import Draft, chain, forest, tree
 from spec_lab.core.options import whole
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.draft_pass import Route, RunsLayerRanges, Sublayer
 from spec_lab.engine.runner import Runner
-from spec_lab.models.support import TOLERANCE, Unsupported, tolerance
+from spec_lab.models.comparison import EXACT, Comparison, Mismatch
+from spec_lab.models.forests import Checked, Rows, largest_error, rows_of
+from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 
 FOREST = forest((tree(((0,), (1,), (0, 0), (0, 1), (0, 0, 0))), chain(2)))
+FIRST = forest((tree(((0,), (1,))), chain(1)))
+"""Its roots and their children."""
 PENDING = (5, 3)
 
 
@@ -93,7 +97,7 @@ def layers_of(lm: RunsLayerRanges, layers: int | None) -> int:
 
 
 @torch.inference_mode()
-def check_exit(lm: LayeredRunner, end: int, name: str) -> float:
+def check_exit(lm: LayeredRunner, end: int, name: str) -> Checked:
     """Compare forwards that continue from a draft pass with forwards that compute everything.
 
     Args:
@@ -102,40 +106,68 @@ def check_exit(lm: LayeredRunner, end: int, name: str) -> float:
         name: of the target, for messages.
 
     Returns:
-        The largest difference of a logit, in standard deviations.
+        The error of the logits, and the largest that is allowed (``Comparison.check``).
 
     Raises:
-        Unsupported: it exceeds the tolerance of the model's dtype, or the model raises an error.
+        Unsupported: it is larger, or the model raises an error.
     """
     with _supported(f"target '{name}' cannot continue after {end} layers"):
-        error = _exit_error(lm, end)
-    allowed = _tolerance(lm)
-    if not error <= allowed:
-        raise Unsupported(
-            f"target '{name}' continues wrongly after {end} layers: its logits differ from those of a whole "
-            f"forward by {error:.2g} standard deviations, allowed are {allowed:g} in {lm.dtype}"
-        )
-    return error
+        try:
+            return _compared(lm, partial(_continued, end=end))
+        except Mismatch as wrong:
+            what = "cannot be checked" if wrong.plain else f"continues wrongly after {end} layers"
+            raise Unsupported(f"target '{name}' {what}{wrong}") from None
 
 
-def _tolerance(lm: LayeredRunner) -> float:
-    return tolerance(lm.model, lm.kv_dtype) if isinstance(lm, CausalLM) else TOLERANCE[lm.dtype]
+def _compared(lm: LayeredRunner, decode: Callable[[LayeredRunner], list[Rows]]) -> Checked:
+    """Compare decoded rows with plain forwards; those of a toy model with its own whole forwards.
+
+    Raises:
+        Mismatch: they differ by more than is allowed.
+    """
+    if isinstance(lm, CausalLM):
+        own = lm
+
+        def runner(model: Any, kv_dtype: torch.dtype | None) -> CausalLM:
+            if model is own.model and kv_dtype == own.kv_dtype:
+                return own
+            return CausalLM(model, own.attention, own.chunk, kv_dtype=kv_dtype)
+
+        return Comparison.of(own.model, whole=True).check(runner, decode, own.kv_dtype)
+    known = {tuple(row.text): row.logits for rows in _whole(lm) for row in rows.split()}
+    rows = [row for rows in decode(lm) for row in rows.split()]
+    found = Checked(largest_error(rows, [known[tuple(row.text)] for row in rows]), EXACT[lm.dtype])
+    if not found.passed:
+        raise Mismatch(f": its logits differ from those of a whole forward by {found.error:.2g} standard deviations")
+    return found
 
 
-def _exit_error(lm: LayeredRunner, end: int) -> float:
+def _whole(lm: LayeredRunner) -> list[Rows]:
+    """The rows of ``FOREST`` by a forward that computes everything."""
+    pending, _, draft = _example(lm)
+    sequences = [lm.open() for _ in pending]
+    try:
+        return rows_of(pending, draft, lm.run(lm.prepare(sequences, pending, draft)).logits.clone())
+    finally:
+        for sequence in sequences:
+            sequence.close()
+        lm.clock.take()
+
+
+def _continued(lm: LayeredRunner, end: int) -> list[Rows]:
+    """The rows of ``FOREST`` by a forward that continues from a draft pass."""
     pending, token, draft = _example(lm)
     timed, rows = lm.clock.phase("propose_forward"), np.flatnonzero(FOREST.depth == 1)
-    whole_ones, parts = [lm.open() for _ in pending], [lm.open() for _ in pending]
+    sequences = [lm.open() for _ in pending]
     try:
-        wanted = lm.run(lm.prepare(whole_ones, pending, draft)).logits.clone()
         early = lm.draft_pass(Route(0, end))
-        early.forward(parts, pending, timed)
-        early.extend(parts, FOREST, rows, token[rows - FOREST.roots], timed)
+        early.forward(sequences, pending, timed)
+        early.extend(sequences, FOREST, rows, token[rows - FOREST.roots], timed)
         early.finish(draft.token, token)
-        return _difference(lm.run(lm.prepare(parts, pending, draft)).logits, wanted)
+        return rows_of(pending, draft, lm.run(lm.prepare(sequences, pending, draft)).logits.clone())
     finally:
-        for one in (*whole_ones, *parts):
-            one.close()
+        for sequence in sequences:
+            sequence.close()
         lm.clock.take()
 
 
@@ -145,11 +177,6 @@ def _example(lm: LayeredRunner) -> tuple[list[list[int]], np.ndarray, Draft]:
     pending = [generator.integers(0, lm.vocabulary, count).tolist() for count in PENDING]
     token = generator.integers(0, lm.vocabulary, FOREST.nodes)
     return pending, token, Draft(FOREST, torch.from_numpy(token).to(lm.device))
-
-
-def _difference(found: Tensor, wanted: Tensor) -> float:
-    error = float(((found.double() - wanted.double()).abs().amax(-1) / wanted.double().std(-1)).max())
-    return error if np.isfinite(error) else float("inf")
 
 
 @torch.inference_mode()
@@ -164,16 +191,18 @@ def check_skipping(lm: LayeredRunner, sublayers: frozenset[Sublayer], name: str)
         name: of the target, for messages.
 
     Raises:
-        Unsupported: the logits differ by more than the tolerance of the model's dtype, or the model raises an error.
+        Unsupported: the logits differ by more than ``Comparison.check`` allows, or the model raises an error.
     """
     with _supported(f"target '{name}' cannot skip sublayers"):
-        error = _skip_error(lm, skipped_to_check(sublayers))
-    allowed = _tolerance(lm)
-    if not error <= allowed:
-        raise Unsupported(
-            f"target '{name}' drafts wrongly on its own KV cache: without skipped sublayers its logits differ from "
-            f"those of a forward by {error:.2g} standard deviations, allowed are {allowed:g} in {lm.dtype}"
-        )
+        try:
+            _compared(lm, _whole_draft)
+        except Mismatch as wrong:
+            what = (
+                "cannot be checked" if wrong.plain else "drafts wrongly on its own KV cache without skipped sublayers"
+            )
+            raise Unsupported(f"target '{name}' {what}{wrong}") from None
+        for left_out in skipped_to_check(sublayers):
+            _drafted(lm, left_out)
 
 
 def skipped_to_check(sublayers: frozenset[Sublayer]) -> list[frozenset[Sublayer]]:
@@ -185,23 +214,24 @@ def skipped_to_check(sublayers: frozenset[Sublayer]) -> list[frozenset[Sublayer]
     return [*dict.fromkeys([*sets, sublayers])]
 
 
-def _skip_error(lm: LayeredRunner, sets: Sequence[frozenset[Sublayer]]) -> float:
+def _whole_draft(lm: LayeredRunner) -> list[Rows]:
+    """The roots and first nodes of ``FOREST`` by a draft pass without skipped sublayers."""
+    return _drafted(lm, frozenset())
+
+
+def _drafted(lm: LayeredRunner, left_out: frozenset[Sublayer]) -> list[Rows]:
+    """The roots and first nodes of ``FOREST`` by a draft pass, after a forward over the whole forest."""
     pending, token, draft = _example(lm)
-    timed, rows = lm.clock.phase("propose_forward"), np.flatnonzero(FOREST.depth == 1)
-    wholes, parts = [lm.open() for _ in pending], [lm.open() for _ in pending]
-    error = 0.0
+    timed, nodes = lm.clock.phase("propose_forward"), np.flatnonzero(FOREST.depth == 1)
+    sequences = [lm.open() for _ in pending]
     try:
-        wanted = lm.run(lm.prepare(wholes, pending, draft)).logits.clone()
-        for left_out in (frozenset[Sublayer](), *sets):
-            one = lm.draft_pass(Route(skipped=left_out))
-            roots = one.forward(parts, pending, timed).logits
-            nodes = one.extend(parts, FOREST, rows, token[rows - FOREST.roots], timed).logits
-            one.drop()
-            if not left_out and roots is not None and nodes is not None:
-                index = torch.from_numpy(np.concatenate([np.arange(FOREST.roots), rows])).to(lm.device)
-                error = _difference(torch.cat([roots, nodes]), wanted.index_select(0, index))
-        return error
+        drafts = lm.draft_pass(Route(skipped=left_out))
+        roots = drafts.forward(sequences, pending, timed).logits
+        first = drafts.extend(sequences, FOREST, nodes, token[nodes - FOREST.roots], timed).logits
+        drafts.drop()
+        assert roots is not None and first is not None
+        return rows_of(pending, Draft(FIRST, draft.token[nodes - FOREST.roots]), torch.cat([roots, first]))
     finally:
-        for kv in (*wholes, *parts):
-            kv.close()
+        for sequence in sequences:
+            sequence.close()
         lm.clock.take()

@@ -19,14 +19,16 @@ from spec_lab.engine.attention import Attention
 from spec_lab.engine.causal_lm import CausalLM, why_no_kv_dtype
 from spec_lab.engine.runner import Runner
 from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.forests import Checked
 from spec_lab.models.hub import loaded_folder
 from spec_lab.models.loading import load_model
 from spec_lab.models.merged import merge
 from spec_lab.models.packed import pack, unpack
 from spec_lab.models.placement import kv_dtype_of
 from spec_lab.models.quantized import recorded
+from spec_lab.models.self_check import checked
 from spec_lab.models.services import ModelServices, TargetServices
-from spec_lab.models.support import Unsupported, checked, is_recurrent, model_context, one_rotation, tolerance
+from spec_lab.models.support import Unsupported, is_recurrent, model_context, one_rotation
 
 LOG = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ class Target:
         name: the path or hub name as given.
         context: maximum number of tokens of a sequence.
         sha256: of the weight files in order of name; empty for a model that was not read from files.
-        self_check: largest error that the self-check at load measured, in standard deviations of the logits.
+        self_check: error that the self-check at load measured, in standard deviations of the logits.
         cache: facts that this process found before; draft models that are loaded for this target use it too.
         stops: end-of-text tokens that are known otherwise than from a model of transformers or the tokenizer.
         parts: embedding, final norm and LM head for proposers that call them; None: those of ``causal_lm``.
@@ -261,13 +263,13 @@ class Target:
         if graphs:
             merge(model)
         if tensor_parallel:  # other ranks would compute replicated layers otherwise
-            error = checked(model, attention, sha256, cache, graphs)
+            found = checked(model, attention, sha256, cache, graphs)
         else:
-            error = _pack_checked(model, attention, sha256, cache, graphs, stored)
+            found = _pack_checked(model, attention, sha256, cache, graphs, stored)
         lm = CausalLM(model, attention, chunk, graphs, stored)
         return Target(
-            lm, tokenizer, path, context or limit, sha256, error, cache, folder=loaded_folder(path),
-            tolerance=tolerance(model, lm.kv_dtype),
+            lm, tokenizer, path, context or limit, sha256, found.error, cache, folder=loaded_folder(path),
+            tolerance=found.allowed,
         )  # fmt: skip
 
 
@@ -278,7 +280,7 @@ def _pack_checked(
     cache: ProcessCache,
     fixed: bool = False,
     kv_dtype: torch.dtype | None = None,
-) -> float:
+) -> Checked:
     """Pack a model's linear layers, and return its ``checked``; unpacked if its code reads the weights itself.
 
     Raises:
@@ -287,8 +289,8 @@ def _pack_checked(
     pack(model)
     try:
         return checked(model, attention, sha256, cache, fixed, kv_dtype)
-    except Unsupported:
-        if not unpack(model):
+    except Unsupported as refusal:
+        if refusal.__cause__ is None or not unpack(model):
             raise
         return checked(model, attention, sha256, cache, fixed, kv_dtype)
 

@@ -15,7 +15,8 @@ COMPUTES = {"prepare", "run", "forward", "extend"}
 RUNS = {
     "engine/step.py",
     "engine/text_logits.py",  # all valid outputs, before a request under constraint.distribution=global is decoded
-    "models/support.py",  # compares a model with itself before anything is decoded
+    "models/forests.py",  # compares a model with itself before anything is decoded
+    "models/self_check.py",  # one token, in windows that are not shortened
     "models/layer_checks.py",  # the same of ranges of layers
     "models/target.py",  # plain texts, with which outputs are compared afterwards
 }

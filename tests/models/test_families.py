@@ -9,7 +9,9 @@ from spec_lab.core.own_attention import own_attention
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.engine import Engine, Limits
-from spec_lab.models.support import TOLERANCE, refuse_by_name, self_check
+from spec_lab.models.comparison import EXACT
+from spec_lab.models.self_check import self_check
+from spec_lab.models.support import refuse_by_name
 from spec_lab.models.target import Target
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.early_exit import EarlyExit
@@ -77,7 +79,7 @@ def test_the_kinds_of_layers_and_the_self_check(name):
     refuse_by_name(model.config)
     assert kinds_of(model.config) == family.kinds
     for attention, fixed in (("spans", False), ("spans", True), ("dense", False)):
-        assert self_check(model, attention, fixed) < TOLERANCE[family.dtype]
+        assert self_check(model, attention, fixed).error < EXACT[family.dtype]
 
 
 @CASES
@@ -95,7 +97,7 @@ def test_forwards_without_a_cache_have_the_logits_of_transformers_attention(name
         model.set_attn_implementation(own_attention(model))
         expected = model(input_ids=texts, use_cache=False).logits
         found = CausalLM(model).model(input_ids=texts, use_cache=False).logits
-    assert float((found - expected).abs().max() / expected.std()) < TOLERANCE[FAMILIES[name].dtype]
+    assert float((found - expected).abs().max() / expected.std()) < EXACT[FAMILIES[name].dtype]
 
 
 @pytest.mark.one_in(6)

@@ -13,8 +13,8 @@ from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.engine import Engine, Limits
 from spec_lab.engine.proposer import Lifecycle
 from spec_lab.engine.recurrent import Advance
-from spec_lab.models import support
-from spec_lab.models.support import NO_LIMIT, Unsupported, self_check
+from spec_lab.models.self_check import self_check
+from spec_lab.models.support import NO_LIMIT, Unsupported
 from spec_lab.models.target import Target
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.ngram import Ngram
@@ -116,8 +116,8 @@ def test_a_checkpoint_loads_and_passes_its_self_check(name, tmp_path):
     assert target.lm.facts["packed"] == (dtype == "float32" and torch.backends.mkldnn.is_available())
     assert target.lm.recurrence.tokenwise == (name in TOKENWISE)
     assert target.lm.capabilities.hidden_layers == (model.config.num_hidden_layers if attends else 0)
-    if name != "zamba":  # in bfloat16 this random model's logits depend on how many tokens are computed at once
-        assert Target.load(str(tmp_path), dtype="bfloat16").self_check < support.TOLERANCE[torch.bfloat16]
+    rounded = Target.load(str(tmp_path), dtype="bfloat16")
+    assert 1e-3 < rounded.self_check < rounded.tolerance
     with pytest.raises(Unsupported, match=r"target\.attention=dense does not support models with recurrent layers"):
         Target.load(str(tmp_path), dtype=dtype, attention="dense")
     draft = DraftModel.load(target, str(tmp_path), depth=3)

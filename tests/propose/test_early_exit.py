@@ -324,4 +324,4 @@ def test_a_model_that_continues_wrongly_is_refused():
     with pytest.raises(Unsupported, match="continues wrongly after 1 layers"):
         check_exit(CausalLM(model), 1, "odd")
     sound = CausalLM(tiny_model(num_hidden_layers=3))
-    assert check_exit(sound, 2, "llama") < 1e-12 and not sound.cells.references.any()
+    assert check_exit(sound, 2, "llama").error < 1e-12 and not sound.cells.references.any()

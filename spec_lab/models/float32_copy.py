@@ -1,0 +1,123 @@
+"""Copies of a model in float32, and of its first layers, with which a self-check tells faults from rounding."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spec_lab.core.memory import available
+from spec_lab.engine.layer_ranges import find_layers
+from spec_lab.engine.model_work import parameters_of
+from spec_lab.models.packed import PackedLinear, dense_copy
+from spec_lab.models.quantized import is_quantized
+
+WHOLE = 2**28
+"""Most parameters of a model on a CPU that is copied as a whole: the forwards of a self-check then take seconds."""
+FEWEST = 4
+"""Fewest layers of a copy of the first ones."""
+
+
+def comparable(model: Any) -> tuple[Any, Any]:
+    """Return what a self-check compares: a model, or its first layers, and the same in float32.
+
+    On a CPU a model of more than ``WHOLE`` parameters is represented by its first layers, at least one of each kind;
+    they share its weights.
+
+    Raises:
+        MemoryError: the copy does not fit.
+        Exception: of many types; the model cannot be copied.
+    """
+    if parameters_of(model) > WHOLE and model.device.type == "cpu" and (short := _needed(model)):
+        model = _copy(model, {}, short)
+    room = available(model.device)
+    if room is not None and 4 * parameters_of(model) > room / 2:
+        raise MemoryError("a copy in float32 does not fit")
+    return model, float32_copy(model)
+
+
+def float32_copy(model: Any) -> Any:
+    """Return a model with the same weights in float32, as plain layers; quantized ones are dequantized."""
+    known: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            known[id(module)] = dense_copy(module).float()
+        elif is_quantized(module):
+            known[id(module)] = _dequantized(module, model.dtype)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if type(tensor.data) is Tensor and tensor.layout == torch.strided and tensor.is_floating_point():
+            wide = tensor.detach().float()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            known[id(tensor)] = nn.Parameter(wide, requires_grad=False) if is_parameter else wide
+    made = _copy(model, known)
+    made.config.dtype = torch.float32
+    return made
+
+
+def _copy(model: Any, known: dict[int, Any], layers: int | None = None) -> Any:
+    """Return a copy of a model, or of its first layers.
+
+    Args:
+        model: the model.
+        known: by the id of a module or tensor, what takes its place. Other weights are shared.
+        layers: how many; None for all.
+    """
+    shared: dict[int, Any] = {
+        id(one): one
+        for module in model.modules()
+        for one in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    }
+    shared |= {id(module): module for module in model.modules() if is_quantized(module)}
+    shared |= {id(module): module for module in model.modules() if isinstance(module, PackedLinear)}
+    memo = shared | known
+    if layers is not None:
+        whole = find_layers(model)[2]
+        memo[id(whole)] = deepcopy(whole[:layers], memo)
+    made = deepcopy(model, memo)
+    if layers is not None:
+        count = len(whole)
+        for name, value in list(vars(made.config).items()):
+            if isinstance(value, list) and len(value) == count:
+                setattr(made.config, name, value[:layers])
+        made.config.num_hidden_layers = layers
+    return made
+
+
+def _dequantized(layer: Any, dtype: torch.dtype) -> nn.Linear:
+    """Return a linear layer with the weight that a quantized one multiplies by: its products with unit vectors."""
+    unit = torch.eye(layer.in_features, dtype=dtype, device=next(iter((*layer.parameters(), *layer.buffers()))).device)
+    bias = getattr(layer, "bias", None)
+    with torch.inference_mode():
+        weight = layer(unit) if bias is None else layer(unit) - bias
+    made = nn.Linear(layer.in_features, layer.out_features, bias is not None, device="meta")
+    made.weight = nn.Parameter(weight.T.float().clone(), requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias.detach().float().clone(), requires_grad=False)
+    return made
+
+
+def _needed(model: Any) -> int | None:
+    """Return how many of the first layers have every kind of layer among them; None where all are needed."""
+    layers = find_layers(model)[2]
+    types = getattr(model.config, "layer_types", None) or [""] * len(layers)
+    kinds = [(kind, _signature(layer)) for kind, layer in zip(types, layers, strict=True)]
+    first = {kind: place for place, kind in reversed([*enumerate(kinds)])}
+    needed = max(FEWEST, 1 + max(first.values()))
+    return needed if needed < len(layers) else None
+
+
+def _signature(layer: nn.Module) -> tuple[Any, ...]:
+    """Return what sets layers apart: their modules, and the numbers and words that these keep, but for their place."""
+    return tuple(
+        (name, type(module).__name__, *sorted(
+            (key, value) for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str) and key not in PLACES
+        ))
+        for name, module in layer.named_modules()
+    )  # fmt: skip
+
+
+PLACES = {"layer_idx", "layer_id", "layer_number", "training"}
+"""What modules of transformers call the number of their layer, and what does not matter here."""
