@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +66,7 @@ class Comparison:
 
     model: Any
     exact: Any
-    _plain: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+    _plain: dict[tuple[int, bool, str], list[Tensor]] = field(default_factory=dict)
 
     @staticmethod
     def of(model: Any, whole: bool = False) -> Comparison:
@@ -84,7 +83,7 @@ class Comparison:
             return Comparison(model, None)
         try:
             own, exact = comparable(model)
-            plain_forward(exact, [0], 1)
+            plain_forward(exact, [[0]])
             return Comparison(own, exact)
         except (MemoryError, *FAILURES) as failure:
             LOG.info("There is no copy in float32 to compare with (%s: %s)", type(failure).__name__, failure)
@@ -112,9 +111,9 @@ class Comparison:
                 return found
         lm, robust = runner(self.model, kv_dtype), self.exact is not None
         rows, works = decode(lm), self._other_dtype if kv_dtype is None else ""
-        expected = [self._logits(self.exact if robust else self.model, row) for row in rows]
+        expected = self._logits(self.exact if robust else self.model, rows)
         if kv_dtype is None:
-            others = [self._logits(self.model, row, not robust, works) for row in rows]
+            others = self._logits(self.model, rows, not robust, works)
         else:
             others = [_finite(row.plain(lm.plain_logits), self.model.dtype) for row in rows]
         floor = torch.finfo(self.model.dtype).eps * (1 if robust else 4)
@@ -125,7 +124,7 @@ class Comparison:
         return found
 
     def _check_exact(self, rows: Sequence[Rows]) -> Checked:
-        expected = [self._logits(self.exact, row) for row in rows]
+        expected = self._logits(self.exact, rows)
         dtype = torch.float32 if recurrent_layers(self.model.config) else self.exact.dtype
         found = Checked(largest_error(rows, expected), EXACT[dtype])
         _refuse(found, expected, f" in {self.exact.dtype}", "a plain forward")
@@ -142,16 +141,21 @@ class Comparison:
         """The data type of the copy, where ``target.dtype`` can choose it."""
         return "float32" if self.exact not in (None, self.model) and recorded(self.model) is None else ""
 
-    def _logits(self, model: Any, row: Rows, eager: bool = False, works: str = "") -> Tensor:
-        """Return a row's logits by a plain forward, computed once.
+    def _logits(self, model: Any, rows: Sequence[Rows], eager: bool = False, works: str = "") -> list[Tensor]:
+        """Return the logits of rows by a plain forward, computed once.
 
         Raises:
             Mismatch: they are not finite.
         """
-        key = (id(model), eager, tuple(row.text), len(row.logits))
+        texts = [row.text for row in rows]
+        key = (id(model), eager, str(texts))
         if key not in self._plain:
-            self._plain[key] = _finite(row.plain(partial(plain_forward, model, eager=eager)), model.dtype, works)
-        return self._plain[key]
+            apart = recurrent_layers(model.config)  # whose sums over parts of a text include what follows a shorter one
+            batches = [[text] for text in texts] if apart else [texts]
+            self._plain[key] = [logits for batch in batches for logits in plain_forward(model, batch, eager)]
+        ends = [(len(row.text) - len(row.logits), len(row.text)) for row in rows]
+        logits = [text[first:end] for text, (first, end) in zip(self._plain[key], ends, strict=True)]
+        return [_finite(some, model.dtype, works) for some in logits]
 
 
 def _finite(logits: Tensor, dtype: torch.dtype, works: str = "") -> Tensor:
@@ -166,20 +170,23 @@ def _finite(logits: Tensor, dtype: torch.dtype, works: str = "") -> Tensor:
 
 
 @torch.inference_mode()
-def plain_forward(model: Any, tokens: list[int], rows: int, eager: bool = False) -> Tensor:  # [rows, V]
-    """Return the logits of the last rows of a plain forward, with transformers' own attention.
+def plain_forward(model: Any, texts: Sequence[list[int]], eager: bool = False) -> Tensor:  # [texts, longest, V]
+    """Return the logits of a plain forward over some texts, with transformers' own attention.
+
+    Shorter texts are followed by other tokens, which no row before them attends to.
 
     Args:
         model: a causal LM of transformers.
-        tokens: the text.
-        rows: how many.
+        texts: the texts.
         eager: by matrix products instead of torch's fused attention.
     """
     before = model.config._attn_implementation
     wanted = "eager" if eager else own_attention(model) if before == SPANS else before
     if wanted != before:
         model.set_attn_implementation(wanted)
-    logits: Tensor = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0, -rows:]
+    longest = max(map(len, texts))
+    ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=model.device)
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
     if wanted != before:
         model.set_attn_implementation(before)
     return logits

@@ -98,12 +98,12 @@ def _refuse_failing_model(model: Any, kind: str) -> None:
         Unsupported: its plain forward fails.
     """
     try:
-        plain_forward(model, [0], 1)
+        plain_forward(model, [[0]])
     except FAILURES as failure:
         where, cure = "", ""
         if model.dtype == torch.float64:  # transformers' experts, say, have no float64
             try:
-                plain_forward(deepcopy(model).float(), [0], 1)
+                plain_forward(deepcopy(model).float(), [[0]])
                 where, cure = " in float64", "; set target.dtype=float32, which works"
             except FAILURES:
                 pass

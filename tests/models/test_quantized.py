@@ -24,6 +24,7 @@ from spec_lab.models.quantized import (
 )  # fmt: skip
 from spec_lab.models.self_check import self_check
 from spec_lab.models.support import Unsupported
+from tests.models.test_self_check import MUTANTS
 from tests.tiny import tiny_model
 
 
@@ -77,9 +78,9 @@ def scaled(layer):
     return made
 
 
-def quantized(make, dtype=torch.float32):
+def quantized(make, dtype=torch.float32, **changes):
     """A tiny model with its MLPs quantized, and the plain one."""
-    plain = tiny_model(dtype=dtype)
+    plain = tiny_model(dtype=dtype, **changes)
     model = copy.deepcopy(plain)
     for layer in model.model.layers:
         for name in ("gate_proj", "up_proj", "down_proj"):
@@ -161,16 +162,30 @@ def test_quantized_models_are_compared_with_their_weights_in_float32(make, dtype
     exact = make is scaled and dtype == torch.float32
     assert found.error < 1e-5 and found.allowed == 1e-3 if exact else 1e-3 < found.error < found.allowed < 0.05
     assert CausalLM(model).facts["quantization"] == recorded(model)
-    if make is rounding:  # a kernel that is wrong for the numbers of rows that a forest has
+    if make is rounding:  # a kernel that is wrong for single rows
 
         def wrong(layer, x):
-            return right(layer, x) * (1.2 if x.shape[-2] in (1, 6, 8, 18) else 1)
+            return right(layer, x) * (1.2 if x.shape[-2] == 1 else 1)
 
         right = Rounding.forward
         monkeypatch.setattr(Rounding, "forward", wrong)
         with pytest.raises(Unsupported, match=f"in {dtype} with quantization rounding: its logits") as caught:
             self_check(model, "spans")
         assert "which works" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [scaled, rounding])
+def test_a_deep_quantized_model_passes_and_faults_of_the_engine_are_refused(make, dtype, monkeypatch):
+    _, model = quantized(make, dtype, num_hidden_layers=24)
+    monkeypatch.setattr(float32_copy, "is_quantized", lambda one: isinstance(one, Rounding) or is_quantized(one))
+    record(model, {"method": make.__name__, "rounds": make is rounding})
+    self_check(model, "spans")
+    for mutant in MUTANTS:
+        with monkeypatch.context() as patch:
+            mutant(patch)
+            with pytest.raises(Unsupported, match="decodes forests wrongly"):
+                self_check(model, "spans")
 
 
 @pytest.mark.parametrize("bias", [False, True])
