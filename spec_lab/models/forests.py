@@ -18,8 +18,12 @@ from spec_lab.core.draft import Draft, Shape
 from spec_lab.engine.runner import Runner
 
 TREES = (2, (0, 0, 3, 1, 5), (1, 2)), (2, (0, 0, 2, 1, 1, 6), ()), *((1, (), ()),) * 5, (1, (0, 0, 1), ())
-CHAINS = (2, (0, 1, 2, 3, 4), ()), (2, (0, 2, 1, 3), (0, 1)), (2, (1, 0), ()), *((1, (), ()),) * 5, (1, (0, 1), ())
-"""Forests: how many trees, the parents of their nodes, and the nodes of the first tree that are accepted."""
+CHAINS = (2, (0, 1, 2, 3, 4), ()), (2, (0, 2, 1, 3), (0, 1)), (2, (1, 0), ()), (1, (), ()), (1, (0, 1), ())
+"""Forests: how many trees, the parents of their nodes, and the nodes of the first tree that are accepted.
+
+Of chains, for recurrent layers, one step has one row: transformers' own updates of a state by one token after the other
+differ from its forward over a text by 1e-3 standard deviations in Nemotron-H and Zamba2.
+"""
 LONG = 24
 """Tokens before a chain, more than recurrent layers compute again after a rejection."""
 
