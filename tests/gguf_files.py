@@ -1,6 +1,7 @@
 """Checkpoints with every kind of tensor that a GGUF file of a Llama-like model may hold, and bytes of hostile files."""
 
 import json
+import math
 import shutil
 import struct
 from pathlib import Path
@@ -87,3 +88,48 @@ def header(fields: list[bytes] = (), tensors: list[bytes] = (), magic: bytes = b
 def tensor(name: str, shape: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
     """A tensor's description as GGUF stores it; the shape is in torch's order."""
     return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset)
+
+
+TYPED = {
+    "token_embd.weight": (512, 256), "output.weight": (512, 256), "output_norm.weight": (256,),
+    "rope_freqs.weight": (64,), "blk.0.attn_norm.weight": (256,), "blk.0.ffn_norm.weight": (256,),
+    "blk.0.attn_q.bias": (256,), **{f"blk.0.{name}.weight": (256, 256) for name in (
+        "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down",
+    )},
+}  # fmt: skip
+"""Shapes of a Llama-like model of one layer, whose rows are whole blocks of every data type."""
+
+NUMBERS = ("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64")
+FATAL = [
+    *((name, kind) for name in ("token_embd.weight", "output.weight", "blk.0.attn_q.weight") for kind in NUMBERS),
+    *((name, kind) for name in ("output_norm.weight", "blk.0.ffn_norm.weight", "blk.0.attn_q.bias", "rope_freqs.weight")
+      for kind in ("F16", "BF16", "I8", "I16", "I32", "I64", "F64")),
+    ("blk.0.attn_norm.weight", "Q8_0"), ("blk.0.attn_norm.weight", "Q4_K"),
+]  # fmt: skip
+"""Tensors of ``TYPED`` and data types with which llama.cpp ends the process, or computes something else."""
+
+
+def typed(file: Path, name: str, kind: str) -> Path:
+    """Write a model of zeros in float32, but one tensor with another data type; return the file."""
+    import gguf
+
+    def number(name: str, value: int) -> bytes:
+        return field(f"llama.{name}", 4, struct.pack("<I", value))
+
+    fields = [
+        field("general.architecture", 8, text("llama")), number("context_length", 512), number("embedding_length", 256),
+        number("block_count", 1), number("feed_forward_length", 256), number("attention.head_count", 2),
+        number("vocab_size", 512), field("llama.attention.layer_norm_rms_epsilon", 6, struct.pack("<f", 1e-5)),
+        field("tokenizer.ggml.model", 8, text("no_vocab")),
+    ]  # fmt: skip
+    tensors, offset = [], 0
+    for other, shape in TYPED.items():
+        own = gguf.GGMLQuantizationType[kind if other == name else "F32"]
+        block, size = gguf.GGML_QUANT_SIZES[own]
+        tensors.append(tensor(other, shape, own, offset))
+        offset += -(-math.prod(shape) // block * size // 32) * 32
+    begin = header(fields, tensors)
+    with file.open("wb") as stream:
+        stream.write(begin)
+        stream.truncate(-(-len(begin) // 32) * 32 + offset)
+    return file

@@ -1,8 +1,8 @@
 """Read a GGUF file, the format of llama.cpp: metadata, sizes of tensors, and single tensors as numbers.
 
 A GGUF file is untrusted input. Everything in its header is checked against the file's size and the bounds below before
-it is used, and every error names the file. llama.cpp reads the same file again by itself; what would abort its process
-(a token that occurs twice) is refused here.
+it is used, and every error names the file. llama.cpp reads the same file again by itself; what would end the process
+(a token that occurs twice, a tensor of a data type that llama.cpp does not compute) is refused here.
 """
 
 from __future__ import annotations
@@ -43,6 +43,13 @@ SOURCE = "spec_lab.weights_sha256"
 
 STOPS = "spec_lab.stop_token_ids"
 """Metadata field: all end-of-text tokens of the checkpoint that was converted; the format itself names three."""
+
+UNCOMPUTED = ("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64")
+"""Data types of the format that llama.cpp does not multiply matrices of, nor reads rows of an embedding in. (Q8_1 and
+Q8_K are those of its intermediate results.)"""
+
+FLOAT32_PARTS = ("norm", "ssm_conv1d", "shortconv.conv")
+"""Parts of names of matrices that llama.cpp computes in float32 only, as it does vectors."""
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Types of metadata values (``gguf.GGUFValueType``) that are numbers, as codes of ``struct``."""
@@ -333,6 +340,7 @@ def _checked(path: Path, metadata: dict[str, Any], tensors: dict[str, TensorInfo
             raise Unreadable(f"{path}: {name} has the shape {list(info.shape)}, not [V, {file.hidden_size}]")
     for name, most in (("context_length", MAX_CONTEXT), ("block_count", MAX_LAYERS)):
         file.count(name, most)
+    _check_kinds(file)
     experts = f"{file.architecture}.expert_count" in metadata and file.count("expert_count", MAX_EXPERTS, least=0)
     used = metadata.get(f"{file.architecture}.expert_used_count", 0)
     if isinstance(used, int) and not (experts > 1) <= used <= experts:
@@ -344,3 +352,24 @@ def _checked(path: Path, metadata: dict[str, Any], tensors: dict[str, TensorInfo
     if tokens is not None and (not isinstance(tokens, list) or len({*tokens}) < len(tokens)):
         raise Unreadable(f"{path}: tokenizer.ggml.tokens holds a token twice, which llama.cpp does not load")
     return file
+
+
+def _check_kinds(file: GGUFFile) -> None:
+    """Refuse data types for which llama.cpp ends the process: at the first forward, by a signal.
+
+    It adds and multiplies by norms, biases and other vectors in float32 only.
+
+    Raises:
+        Unsupported: names the tensor, its type and the file.
+    """
+    gguf = gguf_package()
+    for name, info in file.tensors.items():
+        kind = gguf.GGMLQuantizationType(info.kind).name
+        vector = len(info.shape) == 1 or not name.endswith(".weight") or any(part in name for part in FLOAT32_PARTS)
+        if kind in UNCOMPUTED or (vector and kind != "F32"):
+            computed = "F32 only" if vector else "F32, F16, BF16 and quantized types"
+            raise Unsupported(
+                f"{file.path} cannot be computed: the tensor {brief(name)} is {kind}, and llama.cpp computes "
+                f"{'vectors and norms' if vector else 'matrices'} of {computed}; convert the model again, with norms "
+                "and biases in F32 (spec-lab convert, or llama.cpp's convert_hf_to_gguf.py)"
+            )

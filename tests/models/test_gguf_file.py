@@ -14,7 +14,7 @@ from spec_lab.models.gguf_file import read_gguf
 from spec_lab.models.services import GGUFServices
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
-from tests.gguf_files import field, header, tensor, text, tiny, with_zoo_tokenizer
+from tests.gguf_files import FATAL, field, header, tensor, text, tiny, typed, with_zoo_tokenizer
 
 U32, STRING, ARRAY = 4, 8, 9
 ARCHITECTURE = field("general.architecture", STRING, text("llama"))
@@ -148,6 +148,19 @@ def test_more_layers_than_llama_cpp_has_room_for_are_refused(written, tmp_path):
         assert changed != data
         (tmp_path / "model.gguf").write_bytes(changed)
         assert ("block_count" in (refusal(tmp_path / "model.gguf") or "")) == refused
+
+
+@pytest.mark.parametrize(("name", "kind"), FATAL)
+def test_data_types_that_llama_cpp_does_not_compute_are_refused_by_tensor_type_and_file(tmp_path, name, kind):
+    file = typed(tmp_path / "model.gguf", name, kind)
+    with pytest.raises(Unsupported, match=rf"model\.gguf .*'{name}' is {kind}, .*F32.* convert"):
+        read_gguf(file)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_1", "Q6_K", "IQ4_XS", "MXFP4"])
+def test_data_types_that_llama_cpp_computes_are_read(tmp_path, kind):
+    file = read_gguf(typed(tmp_path / "model.gguf", "blk.0.ffn_up.weight", kind))
+    assert file.tensors["blk.0.ffn_up.weight"].parameters == 256 * 256
 
 
 def test_sizes_are_those_of_the_file(written):

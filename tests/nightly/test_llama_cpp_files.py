@@ -2,10 +2,14 @@
 
 import ctypes
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -14,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spec_lab.models.gguf_export import FILE_TYPES, convert
 from spec_lab.models.gguf_file import read_gguf
 from spec_lab.models.gguf_tokenizer import PRE_TOKENIZERS, PROBES
-from tests.gguf_files import MODELS, ZOO, tiny, with_zoo_tokenizer
+from tests.gguf_files import FATAL, MODELS, TYPED, ZOO, tiny, typed, with_zoo_tokenizer
 
 llama = pytest.importorskip("llama_cpp", reason="requires the extra llamacpp")
 pytestmark = pytest.mark.nightly
@@ -118,3 +122,48 @@ def test_the_numbers_are_those_of_llama_cpp_s_own_quantizer(tmp_path, dtype):
     assert other == ({"token_embd.weight"} if dtype == "q4_0" else set()), "q8_0 here, q6_k in llama.cpp's"
     for name in ours.tensors.keys() - other:
         assert torch.equal(ours.tensor(name), own.tensor(name)), name
+
+
+COMPUTES = """
+import sys
+from pathlib import Path
+from spec_lab.core.draft import empty
+from spec_lab.engine.llama_context import LlamaSettings
+from spec_lab.engine.llama_cpp import LlamaCpp
+from spec_lab.engine.llama_library import Model, load_library
+from spec_lab.models.gguf_file import read_gguf
+
+library = load_library()
+for file in sys.argv[1:]:
+    print(file, end=" ", flush=True)
+    try:
+        read_gguf(Path(file))
+    except ValueError as error:
+        print("refused", flush=True)
+        continue
+    try:
+        lm = LlamaCpp(Model(library, file), LlamaSettings(1, "f16", 64))
+    except ValueError as error:
+        print("not loaded", flush=True)
+        continue
+    for rows in (1, 7, 40):
+        lm.forward([lm.open()], [[*range(rows)]], empty(1))
+    print("computed", flush=True)
+"""
+
+
+def test_no_data_type_of_any_tensor_ends_the_process(tmp_path):
+    """In a process of its own: in the files that are not refused every type is computed by the real library."""
+    kinds = [kind.name for kind in gguf.GGMLQuantizationType]
+    every = {(name, kind) for name in ("token_embd.weight", "output.weight", "blk.0.attn_q.weight") for kind in kinds}
+    every |= {(name, "F32") for name in TYPED} | {*FATAL}
+    files = {str(typed(tmp_path / f"{n}.gguf", *one)): one for n, one in enumerate(sorted(every))}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPUTES, *files], capture_output=True, text=True, timeout=600,
+        env=os.environ | {"GGML_NO_BACKTRACE": "1"},
+    )  # fmt: skip
+    last = [line for line in done.stdout.splitlines() if line][-1:]
+    assert done.returncode == 0, (done.returncode, [files.get(line.split()[0], line) for line in last])
+    found = {files[file]: what for file, what in (line.split(" ", 1) for line in done.stdout.splitlines())}
+    assert {one for one, what in found.items() if what == "refused"} == {*FATAL}
+    assert {what for one, what in found.items() if one not in FATAL} == {"computed"}
