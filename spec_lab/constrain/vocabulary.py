@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,6 +12,20 @@ from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from spec_lab.models.target import Target
+
+MARK = b"\xff"
+"""What llguidance puts before the text of special tokens: it takes a token whose bytes begin with it for a special one,
+and does not return its bytes. No UTF-8 text has this byte, but a model may emit its token."""
+
+
+def _alphabet() -> dict[str, int]:
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+ALPHABET = _alphabet()
+"""The byte of each character in which byte-level BPE spells tokens (GPT-2's table)."""
 
 
 @runtime_checkable
@@ -36,11 +50,13 @@ class Vocabulary:
         size: V, the width of the target's logits; ids beyond the tokenizer's are padding.
         ends: tokens that end a text.
         engine: llguidance's tokenizer.
+        marked: the tokens whose bytes the engine does not return (``_marked``).
     """
 
     size: int
     ends: tuple[int, ...]
     engine: LLTokenizer
+    marked: Mapping[int, bytes] = field(default_factory=dict)
 
     @staticmethod
     def of(target: Target) -> Vocabulary:
@@ -69,7 +85,7 @@ class Vocabulary:
                 "and the constraint engine llguidance supports ByteLevel and ByteFallback; leave out constraint, "
                 "token_healing, banned_strings and min_new_tokens"
             ) from error
-        return Vocabulary(target.vocabulary, tuple(ends), engine)
+        return Vocabulary(target.vocabulary, tuple(ends), engine, _marked(tokenizer))
 
     @staticmethod
     def plain(tokens: Sequence[bytes], end: int) -> Vocabulary:
@@ -77,7 +93,8 @@ class Vocabulary:
         from llguidance import TokenizerWrapper
 
         engine = LLTokenizer(TokenizerWrapper(_Plain(tokens, end)), n_vocab=len(tokens), slices=[])
-        return Vocabulary(len(tokens), (end,), engine)
+        marked = {token: data for token, data in enumerate(tokens) if data.startswith(MARK)}
+        return Vocabulary(len(tokens), (end,), engine, marked)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text by the tokenizer."""
@@ -86,7 +103,7 @@ class Vocabulary:
     @cached_property
     def bytes(self) -> list[bytes]:
         """The bytes of every token; empty for special tokens and padding."""
-        return _bytes(self.engine, self.size, self.ends)
+        return _bytes(self.engine, self.size, self.ends, self.marked)
 
 
 def text_bytes(target: Target) -> list[bytes]:
@@ -106,8 +123,6 @@ def _fast(target: Target, what: str) -> FastTokenizer:
 
 def token_bytes(tokenizer: FastTokenizer, size: int, special: Container[int]) -> list[bytes]:
     """Return the bytes of every token below ``size``; empty for special tokens and padding.
-
-    The byte FF alone, which no UTF-8 text has, counts as special, as in llguidance.
 
     Args:
         tokenizer: transformers'.
@@ -133,7 +148,7 @@ def token_bytes(tokenizer: FastTokenizer, size: int, special: Container[int]) ->
             f"the bytes of the tokens are not known: the tokenizer has the decoder {kinds}; supported are ByteLevel, "
             "ByteFallback and Fuse"
         ) from error
-    return _bytes(engine, size, special)
+    return _bytes(engine, size, special, _marked(tokenizer))
 
 
 def _decoder(tokenizer: FastTokenizer) -> str:
@@ -146,10 +161,24 @@ def _decoder(tokenizer: FastTokenizer) -> str:
     return ", ".join(dict.fromkeys(kinds)) or "none"
 
 
-def _bytes(engine: LLTokenizer, size: int, special: Container[int]) -> list[bytes]:
-    """Return the bytes of tokens, as of ``token_bytes``."""
-    empty = [engine.is_special_token(token) or token in special for token in range(size)]
-    return [b"" if empty[token] else engine.decode_bytes([token]) for token in range(size)]
+def _bytes(engine: LLTokenizer, size: int, special: Container[int], marked: Mapping[int, bytes]) -> list[bytes]:
+    """Return the bytes of tokens, as of ``token_bytes``; ``marked`` as of ``_marked``."""
+    empty = [token in special or (engine.is_special_token(token) and token not in marked) for token in range(size)]
+    return [b"" if empty[token] else marked.get(token) or engine.decode_bytes([token]) for token in range(size)]
+
+
+def _marked(tokenizer: FastTokenizer) -> dict[int, bytes]:
+    """Return the tokens whose bytes begin with ``MARK``, with their bytes."""
+    added, kinds = tokenizer.backend_tokenizer.get_added_tokens_decoder(), _decoder(tokenizer)
+    special = {token for token, one in added.items() if one.special}
+    own = {word: token for word, token in tokenizer.get_vocab().items() if token not in special}
+    if "ByteFallback" in kinds:
+        return {own["<0xFF>"]: MARK} if "<0xFF>" in own else {}
+    return {
+        token: bytes(ALPHABET[sign] for sign in word)
+        for word, token in own.items()
+        if kinds == "ByteLevel" and word.startswith("ÿ") and {*word} <= ALPHABET.keys()
+    }
 
 
 class _Plain:

@@ -21,7 +21,7 @@ ALPHABET = alphabet()
 
 
 class Spelled:
-    """The bytes of a tokenizer's ordinary tokens; None for special ones. The byte FF, which no text has, is no bytes.
+    """The bytes of a tokenizer's ordinary tokens; None for special ones.
 
     ``theirs`` holds the token of each bytes that the tokenizer prefers.
     """
@@ -38,7 +38,6 @@ class Spelled:
             else bytes(ALPHABET[one] for one in name)
             for token, name in enumerate(names)
         ]  # fmt: skip
-        self.bytes = [b"" if data == b"\xff" else data for data in self.bytes]
         self.token = {}
         for token in sorted(range(len(names)), key=lambda one: (fallback[one], one)):
             if self.bytes[token]:
