@@ -64,6 +64,17 @@ NOTHING = ("spec_lab.constrain.load.none", "spec_lab.policy.none")
 DECODING = ("spec_lab.tasks.benchmark.run", "spec_lab.tasks.serve.serve", "spec_lab.tasks.stream.stream")
 """Tasks that decode with every proposer and the one verifier."""
 
+GGUF = "spec_lab.models.gguf.load"
+REQUIRE_TRANSFORMERS = {
+    "task": ("spec_lab.train.",
+             "drafters learn from the hidden states of a model of transformers; leave target=gguf out"),
+    "sampling": ("spec_lab.models.generation.", "a GGUF file holds no generation_config.json; set sampling=greedy, or "
+                 "sampling.temperature and others"),
+    "peers": ("spec_lab.tasks.peers.", "transformers' own generation computes a model of transformers; "
+              "+experiment=llama_cpp_peers measures llama.cpp's"),
+}  # fmt: skip
+"""Parts that require a target of transformers: of each group the beginning of such ``_target_``, and why."""
+
 RENAMED = {
     "out": "output_dir",
     "beside": "arms",
@@ -393,6 +404,26 @@ def check_torchrun(config: DictConfig) -> None:
         raise Refused("spec_lab: peers run in one process: leave them out with target.tensor_parallel=true")
 
 
+def check_gguf(config: DictConfig) -> None:
+    """Refuse parts that require a model of transformers beside a GGUF file as the target, before torch is imported.
+
+    Raises:
+        Refused: names the part, and what to set instead.
+    """
+    if OmegaConf.select(config, "target._target_") != GGUF:
+        return
+    every = {part: config.get(part) for part in ("task", "sampling")}
+    peers = config.get("peers")
+    every |= {f"peers.{name}": peer for name, peer in peers.items()} if OmegaConf.is_dict(peers) else {}
+    for part, named in every.items():
+        begins, why = REQUIRE_TRANSFORMERS[part.partition(".")[0]]
+        if OmegaConf.is_dict(named) and str(named.get("_target_", "")).startswith(begins):
+            raise Refused(
+                f"spec_lab: {part} ({named._target_}) does not support target=gguf: {why}, or set target=zoo with "
+                "the folder or hub name of a checkpoint of transformers as target.path"
+            )
+
+
 def check_drawing(config: DictConfig, verifier: Any) -> None:
     """Refuse proposers whose drafts the verifier cannot verify, before any weights are read.
 
@@ -530,6 +561,7 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
 
     The number of torch's threads is restored at the end: the next run of this process may leave it to torch.
     """
+    check_gguf(config)
     import torch
 
     check_options(config)

@@ -66,11 +66,12 @@ def load(
         threads: of the CPU; None uses as many as torch.
         gpu_layers: how many layers are computed on a GPU, where llama.cpp was built for one, at most 9999; -1 for all.
             The target has no roofline then: which limits apply to which part of a forward is not known.
-        dtype: "float32" refuses a file whose weights are not all float32, for what must be exact, such as
-            certification. None accepts any file.
-        kv_dtype: data type of keys and values: "f16", "f32", "bf16" or "q8_0"; None is f16, or f32 with
-            ``dtype`` "float32". With f32 flash attention is off, whose float16 parts cost 1e-3 standard deviations of
-            the logits.
+        dtype: "float32" computes a file whose weights are all float32 in float32, keys and values as well. Other files
+            are computed as they are, which a warning states: llama.cpp chooses the data types of its products by those
+            of the weights. None computes any file so.
+        kv_dtype: data type of keys and values: "f16", "f32", "bf16" or "q8_0"; None is f16, or f32 for weights in
+            float32 with ``dtype`` "float32". With f32 flash attention is off, whose float16 parts cost 1e-3 standard
+            deviations of the logits.
         chunk: most rows that are computed at once, of a prompt above all; at most 32768.
         cells: maximum number of cells (tokens) of the KV cache, of all sequences and draft trees together. It is
             allocated as it is needed. None for no limit; ``max_kv_tokens`` lets requests wait for free cells.
@@ -88,8 +89,8 @@ def load(
     """
     if dtype is not None:
         one_of("target.dtype", dtype, ("float32",))
-    kv_dtype = kv_dtype or ("f16" if dtype is None else "f32")
-    one_of("target.kv_dtype", kv_dtype, tuple(KV_DTYPES))
+    if kv_dtype is not None:
+        one_of("target.kv_dtype", kv_dtype, tuple(KV_DTYPES))
     whole("target.chunk", chunk, most=MOST_CHUNK)
     whole("target.gpu_layers", gpu_layers, least=-1, most=MOST_GPU_LAYERS)
     for name, value, most in (
@@ -102,11 +103,13 @@ def load(
     if context is not None:
         whole("target.context", context, otherwise=", or null for the model's own", most=limit)
     exact = all(one.kind == 0 for one in file.tensors.values())
+    kv_dtype = kv_dtype or ("f16" if dtype is None or not exact else "f32")
     if dtype is not None and not exact:
-        raise ValueError(
-            f"target.dtype=float32 requires float32 weights, {path} has others: write it with spec-lab convert --dtype "
-            "f32"
-        )
+        LOG.warning(
+            "target.dtype=float32: the weights of %s are not all float32, so llama.cpp computes them as they are "
+            "(keys and values in %s)",
+            path, kv_dtype,
+        )  # fmt: skip
     if "rope_factors_long.weight" in file.tensors:
         raise Unsupported(f"{path} is not supported: its longrope RoPE changes with the size of the KV cache")
     try:

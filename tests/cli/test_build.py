@@ -5,10 +5,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from hydra import compose, initialize_config_dir
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from spec_lab.cli.build import CONTRACTS, Refused, build, check_drawing, reason, under_policy
+from spec_lab.cli.build import CONTRACTS, Refused, build, check_drawing, check_gguf, conf, reason, under_policy
 from spec_lab.core.options import brief
 from spec_lab.core.protocols import check_declared, members
 from spec_lab.engine.proposer import DECLARED, Requires
@@ -309,3 +310,28 @@ def test_wrong_parts_of_a_hybrid_are_refused_by_name(parts, message):
     wrong = {"_target_": "spec_lab.propose.union.Union.load", "parts": parts}
     with pytest.raises(Refused, match=message):
         build(OmegaConf.create({"proposer": wrong}), "proposer", target=None)
+
+
+def composed(*overrides):
+    with initialize_config_dir(conf(), version_base="1.3"):
+        return compose("config", [*overrides])
+
+
+GGUF_PARTS = {
+    "train": (["+experiment=train_medusa"], r"task .*train.* target=gguf: .*hidden states"),
+    "sampling": (["sampling=checkpoint"], r"sampling .* target=gguf: .*generation_config\.json.* sampling=greedy"),
+    "peers": (["+experiment=peers", "~peers.bare"], r"peers\.generate .* target=gguf: .*llama_cpp_peers"),
+}
+
+
+@pytest.mark.parametrize("name", GGUF_PARTS)
+def test_what_requires_transformers_is_refused_with_a_gguf_file_before_it_is_read(name):
+    options, why = GGUF_PARTS[name]
+    with pytest.raises(Refused, match=why):
+        check_gguf(composed(*options, "target=gguf", "target.path=missing.gguf"))
+    check_gguf(composed(*options))
+
+
+@pytest.mark.parametrize("experiment", ["certify", "llama_cpp_peers", "draft_tree"])
+def test_what_a_gguf_file_supports_is_not_refused(experiment):
+    check_gguf(composed(f"+experiment={experiment}", "target=gguf", "target.path=missing.gguf"))

@@ -256,6 +256,20 @@ def test_composing_imports_nothing_heavy(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_training_on_a_gguf_file_is_refused_before_torch_is_imported(tmp_path):
+    code = (
+        "import sys; sys.argv = ['spec-lab', 'train', 'medusa', 'target=gguf', 'target.path=none.gguf']\n"
+        "from spec_lab.cli.main import main\n"
+        "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 1 and "hidden states of a model of transformers" in done.stderr, done.stderr
+    assert "Assertion" not in done.stderr
+
+
 @pytest.mark.figures
 def test_a_run_from_any_directory_writes_to_output_dir(cli, tiny, tmp_path):
     code, output, errors = cli(*tiny, "output_dir=here", "sampling.temperature=1", "name=mine")

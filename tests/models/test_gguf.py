@@ -143,13 +143,14 @@ def test_wrong_options_are_refused_by_name(files, options, named):
         load(files, **options)
 
 
-def test_float32_is_exact_or_refused(files, tmp_path):
+def test_float32_is_exact_for_weights_in_float32_and_others_are_computed_as_they_are(files, tmp_path, caplog):
     target = load(files, dtype="float32")
     assert target.lm.settings.kv_dtype == "f32" and target.lm.context.library.made[-1].flash_attn_type == 0
     convert(files / "own", tmp_path / "bf16.gguf", "bf16")
-    assert load(tmp_path, "bf16").lm.settings.kv_dtype == "f16"
-    with pytest.raises(ValueError, match=r"target\.dtype=float32 requires float32 weights.* --dtype f32"):
-        load(tmp_path, "bf16", dtype="float32")
+    assert load(tmp_path, "bf16").lm.settings.kv_dtype == "f16" and not caplog.records
+    assert load(tmp_path, "bf16", dtype="float32").lm.settings.kv_dtype == "f16"
+    assert "bf16.gguf" in caplog.text and "target.dtype=float32" in caplog.text
+    assert load(tmp_path, "bf16", dtype="float32", kv_dtype="f32").lm.settings.kv_dtype == "f32"
 
 
 @pytest.mark.parametrize(
