@@ -145,8 +145,7 @@ class Context:
         """
         if self._lost:
             raise OutOfCells("the KV cache could not be grown and is lost: start again with fewer or shorter requests")
-        settings = self.settings
-        most = None if settings.cells is None else -(-max(settings.cells, MOST_IDS) // GRAIN) * GRAIN
+        most = self.limit
         if most is not None:
             cells = min(cells, most)
         watches = self._watches or bool(watch)
@@ -154,6 +153,12 @@ class Context:
             self._grow(cells, ids, most, watches)
         if watch is not None and self._watched.keys() != {*watch}:
             self._watched = dict.fromkeys(watch)
+
+    @property
+    def limit(self) -> int | None:
+        """Maximum number of cells; None for no limit."""
+        most = self.settings.cells
+        return None if most is None else -(-max(most, MOST_IDS) // GRAIN) * GRAIN
 
     def reserve(self, rows: int, sequences: Collection[Holder]) -> None:
         """Grow if the free cells may not suffice for ``rows`` more, or if an id was taken that does not exist yet.
@@ -280,6 +285,8 @@ class Context:
             RuntimeError: the library cannot.
         """
         if self._free is None or not self._free.alive:  # the process ends, and has freed the cells
+            return
+        if number >= self.ids:  # it was taken, and never used
             return
         if not self.library.llama_memory_seq_rm(self._memory, number, start, -1):
             raise RuntimeError(f"llama.cpp cannot remove the tokens from position {start} on of a sequence")

@@ -14,7 +14,7 @@ from torch import Tensor
 from spec_lab.core.clock import Clock, Phase
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.roofline import ForwardWork
-from spec_lab.engine.llama_context import MOST_IDS, Context, LlamaSettings, Logits
+from spec_lab.engine.llama_context import MOST_IDS, Context, LlamaSettings, Logits, OutOfCells
 from spec_lab.engine.llama_library import Model
 from spec_lab.engine.llama_sequence import ForestIds, LlamaSequence, Paths
 from spec_lab.engine.runner import Ability, Capabilities, Extended, Output
@@ -45,10 +45,12 @@ class PreparedRows(NamedTuple):
 
 
 class LlamaCpp:
-    """A GGUF model in llama.cpp. A ``runner.Runner`` and a ``runner.DraftRunner``.
+    """A GGUF model in llama.cpp. A ``runner.Runner``, a ``runner.DraftRunner`` and a ``runner.CopiesPrefix``.
 
     Logits that a forward returns are the library's memory: the next forward overwrites them. Long prompts are computed
-    in parts of ``LlamaSettings.batch`` rows. Cells and ids are allocated as they are needed.
+    in parts of ``LlamaSettings.batch`` rows. Cells and ids are allocated as they are needed. A copy of a prefix shares
+    its cells; exact copies are given up, those that were not used for the longest time first, where ids, cells or
+    memory run short.
 
     Args:
         model: a loaded model.
@@ -71,6 +73,7 @@ class LlamaCpp:
         self._layers: tuple[int, ...] = ()
         self._found: set[str] = set()  # tensors that llama.cpp was seen to compute
         self._ready: PreparedRows | None = None
+        self._uses = 0  # of kept copies
 
     @property
     def vocabulary(self) -> int:
@@ -90,7 +93,7 @@ class LlamaCpp:
     @property
     def capabilities(self) -> Capabilities:
         """See ``runner.Runner``. Hidden states but the last one are read while a forward is computed, which costs."""
-        abilities: frozenset[Ability] = frozenset({"shared_prefix"})
+        abilities: frozenset[Ability] = frozenset({"shared_prefix", "copied_prefix"})
         return Capabilities(self.model.layers, MOST_IDS // self._least, MOST_IDS, abilities)
 
     def open(self, reserve: int = 0) -> LlamaSequence:
@@ -99,9 +102,49 @@ class LlamaCpp:
         Raises:
             ValueError: too many sequences are open.
         """
-        sequence = LlamaSequence(self, [self._take(()) for _ in range(self._least)], reserve)
+        sequence = LlamaSequence(self, [self._take(())], reserve)
         self.sequences.add(sequence)
+        try:
+            while len(sequence.ids) < self._least:
+                sequence.ids.append(self._take([sequence], [1]))
+                sequence.shared.append(0)
+        except ValueError:
+            sequence.close()
+            raise
         return sequence
+
+    def open_copy(self, source: LlamaSequence, length: int, reserve: int, exact: bool = False) -> LlamaSequence:
+        """See ``runner.CopiesPrefix``. The cells are those of the other sequence, under further ids.
+
+        Raises:
+            ValueError: too many sequences are open.
+            OutOfCells: there is not enough memory.
+        """
+        kept, source.kept = source.kept, 0  # it must not be given up meanwhile
+        self._uses += 1
+        try:
+            made = self.open()
+        except ValueError:
+            if exact:
+                return LlamaSequence(self, [], 0)  # given up at once
+            if not kept:
+                raise
+            source.close()
+            return self.open(reserve)
+        finally:
+            source.kept = self._uses if kept else 0
+        try:
+            self.context.require(0, max(made.ids) + 1)
+        except ValueError:
+            made.close()
+            raise
+        made.prefix = (source, length) if kept else source.prefix and (source.prefix[0], min(source.prefix[1], length))
+        self.context.share(source.ids[0], made.ids[0], 0, length)
+        made.length = length
+        made.attach(len(made.ids))
+        made.reserve = made.cells if exact else max(0, reserve - length + made.cells)
+        made.kept = self._uses if exact else 0
+        return made
 
     def close(self) -> None:
         """Free the KV cache."""
@@ -367,10 +410,25 @@ class LlamaCpp:
             while len(sequence.ids) < count:
                 sequence.ids.append(self._take(every, paths))
                 sequence.shared.append(0)
-        self.context.reserve(rows, self.sequences)
+        limit = self.context.limit
+        while limit is not None and (kept := self._oldest_kept()) is not None:
+            if rows + sum(sequence.cells for sequence in self.sequences) <= limit:
+                break
+            kept.close()
+        while True:
+            try:
+                return self.context.reserve(rows, self.sequences)
+            except OutOfCells:
+                if (kept := self._oldest_kept()) is None:
+                    raise
+                kept.close()
+
+    def _oldest_kept(self) -> LlamaSequence | None:
+        """The kept copy that was not used for the longest time; None if there is none."""
+        return min((one for one in self.sequences if one.kept), key=lambda one: one.kept, default=None)
 
     def _take(self, every: Sequence[LlamaSequence], paths: Sequence[int] = ()) -> int:
-        """A free id. If none is free, other sequences give back those that they do not need now.
+        """A free id. If none is free, other sequences give back those that they do not need now, and kept copies all.
 
         Raises:
             ValueError: there is none.
@@ -380,6 +438,8 @@ class LlamaCpp:
             for sequence in self.sequences:
                 if sequence.held is None or sequence in needed:
                     sequence.release(max(self._least, needed.get(sequence, 1)))
+        while not self.context.has_ids and (kept := self._oldest_kept()) is not None:
+            kept.close()
         number = self.context.take_id()
         if number is None:
             leaves = f" with trees of {max(paths)} leaves" if paths and max(paths) > 1 else ""

@@ -30,8 +30,8 @@ class Owner(Protocol):
     context: Context
     sequences: set[LlamaSequence]
 
-    def open(self, reserve: int = ...) -> LlamaSequence:
-        """An empty sequence."""
+    def open_copy(self, source: LlamaSequence, length: int, reserve: int) -> LlamaSequence:
+        """A sequence with the first ``length`` positions of another one, whose cells it shares."""
         ...
 
 
@@ -130,10 +130,22 @@ class LlamaSequence:
 
     A further id stays when its leaf is gone, and has a prefix of the sequence, so that the next tree only has to share
     what was added. A ``runner.KVSequence``.
+
+    Args:
+        runner: that it belongs to.
+        ids: its own id, and further ones.
+        reserve: about how many tokens it will have.
+
+    Attributes:
+        kept: of a copy that the runner may give up (``runner.CopiesPrefix``): when it was made or last copied, as a
+            number that grows; 0 of other sequences.
+        prefix: the kept copy whose cells its first positions share, and how many these are; None without one.
     """
 
     def __init__(self, runner: Owner, ids: list[int], reserve: int) -> None:
         self.runner, self.ids, self.reserve = runner, ids, reserve
+        self.kept = 0
+        self.prefix: tuple[LlamaSequence, int] | None = None
         self.shared = [0] * len(ids)  # of each further id the positions that it has in common with the sequence
         self.held: Paths | None = None
         self.length = 0
@@ -148,8 +160,9 @@ class LlamaSequence:
 
     @property
     def cells(self) -> int:
-        """Cells that it uses at most."""
-        return self.length + (0 if self.held is None else len(self.held.path_of))
+        """Cells that it uses at most, beside those of a kept copy that it shares."""
+        shared = self.prefix[1] if self.prefix is not None and self.prefix[0].open else 0
+        return self.length - shared + (0 if self.held is None else len(self.held.path_of))
 
     def accept(self, nodes: Sequence[int] | np.ndarray = ()) -> None:
         """Append the tokens of held ``nodes``, a path from the root down, and forget all others.
@@ -190,24 +203,17 @@ class LlamaSequence:
             if shared > length:
                 self.runner.context.remove(self.ids[place], length)
                 self.shared[place] = length
+        if self.prefix is not None:
+            self.prefix = self.prefix[0], min(self.prefix[1], length)
         self.length = length
 
     def fork(self) -> LlamaSequence:
         """A second sequence with the same past, whose cells it shares."""
-        twin = self.runner.open(self.reserve)
-        try:
-            self.runner.context.require(0, max(twin.ids) + 1)
-        except ValueError:
-            twin.close()
-            raise
-        self.runner.context.share(self.ids[0], twin.ids[0], 0, self.length)
-        twin.length = self.length
-        twin.attach(len(twin.ids))
-        return twin
+        return self.runner.open_copy(self, self.length, self.reserve)
 
     def close(self) -> None:
         """Free everything. Harmless when repeated."""
-        self.held, self.length = None, 0
+        self.held, self.length, self.prefix = None, 0, None
         self.release(0)
 
     def release(self, keep: int) -> None:

@@ -1,7 +1,8 @@
 """KV caches of earlier requests, whose cells are copied to later requests that begin with the same tokens.
 
-Prefix caching (vLLM's automatic prefix caching, SGLang's RadixAttention 2312.07104). Here a request gets a copy, in
-cells of its own: attention then reads one span of cells for each request, and what happens to one changes no other.
+Prefix caching (vLLM's automatic prefix caching, SGLang's RadixAttention 2312.07104). Here a request gets a copy. In
+``CausalLM`` it has cells of its own, so that attention reads one span of cells for each request; in llama.cpp it shares
+the cells. What happens to one changes no other.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class PrefixCache:
             reserve: positions that it may need.
             live: tokens and KV caches of the sequences that are decoded.
         """
+        self._forget_given_up()
         found, length = None, max(self.least, 1) - 1
         for one in self.texts:
             if (common := _common(one.tokens, tokens[:-1])) > length:
@@ -96,6 +98,7 @@ class PrefixCache:
             tokens: at least those that are computed.
             kv: its KV cache, which stays the caller's.
         """
+        self._forget_given_up()
         own = list(tokens[: min(len(kv), self.most_tokens // BLOCK * BLOCK)])
         if len(own) < self.least:
             return
@@ -107,12 +110,17 @@ class PrefixCache:
             self._drop(one)
         while self.tokens + _blocks(len(own)) > self.most_tokens:
             self._drop(self.texts[0])
-        self.texts.append(Kept(own, lm.open_copy(kv, len(own), len(own), exact=True)))
+        if len(copy := lm.open_copy(kv, len(own), len(own), exact=True)):
+            self.texts.append(Kept(own, copy))
 
     def clear(self) -> None:
         """Drop all texts, and free their memory for other requests."""
         for one in [*self.texts]:
             self._drop(one)
+
+    def _forget_given_up(self) -> None:
+        """Forget the texts whose KV cache the runner gave up (``CopiesPrefix.open_copy``)."""
+        self.texts = [one for one in self.texts if len(one.kv)]
 
     def _drop(self, one: Kept) -> None:
         self.texts.remove(one)

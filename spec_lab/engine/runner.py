@@ -227,8 +227,9 @@ class CopiesPrefix(Protocol):
     def open_copy(self, source: Any, length: int, reserve: int, exact: bool = False) -> KVSequence:
         """A sequence with copies of the first ``length`` positions of another one, and room for ``reserve``.
 
-        Neither of them changes what the other holds. If ``exact``, it takes no more memory than that, and frees it when
-        it is closed.
+        Neither of them changes what the other holds. If ``exact``, it takes no more memory than that, frees it when it
+        is closed, and is only copied from; the runner may give it up when it needs the memory, and its length is 0 from
+        then on.
         """
         ...
 

@@ -18,11 +18,14 @@ from spec_lab.engine.engine import Engine
 from spec_lab.engine.llama_context import LlamaSettings
 from spec_lab.engine.llama_cpp import LlamaCpp
 from spec_lab.engine.llama_library import Model, load_library
+from spec_lab.engine.prefix_cache import PrefixCache
+from spec_lab.engine.request import Request
 from spec_lab.models import gguf
 from spec_lab.models.gguf_export import convert
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
+from spec_lab.propose.ngram import NgramTree
 from spec_lab.tasks.lab import requests_of
 from spec_lab.text.prompts import mixed
 from spec_lab.verify import Token
@@ -215,6 +218,31 @@ def test_greedy_decoding_in_float32_emits_what_transformers_emits_for_almost_eve
     assert ours.keys() == theirs.keys()
     same = sum(ours[number] == theirs[number] for number in ours)
     assert same >= 0.99 * len(ours), f"{same} of {len(ours)}"
+
+
+@pytest.mark.parametrize("proposer", [Null(), NgramTree(8, 4, 2, 1)], ids=["autoregressive", "trees"])
+def test_a_prefix_cache_changes_no_token_and_frees_every_cell(files, library, proposer):
+    """In float32; conversations of three turns, and prompts that begin equally."""
+    outputs = []
+    for prefixes in (None, PrefixCache(4096)):
+        lm = runner(files, library, "f32")
+        target = Target(lm, None, "zoo", 1024, "", 0.0)
+        begun, emitted = [5 + 7 * number % 4000 for number in range(120)], []
+        for turn in range(3):
+            engine = Engine(target, proposer, Token(), CounterDraws(0), prefix_cache=prefixes)
+            for number in range(4):
+                engine.add(Request(4 * turn + number, "p", (*begun, *range(number + 9, 30)), Sampling(0.0), 24))
+            list(engine)
+            emitted += [one.emitted for one in engine.sequences]
+            reused = [one.reused for one in engine.sequences]
+            assert (min(reused) >= 120) == (prefixes is not None and turn > 0)
+            begun = engine.sequences[0].tokens
+        if prefixes is not None:
+            assert sum(sequence.cells for sequence in lm.sequences) <= prefixes.tokens
+            prefixes.clear()
+        assert not lm.sequences and len(lm.context._free_ids) == 256
+        outputs.append(emitted)
+    assert outputs[0] == outputs[1]
 
 
 def test_a_damaged_file_is_refused_or_computed_but_never_ends_the_process(files, tmp_path):

@@ -1,0 +1,157 @@
+"""The prefix cache on llama.cpp: the same tokens, cells that are shared and counted, copies that are given up."""
+
+import numpy as np
+import pytest
+import torch
+
+from spec_lab.core.draft import Draft, Shape, empty
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.engine import Engine, Limits
+from spec_lab.engine.llama_context import MOST_IDS, LlamaSettings
+from spec_lab.engine.llama_cpp import LlamaCpp
+from spec_lab.engine.llama_library import Model
+from spec_lab.engine.prefix_cache import BLOCK, PrefixCache
+from spec_lab.engine.request import Request
+from spec_lab.models.target import Target
+from spec_lab.propose import Null
+from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.ngram import NgramTree
+from spec_lab.propose.tree_plan import TreePlan
+from spec_lab.propose.trees import parse
+from spec_lab.verify import Token, Traversal
+from tests.engine.fake_llama import FakeLlama, logits_of
+from tests.engine.test_prefix_cache import COMMON, wanted
+from tests.propose.lab import COLD, WARM
+
+V = 40
+
+
+def runner(window=0, **more):
+    library = FakeLlama(V, window=window)
+    return LlamaCpp(Model(library, "fake.gguf"), LlamaSettings(**{"batch": 64, **more}))
+
+
+def used(lm):
+    """Cells in use."""
+    return lm.context._handle.used
+
+
+def counted(lm):
+    """Cells that the runner takes to be in use."""
+    return sum(sequence.cells for sequence in lm.sequences)
+
+
+def computed(lm, tokens):
+    sequence = lm.open(len(tokens))
+    lm.forward([sequence], [[*tokens]], empty(1))
+    return sequence
+
+
+def text(first, count=30):
+    return [first, *(number % V for number in range(first // V, first // V + count - 1))]
+
+
+PROPOSERS = {
+    "none": (lambda: Null(), Token(), COLD),
+    "ngram tree": (lambda: NgramTree(6, 3, 2, 1), Token(), WARM),
+    "draft tree": (lambda: DraftModel(runner(), 60, TreePlan(parse("0 1 0.0 1.0"), "without", 1.0)), Traversal(), WARM),
+}
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("limits", [Limits(1), Limits(3, 4), Limits(3, 5, 50)], ids=["alone", "chunks", "preemption"])
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_a_prefix_cache_changes_no_token_and_frees_every_cell(name, limits, window):
+    make, verifier, sampling = PROPOSERS[name]
+    outputs, reused = [], []
+    for prefixes in (None, PrefixCache(4096, least=1)):
+        lm = runner(window)
+        target = Target(lm, None, "fake", 60, "", 0.0)
+        engine = Engine(target, make(), verifier, CounterDraws(0), limits=limits, prefix_cache=prefixes)
+        for request in wanted(sampling):
+            engine.add(request)
+        list(engine)
+        assert not engine.errors
+        if prefixes is not None:
+            assert {*lm.sequences} == {kept.kv for kept in prefixes.texts}, "only kept texts hold cells"
+            assert 0 < used(lm) <= counted(lm)
+            prefixes.clear()
+        assert not used(lm) and not lm.sequences and len(lm.context._free_ids) == MOST_IDS
+        outputs.append({one.request.id: (one.emitted, one.finish) for one in engine.sequences})
+        reused.append(sum(one.reused for one in engine.sequences))
+    assert outputs[0] == outputs[1] and reused[0] == 0 and reused[1] > 2 * len(COMMON)
+
+
+def test_a_copy_shares_the_cells_of_a_kept_text_which_are_counted_once():
+    lm = runner()
+    first = computed(lm, text(1, 200))
+    kept = lm.open_copy(first, 200, 200, exact=True)
+    assert used(lm) == 200
+    first.close()
+    assert used(lm) == counted(lm) == 200
+    copies = [lm.open_copy(kept, 150, 180) for _ in range(5)]
+    assert used(lm) == counted(lm) == 200 and [one.reserve for one in copies] == [30] * 5
+    output = lm.forward(copies, [[7, 8], [9], [7], [1], [2]], empty(5))
+    np.testing.assert_array_equal(output.logits[0], logits_of([*text(1, 200)[:150], 7, 8], V))
+    assert used(lm) == counted(lm) == 206 and lm.context.cells == 256, "the KV cache need not grow"
+    copies[0].truncate(100)
+    lm.forward(copies[:1], [[3] * 50], empty(1))
+    assert used(lm) == counted(lm) == 254
+    kept.close()
+    assert used(lm) == 254 - 50 <= counted(lm)
+    for copy in copies:
+        copy.close()
+    assert used(lm) == 0
+
+
+def test_kept_texts_give_their_ids_to_trees_and_requests_the_least_recently_used_first():
+    lm, prefixes = runner(batch=256), PrefixCache(300 * BLOCK)
+    for number in range(MOST_IDS - 1):
+        sequence = computed(lm, text(number % V, 17 + number // V))
+        prefixes.keep(lm, text(number % V, 17 + number // V), sequence)
+        sequence.close()
+    assert len(prefixes.texts) == V, "longer texts replace those that they begin with"
+    wide = lm.open()
+    lm.forward([wide], [[1]], Draft(Shape(1, np.zeros(240, dtype=np.int64)), torch.zeros(240).long()))
+    assert sum(bool(len(one.kv)) for one in prefixes.texts) == MOST_IDS - 240
+    wide.accept()
+    found = prefixes.open(lm, [*prefixes.texts[-1].tokens, 5], 99)
+    assert len(found) == len(prefixes.texts[-1].tokens) and len(prefixes.texts) == MOST_IDS - 240
+
+
+def test_without_a_free_id_nothing_is_kept_and_the_source_itself_is_given_up():
+    lm, prefixes = runner(), PrefixCache(BLOCK)
+    live = [computed(lm, text(1, 20)), *(lm.open() for _ in range(MOST_IDS - 1))]
+    prefixes.keep(lm, text(1, 20), live[0])
+    assert not prefixes.texts
+    live.pop().close()
+    prefixes.keep(lm, text(1, 20), live[0])
+    assert len(prefixes.texts) == 1
+    found = prefixes.open(lm, text(1, 30), 40)
+    assert len(found) == 0 and found.open and not len(prefixes.texts[0].kv)
+
+
+def test_kept_texts_are_given_up_where_cells_or_memory_run_short():
+    for limit in ("cells", "memory"):
+        lm, prefixes = runner(cells=256 if limit == "cells" else None), PrefixCache(8 * BLOCK)
+        lm.context.library.most = 256
+        for first in range(3):
+            sequence = computed(lm, text(first, 80))
+            prefixes.keep(lm, text(first, 80), sequence)
+            sequence.close()
+        assert used(lm) == 240
+        output = lm.forward([lm.open()], [text(9, 90)], empty(1))
+        np.testing.assert_array_equal(output.logits[0], logits_of(text(9, 90), V))
+        assert [len(one.kv) for one in prefixes.texts] == [0, 80, 80], limit
+
+
+def test_the_next_turn_of_a_chat_computes_only_what_is_new():
+    lm = runner()
+    target, prefixes, tokens, pending = Target(lm, None, "fake", 200, "", 0.0), PrefixCache(1024, least=1), COMMON, []
+    for turn in range(3):
+        engine = Engine(target, Null(), Token(), CounterDraws(0), prefix_cache=prefixes)
+        engine.add(Request(turn, "turn", tokens, COLD, 6))
+        first, *_ = list(engine)
+        pending.append(first.pending)
+        tokens = (*engine.sequences[0].tokens, 5, 6, 7)
+    assert pending == [[len(COMMON)], [4], [4]] and len(prefixes.texts) == 1
