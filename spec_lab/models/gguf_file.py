@@ -38,6 +38,9 @@ MAX_STOPS = 1024
 MAX_NAME = 2**16
 """Maximum length of a name, in bytes; llama.cpp's own tensors have at most 64."""
 
+PART = 2**20
+"""How many numbers of a tensor are dequantised at once."""
+
 SOURCE = "spec_lab.weights_sha256"
 """Metadata field: SHA-256 of the weight files of the checkpoint that was converted (``checkpoint.weights_hash``)."""
 
@@ -177,25 +180,36 @@ class GGUFFile:
             raise Unreadable(f"{self.path} has no tensor {name}: it holds no language model")
         return self.tensors[name]
 
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor in float32, dequantised if it is quantised.
+    def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a tensor, dequantised if it is quantised, part by part, so that no second copy is held in float32.
+
+        Args:
+            name: the tensor.
+            dtype: to which its numbers are rounded.
 
         Raises:
             ValueError: the file has no such tensor, or of a data type that the package ``gguf`` cannot dequantise.
             OSError: it cannot be read, or ends before the tensor does.
         """
         gguf, info = gguf_package(), self.info(name)
+        kind, width = gguf.GGMLQuantizationType(info.kind), info.shape[-1]
+        rows, part = info.parameters // width, max(1, PART // width)
+        found = torch.empty(rows, width, dtype=dtype)
         with self.path.open("rb") as stream:
             stream.seek(info.offset)
-            data = np.fromfile(stream, np.uint8, info.nbytes)
-        if len(data) < info.nbytes:
-            raise OSError(f"{self.path} was truncated while it was in use: copy or download it again")
-        kind = gguf.GGMLQuantizationType(info.kind)
-        rows = data.reshape(gguf.quant_shape_to_byte_shape(info.shape, kind))
-        try:
-            return torch.from_numpy(np.ascontiguousarray(gguf.quants.dequantize(rows, kind).reshape(info.shape)))
-        except NotImplementedError as error:
-            raise Unsupported(f"{self.path}: {name} is {kind.name}, which gguf cannot dequantise ({error})") from error
+            for start in range(0, rows, part):
+                count = min(part, rows - start)
+                data = np.fromfile(stream, np.uint8, count * info.nbytes // rows)
+                if len(data) < count * info.nbytes // rows:
+                    raise OSError(f"{self.path} was truncated while it was in use: copy or download it again")
+                try:
+                    numbers = gguf.quants.dequantize(data.reshape(count, -1), kind)
+                except NotImplementedError as error:
+                    raise Unsupported(
+                        f"{self.path}: {name} is {kind.name}, which gguf cannot dequantise ({error})"
+                    ) from error
+                found[start : start + count] = torch.from_numpy(np.ascontiguousarray(numbers).reshape(count, width))
+        return found.view(info.shape)
 
 
 def read_gguf(path: Path) -> GGUFFile:

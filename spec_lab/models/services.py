@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_lab.core.inference import inference
-from spec_lab.models.gguf_file import GGUFFile
+from spec_lab.models.gguf_file import GGUFFile, gguf_package
 from spec_lab.models.support import Unsupported
 
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "layer_norm")
@@ -114,7 +114,11 @@ class ModelServices:
 
 @dataclass(frozen=True, eq=False)
 class GGUFServices:
-    """Embedding, final norm and LM head of a GGUF file, dequantised to float32 when they are first used.
+    """Embedding, final norm and LM head of a GGUF file, dequantised when they are first used.
+
+    Matrices are held and multiplied in bfloat16, the default dtype of other targets, unless the file has them in F32:
+    a large vocabulary in float32 takes more memory than a small quantised model. Results are float32, the dtype of
+    llama.cpp's logits. (A draft states the probabilities of the logits that it drew from, so it stays lossless.)
 
     Args:
         file: the file.
@@ -135,7 +139,7 @@ class GGUFServices:
     @inference
     def embed(self, tokens: Tensor) -> Tensor:
         """As ``TargetServices`` says."""
-        return nn.functional.embedding(tokens, self._embedding)
+        return nn.functional.embedding(tokens, self._embedding).float()
 
     @inference
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -146,16 +150,22 @@ class GGUFServices:
     @inference
     def lm_head(self, hidden: Tensor) -> Tensor:
         """As ``TargetServices`` says."""
-        return nn.functional.linear(hidden.float(), *self._head)
+        weight, bias = self._head
+        logits = nn.functional.linear(hidden.to(weight.dtype), weight).float()
+        return logits if bias is None else logits + bias
 
     @cached_property
     def _embedding(self) -> Tensor:
-        return self.file.tensor("token_embd.weight")
+        return self._matrix("token_embd.weight")
 
     @cached_property
     def _head(self) -> tuple[Tensor, Tensor | None]:
         bias = self.file.tensor("output.bias") if "output.bias" in self.file.tensors else None
-        return self._embedding if self.file.tied else self.file.tensor("output.weight"), bias
+        return self._embedding if self.file.tied else self._matrix("output.weight"), bias
+
+    def _matrix(self, name: str) -> Tensor:
+        exact = gguf_package().GGMLQuantizationType(self.file.info(name).kind).name == "F32"
+        return self.file.tensor(name, torch.float32 if exact else torch.bfloat16)
 
     @cached_property
     def _norm(self) -> tuple[Tensor, float]:

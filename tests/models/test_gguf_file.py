@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from spec_lab.core.files import Unreadable
+from spec_lab.models import gguf_file
 from spec_lab.models.gguf_export import convert
 from spec_lab.models.gguf_file import read_gguf
 from spec_lab.models.services import GGUFServices
@@ -192,6 +193,29 @@ def test_embedding_final_norm_and_head_compute_what_the_checkpoint_s_do(tmp_path
     assert torch.equal(ours.embed(tokens), own.embed(tokens))
     assert torch.allclose(ours.lm_head(hidden), own.lm_head(hidden), rtol=1e-5, atol=1e-6)
     assert torch.allclose(ours.final_norm(hidden), own.final_norm(hidden), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "q8_0", "q4_0"])
+def test_embedding_and_head_of_other_files_are_held_in_bfloat16(tmp_path, dtype):
+    convert(str(tiny(tmp_path / "checkpoint", "tied")), tmp_path / "model.gguf", dtype)
+    file = read_gguf(tmp_path / "model.gguf")
+    services, weight = GGUFServices(file), file.tensor("token_embd.weight")
+    hidden, tokens = torch.randn(5, 32), torch.tensor([3, 60])
+    logits, exact = services.lm_head(hidden), hidden @ weight.T
+    held = services._head[0]
+    assert held is services._embedding and held.nbytes == 61 * 32 * 2, "shared where the file shares it"
+    assert logits.dtype == services.embed(tokens).dtype == torch.float32
+    assert (logits - exact).abs().max() < 0.02 * exact.abs().max()
+    assert torch.equal(services.embed(tokens), weight[tokens].bfloat16().float())
+
+
+def test_a_tensor_that_is_read_in_parts_is_that_of_the_file(tmp_path, monkeypatch):
+    convert(str(tiny(tmp_path / "checkpoint")), tmp_path / "model.gguf", "q8_0")
+    file = read_gguf(tmp_path / "model.gguf")
+    whole = {name: file.tensor(name) for name in file.tensors}
+    monkeypatch.setattr(gguf_file, "PART", 100)
+    assert all(torch.equal(file.tensor(name), whole[name]) for name in file.tensors)
+    assert whole["token_embd.weight"].shape == (61, 32) and whole["output_norm.weight"].shape == (32,)
 
 
 def test_a_target_uses_the_parts_that_it_was_given(tmp_path):
