@@ -95,6 +95,11 @@ def convert(path: str, out: Path, dtype: str | None = None, overwrite: bool = Fa
     if out.is_dir() or (out.exists() and not overwrite):
         what = "is a folder: name a file" if out.is_dir() else "exists: --force overwrites it, or name another file"
         raise FileExistsError(f"{out} {what}")
+    if Path(path).is_file():
+        raise ValueError(
+            f"{path} is a file: spec-lab convert reads the folder of a checkpoint of transformers, or a hub name; a "
+            "GGUF file is a target as it is (target=gguf target.path=FILE)"
+        )
     found = describe(path)
     if checkpoint.read_quantization(found.folder) is not None:
         raise Unsupported(f"{path} is quantized: llama.cpp's formats are written from an unquantized checkpoint")

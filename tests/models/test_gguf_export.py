@@ -255,11 +255,13 @@ def test_the_command_overwrites_a_file_with_force_only(tmp_path, capsys):
     (["checkpoint", "model.gguf", "--dtype", "q5_k"], "--dtype must be one of f32, f16, q4_0, q8_0, bf16"),
     (["checkpoint", "missing/model.gguf"], "missing/model.gguf"), (["empty", "model.gguf"], "config.json"),
     (["pickled", "model.gguf"], "safetensors only"),
+    (["own.gguf", "model.gguf"], "own.gguf is a file: "),
 ])  # fmt: skip
 def test_the_command_refuses_in_one_line(tmp_path, monkeypatch, capsys, arguments, named):
     monkeypatch.chdir(tmp_path)
     checkpoint(tmp_path / "checkpoint")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "own.gguf").write_bytes(b"GGUF")
     weights = checkpoint(tmp_path / "pickled") / "model.safetensors"
     weights.rename(weights.with_name("pytorch_model.bin"))
     capsys.readouterr()

@@ -319,9 +319,10 @@ def test_what_requires_transformers_is_refused_in_one_line(files, tmp_path, opti
     assert done.returncode and "Traceback" not in done.stderr
 
 
-def test_the_certificate_passes_by_samples(files, tmp_path):
-    run("+experiment=certify", "target=gguf", f"target.path={files / 'target-f32.gguf'}",
-        f"proposer.path={files / 'draft-f32.gguf'}", "task.samples=2000", "task.tokens=1000", "output_dir=out",
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_the_certificate_passes_by_samples(files, tmp_path, kind):
+    run("+experiment=certify", "target=gguf", f"target.path={files / f'target-{kind}.gguf'}",
+        f"proposer.path={files / f'draft-{kind}.gguf'}", "task.samples=2000", "task.tokens=1000", "output_dir=out",
         cwd=tmp_path)  # fmt: skip
     found = json.loads((tmp_path / "out/certificate.json").read_text())
     assert not found["failed"] and found["pairs"]
