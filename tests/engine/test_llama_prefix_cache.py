@@ -104,6 +104,42 @@ def test_a_copy_shares_the_cells_of_a_kept_text_which_are_counted_once():
     assert used(lm) == 0
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_no_cell_in_use_is_left_uncounted_after_any_copies_rewinds_and_trees(seed):
+    generator = np.random.default_rng(seed)
+    lm = runner(window=seed % 2 * 5)
+    live, kept = [(lm.open(), [])], []
+    for _ in range(40):
+        sequence, tokens = live[int(generator.integers(len(live)))]
+        tokens += (pending := generator.integers(0, V, generator.integers(1, 9)).tolist())
+        parents = [int(generator.integers(0, 1 + node)) for node in range(generator.integers(0, 5))]
+        nodes = torch.from_numpy(generator.integers(0, V, len(parents)))
+        draft = Draft(Shape(1, np.array(parents, dtype=np.int64)), nodes)
+        output = lm.forward([sequence], [pending], draft)
+        np.testing.assert_array_equal(output.logits[0], logits_of(tokens, V))
+        sequence.accept()
+        what = int(generator.integers(5))
+        if what == 0:
+            kept.append((lm.open_copy(sequence, len(sequence), len(sequence), exact=True), list(tokens)))
+        elif what == 1 and kept:
+            source, own = kept[int(generator.integers(len(kept)))]
+            length = int(generator.integers(1, len(own) + 1))
+            live.append((lm.open_copy(source, length, 50), own[:length]))
+        elif what == 2:
+            length = int(generator.integers(len(tokens)))
+            sequence.truncate(length)
+            del tokens[length:]
+        elif what == 3 and len(kept) > 1:
+            kept.pop(int(generator.integers(len(kept))))[0].close()
+        elif len(live) > 1:
+            live.remove((sequence, tokens))
+            sequence.close()
+        assert used(lm) <= counted(lm)
+    for sequence, _ in live + kept:
+        sequence.close()
+    assert not used(lm) and not lm.sequences and len(lm.context._free_ids) == MOST_IDS
+
+
 def test_kept_texts_give_their_ids_to_trees_and_requests_the_least_recently_used_first():
     lm, prefixes = runner(batch=256), PrefixCache(300 * BLOCK)
     for number in range(MOST_IDS - 1):
