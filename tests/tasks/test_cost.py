@@ -158,6 +158,26 @@ def test_the_printed_table_shows_the_name_of_the_proposer(tmp_path):
     measure(lab(), settings(tmp_path / "out"), {}, console, nodes=[2], batches=[1], contexts=[8], repeats=1, steps=1)
     text = console.file.getvalue()
     assert lab().proposer.name in text and "baseline" in text and "speculative" not in text
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert text.startswith(f"Verdict: {summary['verdict']}") and len(load(tmp_path / "out")["other_cores"]) == 4
+
+
+def costs(slow: int | None = None, load: float = 0.0) -> pd.DataFrame:
+    """Three repeats of two arms at six places, with 2 % of noise; one measurement may take three times as long."""
+    noise, rows = np.random.default_rng(0), []
+    for number, (repeat, batch, context) in enumerate(product(range(3), (1, 2), (8, 16, 32))):
+        for arm in ("nodes 0", "chain"):
+            whole = 0.01 * batch * noise.lognormal(0.0, 0.02) * (3 if number == slow else 1)
+            rows.append(dict(turn=repeat, batch=batch, context=context, arm=arm, whole=whole, other_cores=load))
+    return pd.DataFrame(rows)
+
+
+def test_a_verdict_names_a_measurement_that_was_disturbed_and_load_by_other_processes():
+    manifest = {"threads": 2, "machine": {"cores": 2}, "config": {}}
+    assert show.verdict(costs(), manifest) == metrics.TimingVerdict("reliable")
+    disturbed, loaded = show.verdict(costs(slow=4), manifest), show.verdict(costs(load=1.0), manifest)
+    assert disturbed.word != "reliable" and "measurement 4" in disturbed.reasons[0]
+    assert loaded.word == "not reliable" and "1.0 of 2 cores" in loaded.reasons[0]
 
 
 @pytest.mark.nightly

@@ -68,7 +68,7 @@ class TimingVerdict:
 
 
 def in_words(word: str, reasons: Sequence[str]) -> str:
-    """Return a verdict as text, such as "doubtful: 4 groups, fewer than 8, so no interval is given"."""
+    """Return a verdict as text, such as "doubtful: 4 groups, fewer than the 8 that an interval requires"."""
     return f"{word}: {'; '.join(reasons)}" if reasons else word
 
 
@@ -79,6 +79,7 @@ def timing_verdict(
     baseline: str = "baseline",
     unit: str = "group",
     names: Mapping[str, str] | None = None,
+    speed: str = "tokens/s",
 ) -> TimingVerdict:
     """Return the verdict on a result.
 
@@ -89,6 +90,7 @@ def timing_verdict(
         baseline: the arm that others are compared with; without it, speeds are judged.
         unit: what a row is, for the reasons.
         names: under which arms are shown.
+        speed: what ``tokens`` per second are, for the reasons.
     """
     names = {arm: (names or {}).get(arm, arm) for arm in arms}
     arms = {arm: table for arm, table in arms.items() if len(table)}
@@ -97,7 +99,7 @@ def timing_verdict(
     findings = [
         *_few(arms, unit),
         *_load(arms, threads, cores),
-        *_outliers(arms, baseline, unit, names),
+        *_outliers(arms, baseline, unit, names, speed),
         *_drift(arms, baseline, unit, names),
         *_apart(arms, baseline, unit, names),
     ]
@@ -164,7 +166,7 @@ def _few(arms: Mapping[str, pd.DataFrame], unit: str) -> list[Finding]:
     count = min(map(len, arms.values()))
     if count >= MIN_CLUSTERS:
         return []
-    return [(1, f"{count} {unit}{'s' * (count != 1)}, fewer than {MIN_CLUSTERS}, so no interval is given")]
+    return [(1, f"{count} {unit}{'s' * (count != 1)}, fewer than the {MIN_CLUSTERS} that an interval requires")]
 
 
 def _load(arms: Mapping[str, pd.DataFrame], threads: int, cores: int) -> list[Finding]:
@@ -184,7 +186,9 @@ def _load(arms: Mapping[str, pd.DataFrame], threads: int, cores: int) -> list[Fi
     return [(severity, f"other processes used {load:.1f} of {cores} cores meanwhile, this one has {own}")]
 
 
-def _outliers(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Mapping[str, str]) -> list[Finding]:
+def _outliers(
+    arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Mapping[str, str], speed: str
+) -> list[Finding]:
     """Judge units that are slower than the others of their arm, by what they change."""
     slow = slow_units(arms)
     units = sorted({number for each in slow.values() for number in each.index})
@@ -192,7 +196,7 @@ def _outliers(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names:
         return []
     total = max(map(len, arms.values()))
     severity, changes = _severity(len(units) / total, OUTLIERS), []
-    figure = "speed-up" if baseline in arms and len(arms) > 1 else "tokens/s"
+    figure = "speed-up" if baseline in arms and len(arms) > 1 else speed
     for arm in arms:
         if arm == baseline and len(arms) > 1:
             continue

@@ -11,6 +11,7 @@ from spec_lab.analysis.names import names_in_manifest
 from spec_lab.analysis.report.facts import ended_summary, page_of_run
 from spec_lab.analysis.report.page import Cell, DataTable, Section, render, value_cell
 from spec_lab.analysis.roofline_text import roofline_notes
+from spec_lab.analysis.text import verdict_line
 from spec_lab.results.manifest import begun
 
 PLACE = {"batch": int, "context": int}
@@ -18,6 +19,7 @@ SPREAD = {**PLACE, "seconds": float, "low": float, "high": float}
 SUMMARY = {
     "turns": int, "rounds": int, "temperature": float, "nodes": [{**SPREAD, "nodes": int}],
     "arms": [{**SPREAD, "arm": str}],
+    "?verdict": str, "?verdict_reasons": [str],
     "?baseline": [{**PLACE, "roofline_share": {"mean": (float, None)}, "memory_bound_steps": (float, None)}],
 }  # fmt: skip
 """What is read of ``summary.json``."""
@@ -44,6 +46,7 @@ def page(folder: Path) -> str:
         lead=f"Step costs, temperature {summary['temperature']:g}, medians of {summary['turns']} repeats of "
         f"{summary['rounds']} steps",
         drawn=drawn,
+        verdict=verdict_line(summary),
     )
     sections = [
         Section(

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from spec_lab.analysis import figures
+from spec_lab.analysis import figures, metrics
 from spec_lab.analysis.roofline_text import roofline_notes
+from spec_lab.analysis.text import verdict_line
 from spec_lab.core.roofline import Roofline
 from spec_lab.tasks.cost.predict import OF_ARM, OF_NODES
 
@@ -48,8 +50,24 @@ def _spread(frame: pd.DataFrame, by: list[str], seconds: pd.Series) -> list[dict
     return three.reset_index().to_dict("records")
 
 
+def verdict(frame: pd.DataFrame, manifest: Mapping[str, Any]) -> metrics.TimingVerdict:
+    """Return the verdict on the times, measurement by measurement: all arms' steps at one batch size and context.
+
+    Args:
+        frame: the rows of ``tables.COST``.
+        manifest: of the run.
+    """
+    rows = frame.groupby(["turn", "batch", "context"])
+    table = rows.agg(seconds=("whole", "sum"), tokens=("whole", "size"), other_cores=("other_cores", "mean"))
+    usual = table["seconds"].groupby(["batch", "context"]).transform("median")
+    table = table.assign(slowness=np.log(table["seconds"] / usual)).reset_index(drop=True)
+    threads, cores = metrics.threads_and_cores(manifest)
+    return metrics.timing_verdict({"all arms": table}, threads, cores, unit="measurement", speed="steps/s")
+
+
 def print_summary(summary: Mapping[str, Any], console: Console) -> None:
     """Print the tables of ``summary.json``."""
+    console.print(verdict_line(summary), highlight=False)
     console.print(
         f"{summary['experiment']}: temperature {summary['temperature']:g}, medians of {summary['turns']} repeats of "
         f"{summary['rounds']} steps",

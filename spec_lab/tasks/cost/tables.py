@@ -21,6 +21,7 @@ COST = {
     "arm": (_TEXT, "an arm of the lab, or 'nodes N' for a fixed tree of N nodes"),
     "fixed": (_FLAG, "whether it was a fixed tree"),
     "turn": (_WHOLE, "number of the repeat, from 0; each repeat times every arm at every batch size and context"),
+    "other_cores": (_REAL, "cores that other processes used meanwhile, of all arms' steps together; null if not known"),
     "nodes": (_REAL, "draft nodes of each sequence, mean over the timed steps"),
     "depth": (_REAL, "depth of the deepest draft, mean over the timed steps"),
     "propose": (_REAL, "seconds of drafting; like all seconds here, the median over the timed steps"),

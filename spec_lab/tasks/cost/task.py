@@ -97,6 +97,7 @@ def measure(
         summary = {"experiment": settings.name, "target": lab.target.name, "temperature": lab.sampling.temperature}
         summary |= {"turns": repeats, "rounds": steps, "roofline": facts.get("roofline")}
         summary |= show.summarise(frame, Roofline.of(facts.get("roofline")))
+        summary |= show.verdict(frame, facts).summary()
         names = names_in_manifest(facts)
         drafting = {name: (names.get(name, name), arm.proposer.name) for name, arm in arms.items()
                     if not isinstance(arm.proposer, Fixed | Null)}  # fmt: skip

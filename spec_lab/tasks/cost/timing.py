@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
+from spec_lab.core.machine import Usage, other_load
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.proposer import Lifecycle
@@ -102,7 +103,7 @@ def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int
     for arm in arms.values():
         check_pair(arm.proposer.name, draws_of(arm.proposer), arm.verifier, branches(arm.proposer))
     target, context = next(iter(arms.values())).target, len(requests[0].tokens)
-    lm, memory = target.lm, Memory()
+    lm, memory, start = target.lm, Memory(), Usage.now()
     parts = {
         name: Parts(target, arm.proposer, arm.verifier, CounterDraws(arm.seed), memory=memory)
         for name, arm in arms.items()
@@ -143,7 +144,8 @@ def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int
             done = decode(name, steps + 2)  # the first is a warm-up; the last only ends the time of the one before
             key = {"id": f"{len(requests)}/{context}/{name}/{repeat}", "arm": name}
             rows.append(key | facts | {"fixed": isinstance(arms[name].proposer, Fixed), **_seconds(done)})
-        return rows
+        load = other_load(start, Usage.now())  # an arm's few steps are shorter than the ticks that it is counted in
+        return [row | {"other_cores": load} for row in rows]
     finally:
         for name, own in states.items():
             for state in own:
