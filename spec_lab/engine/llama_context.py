@@ -192,6 +192,16 @@ class Context:
     def release_id(self, number: int) -> None:
         """Take back a sequence id whose cells were removed."""
         self._free_ids.append(number)
+        while self._highest > self.ids and self._highest - 1 in self._free_ids:  # it need not exist any more
+            self._highest -= 1
+
+    def existing_id(self, number: int) -> int:
+        """Return the id itself, or in exchange a free one that exists, if this one was taken and does not exist yet."""
+        if number >= self.ids and (other := min(self._free_ids, default=number)) < self.ids:
+            self._free_ids.remove(other)
+            self.release_id(number)
+            return other
+        return number
 
     def _grow(self, cells: int, ids: int, most: int | None, watches: bool) -> None:
         """Make a larger context with the cells of this one, or restore this one. Errors as of ``require``."""

@@ -122,9 +122,13 @@ class LlamaCpp:
         """
         kept, source.kept = source.kept, 0  # it must not be given up meanwhile
         self._uses += 1
+        made = None
         try:
             made = self.open()
+            self._make_room(0)
         except ValueError:
+            if made is not None:
+                made.close()
             if exact:
                 return LlamaSequence(self, [], 0)  # given up at once
             if not kept:
@@ -133,11 +137,6 @@ class LlamaCpp:
             return self.open(reserve)
         finally:
             source.kept = self._uses if kept else 0
-        try:
-            self.context.require(0, max(made.ids) + 1)
-        except ValueError:
-            made.close()
-            raise
         made.prefix = (source, length) if kept else source.prefix and (source.prefix[0], min(source.prefix[1], length))
         self.context.share(source.ids[0], made.ids[0], 0, length)
         made.length = length
@@ -184,7 +183,7 @@ class LlamaCpp:
         self.context.set_embeddings(False)
         sequence = self.open()
         try:
-            self.context.reserve(1, self.sequences)
+            self._make_room(1)
             self.context.single_ids([0], [0], sequence.ids[:1], 1)
             self.context.decode(1, 1)
         except RuntimeError as error:
@@ -415,6 +414,14 @@ class LlamaCpp:
             if rows + sum(sequence.cells for sequence in self.sequences) <= limit:
                 break
             kept.close()
+        self._make_room(rows)
+
+    def _make_room(self, rows: int) -> None:
+        """Grow the KV cache for some rows and all ids that were taken; kept copies give up theirs if it cannot grow.
+
+        Raises:
+            OutOfCells: there is not enough memory, and no kept copy.
+        """
         while True:
             try:
                 return self.context.reserve(rows, self.sequences)
@@ -422,6 +429,8 @@ class LlamaCpp:
                 if (kept := self._oldest_kept()) is None:
                     raise
                 kept.close()
+                for sequence in self.sequences:
+                    sequence.ids = [self.context.existing_id(number) for number in sequence.ids]
 
     def _oldest_kept(self) -> LlamaSequence | None:
         """The kept copy that was not used for the longest time; None if there is none."""

@@ -181,6 +181,55 @@ def test_kept_texts_are_given_up_where_cells_or_memory_run_short():
         assert [len(one.kv) for one in prefixes.texts] == [0, 80, 80], limit
 
 
+class SixteenIds(FakeLlama):
+    """There is no memory for a context with more ids than the first one has."""
+
+    def llama_init_from_model(self, model, params):
+        return None if params.n_seq_max > 16 else super().llama_init_from_model(model, params)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("kept", [0, 2])
+def test_a_text_is_not_kept_or_takes_the_place_of_an_older_one_where_ids_cannot_grow(kept, window):
+    library, prefixes = SixteenIds(V, window=window), PrefixCache(64 * BLOCK)
+    lm = LlamaCpp(Model(library, "fake.gguf"), LlamaSettings(batch=512))
+    for first in range(kept):
+        sequence = computed(lm, text(first, 20))
+        prefixes.keep(lm, text(first, 20), sequence)
+        sequence.close()
+    live = [computed(lm, text(9 + number, 20)) for number in range((8 if window else 16) - kept)]
+    prefixes.keep(lm, text(9, 20), live[0])
+    assert [one.tokens[0] for one in prefixes.texts if len(one.kv)] == [1, 9][:kept]
+    output = lm.forward(live, [[5]] * len(live), empty(len(live)))
+    np.testing.assert_array_equal(output.logits[0], logits_of([*text(9, 20), 5], V))
+    if kept:  # a copy of the kept text and a new request take the ids of the others
+        found = prefixes.open(lm, text(9, 30), 40)
+        assert len(found) == 20 and [len(one.kv) for one in prefixes.texts] == [0, 20]
+        found = prefixes.open(lm, text(9, 30), 40)
+        assert len(found) == 0 and not any(len(one.kv) for one in prefixes.texts)
+        output = lm.forward([found], [text(9, 30)], empty(1))
+        np.testing.assert_array_equal(output.logits[0], logits_of(text(9, 30), V))
+    assert used(lm) <= counted(lm) and lm.context.ids == 16
+
+
+def test_a_new_request_takes_the_id_of_a_kept_text_where_ids_cannot_grow():
+    lm, prefixes = LlamaCpp(Model(SixteenIds(V), "fake.gguf"), LlamaSettings(batch=512)), PrefixCache(64 * BLOCK)
+    live = [computed(lm, text(9 + number, 20)) for number in range(15)]
+    prefixes.keep(lm, text(9, 20), live[0])
+    live.append(computed(lm, text(30, 20)))
+    output = lm.forward(live, [[5]] * 16, empty(16))
+    np.testing.assert_array_equal(output.logits[15], logits_of([*text(30, 20), 5], V))
+    assert not len(prefixes.texts[0].kv)
+
+
+def test_keeping_a_text_raises_no_error_where_the_cells_are_lost():
+    lm, prefixes = runner(), PrefixCache(64 * BLOCK)
+    live = [computed(lm, text(9 + number, 20)) for number in range(16)]
+    lm.context.library.most = 0
+    prefixes.keep(lm, text(9, 20), live[0])
+    assert not prefixes.texts
+
+
 def test_the_next_turn_of_a_chat_computes_only_what_is_new():
     lm = runner()
     target, prefixes, tokens, pending = Target(lm, None, "fake", 200, "", 0.0), PrefixCache(1024, least=1), COMMON, []
