@@ -8,6 +8,7 @@ largest of a row's differences by rounding grows with the vocabulary and cannot 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf, isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -68,8 +69,8 @@ class Checked(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether the error is allowed; NaN is not."""
-        return self.error <= self.allowed
+        """True for an error that is finite and at most what is allowed."""
+        return isfinite(self.error) and self.error <= self.allowed
 
 
 @torch.inference_mode()
@@ -133,11 +134,16 @@ def largest_error(rows: Sequence[Rows], expected: Sequence[Tensor]) -> float:
     """Return the largest difference of a logit from the expected ones; infinity where one is NaN."""
     errors = [float(_in_deviations(row.logits, right).abs().max()) for row, right in zip(rows, expected, strict=True)]
     largest = float(np.max(errors))
-    return largest if np.isfinite(largest) else float("inf")
+    return largest if isfinite(largest) else inf
 
 
 def rounding_error(
-    rows: Sequence[Rows], expected: Sequence[Tensor], others: Sequence[Tensor], floor: float, robust: bool
+    rows: Sequence[Rows],
+    expected: Sequence[Tensor],
+    others: Sequence[Tensor],
+    floor: float,
+    robust: bool,
+    ceiling: float = inf,
 ) -> Checked:
     """Compare the error of decoded rows with the error by rounding of plain forwards over the same rows.
 
@@ -151,18 +157,23 @@ def rounding_error(
         floor: what is always allowed.
         robust: whether the median row is compared, and not the rms over all rows. Some rows jump by chance, when
             rounding changes the choice of an expert, or moves an activation to another of 256 values.
+        ceiling: what is never allowed.
 
     Returns:
-        The kind of rows whose error is largest compared with what is allowed.
+        The kind of rows whose error is largest compared with what is allowed; infinity as the error where a row's error
+        or rounding is not finite.
     """
-    found = []
+    kinds = []
     for alone in {row.alone for row in rows}:
-        same = [place for place, row in enumerate(rows) if row.alone == alone]
-        own = torch.cat([_rms(rows[place].logits, expected[place]) for place in same])
-        noise = torch.cat([_rms(others[place], expected[place]) for place in same])
-        error, rounding = (float(one.median() if robust else one.pow(2).mean().sqrt()) for one in (own, noise))
-        found.append(Checked(error if np.isfinite(error) else float("inf"), RATIO * rounding + floor))
-    return max(found, key=lambda one: one.error / one.allowed)
+        same = [number for number, row in enumerate(rows) if row.alone == alone]
+        errors = torch.cat([_rms(rows[number].logits, expected[number]) for number in same])
+        noise = torch.cat([_rms(others[number], expected[number]) for number in same])
+        error, rounding = (float(x.median() if robust else x.pow(2).mean().sqrt()) for x in (errors, noise))
+        if errors.isfinite().all() and noise.isfinite().all():
+            kinds.append(Checked(error, min(RATIO * rounding + floor, ceiling)))
+        else:
+            kinds.append(Checked(inf, floor))
+    return max(kinds, key=lambda kind: (not kind.passed, kind.error / max(kind.allowed, 1e-300)))
 
 
 def _in_deviations(found: Tensor, expected: Tensor) -> Tensor:

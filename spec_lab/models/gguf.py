@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from spec_lab.engine.llama_cpp import LlamaCpp
 from spec_lab.engine.llama_library import Library, Model, load_library
 from spec_lab.engine.llama_recurrent import MOST_SNAPSHOTS, LlamaRecurrent
 from spec_lab.models.comparison import EXACT
-from spec_lab.models.forests import Checked, decode_forests, largest_error, rounding_error
+from spec_lab.models.forests import RATIO, Checked, decode_forests, largest_error, rounding_error
 from spec_lab.models.gguf_file import GGUFFile, read_gguf
 from spec_lab.models.gguf_tokenizer import PROBES, read_gguf_tokenizer, reads_as_llama_cpp
 from spec_lab.models.services import GGUFServices
@@ -33,8 +34,9 @@ from spec_lab.models.target import Target
 LOG = logging.getLogger(__name__)
 
 FLOOR, CEILING = 0.01, 0.1
-"""Root mean square of the error of the logits that the self-check always and never allows where numbers are rounded, in
-standard deviations. That of a wrong mask or position is larger."""
+"""Root mean square of the error of the logits that the self-check always allows where numbers are rounded, and that it
+allows at most while the model's own rounding is smaller, in standard deviations. Wrong masks and positions measured
+0.095 to 2.4."""
 
 SNAPSHOTS = 10
 """Of recurrent states, where the option is null: as many as ``proposer=ngram`` drafts tokens."""
@@ -287,7 +289,8 @@ def checked(model: Model, settings: LlamaSettings, sha256: str, cache: ProcessCa
 
     There is no other data type to compare with. So the error of decoded forests, against decoding one token after the
     other, is compared with the rounding of plain decoding: with how much a text's logits change where it is decoded at
-    once, in cells after those of another text.
+    once, in cells after those of another text. ``CEILING`` is exceeded only where the same text alone in the KV cache,
+    in which no draft tree or other text can be attended to, already varies by more: of weights of few bits.
 
     Args:
         model: the model.
@@ -316,24 +319,39 @@ def checked(model: Model, settings: LlamaSettings, sha256: str, cache: ProcessCa
         sequence.close()
         return torch.stack(found)
 
-    def at_once(tokens: list[int], rows: int) -> Tensor:
+    def at_once(tokens: list[int], rows: int, other: int) -> Tensor:
+        """Decode the text's beginnings after another text of some tokens."""
         found = []
         for end in range(len(tokens) - rows + 1, len(tokens) + 1):
-            before, sequence = alone.open(7), alone.open(end)
-            decode(before, tokens[:7])
+            before, sequence = alone.open(other), alone.open(end)
+            if other:
+                decode(before, tokens[:other])
             found.append(decode(sequence, tokens[:end]))
             before.close()
             sequence.close()
         return torch.stack(found)
 
+    def noise(other: int) -> list[Tensor]:
+        return [row.plain(partial(at_once, other=other)) for row in rows]
+
     try:
         rows = decode_forests(forests)
         expected = [row.plain(one_by_one) for row in rows]
+        if not all(logits.isfinite().all() for logits in expected):
+            raise ValueError("plain decoding returns logits that are NaN or infinite: are the weights damaged?")
         if exact:
             found = Checked(largest_error(rows, expected), EXACT[torch.float32])
         else:
-            found = rounding_error(rows, expected, [row.plain(at_once) for row in rows], FLOOR, robust=False)
-            found = found._replace(allowed=min(found.allowed, CEILING))
+            found = rounding_error(rows, expected, noise(7), FLOOR, robust=False, ceiling=CEILING)
+            if not found.passed:
+                wider = rounding_error(rows, expected, noise(0), FLOOR, robust=False)
+                found = max(found, wider, key=lambda checked: checked.allowed)
+                if found.passed:
+                    LOG.warning(
+                        "%s cannot be checked closely: plain decoding of this file varies by %.2g standard deviations, "
+                        "so faults of draft trees that change its logits by less than %.2g are not found",
+                        model.path, (found.allowed - FLOOR) / RATIO, found.allowed,
+                    )  # fmt: skip
     except (RuntimeError, ValueError) as failure:
         raise Unsupported(
             f"{model.path} cannot decode forests in llama.cpp ({type(failure).__name__}: {failure})"

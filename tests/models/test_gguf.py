@@ -25,7 +25,7 @@ from spec_lab.propose import Null
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.tasks.peers_llama import LlamaGenerate
 from tests.checkpoints import checkpoint
-from tests.engine.fake_llama import FakeLlama, logits_of
+from tests.engine.fake_llama import FakeLlama, logits_of, numbers
 from tests.engine.fake_recurrent import FakeRecurrent, RecurrentMemory
 from tests.gguf_files import field, header, with_zoo_tokenizer
 from tests.propose.lab import decode, emitted, requests
@@ -238,6 +238,45 @@ class SeesRejected(FakeLlama):
 def test_the_self_check_refuses_a_library_with_a_wrong_attention_mask(files, mutant):
     with pytest.raises(Unsupported, match=r"wrongly in llama\.cpp: .* standard deviations, allowed are 0\.\d+"):
         load(files, library=mutant(4096, 32, 2))
+
+
+class Noisy(FakeLlama):
+    """Weights of few bits: logits vary with the number of rows, and with the rows before in the KV cache."""
+
+    size = 0.3
+
+    def llama_decode(self, context, batch):
+        code = super().llama_decode(context, batch)
+        logits = context.memory["logits"]
+        place = sum(bool(cell.ids) for cell in context.cells)
+        logits += self.size * numbers((batch.n_tokens, place), len(logits), "noise")
+        return code
+
+
+class NoisyAndSeesSiblings(Noisy, SeesSiblings):
+    pass
+
+
+def test_a_file_whose_own_rounding_is_large_passes_with_a_warning_and_faults_are_told_apart(files, caplog):
+    target = load(files, library=Noisy(4096, 32, 2))
+    assert 0.1 < target.self_check < target.tolerance < 1
+    (warning,) = [record for record in caplog.records if "cannot be checked closely" in record.getMessage()]
+    assert warning.levelname == "WARNING" and "own.gguf" in warning.getMessage()
+    with pytest.raises(Unsupported, match=r"wrongly in llama\.cpp: .* allowed are 0\.\d+"):
+        load(files, library=NoisyAndSeesSiblings(4096, 32, 2))
+
+
+class NotFinite(FakeLlama):
+    def llama_decode(self, context, batch):
+        code = super().llama_decode(context, batch)
+        if batch.n_tokens == 1:
+            context.memory["logits"][:] = float("nan")
+        return code
+
+
+def test_logits_that_are_not_finite_are_refused(files):
+    with pytest.raises(Unsupported, match=r"own\.gguf .*NaN"):
+        load(files, library=NotFinite(4096, 32, 2))
 
 
 def recurrent(**more):

@@ -13,7 +13,7 @@ from spec_lab.engine.layer_ranges import find_layers
 from spec_lab.engine.prepare import Packer
 from spec_lab.models import float32_copy, self_check
 from spec_lab.models.comparison import Comparison, plain_forward
-from spec_lab.models.forests import decode_forests, rounding_error
+from spec_lab.models.forests import Checked, Rows, decode_forests, rounding_error
 from spec_lab.models.layer_checks import check_exit
 from spec_lab.models.packed import PackedLinear, pack
 from spec_lab.models.support import Unsupported
@@ -207,3 +207,32 @@ def test_rows_that_jump_by_chance_do_not_decide_where_the_others_were_compared_e
     assert not rounding_error(one_jump, expected, others, 0.0, robust=False).passed
     every = [row._replace(logits=row.logits + 0.2 * torch.randn_like(row.logits)) for row in rows]
     assert not rounding_error(every, expected, others, 0.0, robust=True).passed
+
+
+def rows_in_two_groups():
+    generator = torch.Generator().manual_seed(0)
+    expected = [torch.randn(1, 50, generator=generator) for _ in range(3)]
+    rows = [Rows([1, number], right + 0.01, number == 0) for number, right in enumerate(expected)]
+    return rows, expected, [right.clone() for right in expected]
+
+
+@pytest.mark.parametrize("robust", [False, True])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["row", "expected", "others"])
+@pytest.mark.parametrize("group", [0, 2])
+def test_a_number_that_is_not_finite_is_an_infinite_error_in_either_group(group, where, wrong, robust):
+    rows, expected, others = rows_in_two_groups()
+    assert rounding_error(rows, expected, others, 0.1, robust).passed
+    {"row": rows[group].logits, "expected": expected[group], "others": others[group]}[where][0, 3] = wrong
+    if where == "expected":
+        others[group][:] = expected[group]
+    found = rounding_error(rows, expected, others, 0.1, robust)
+    assert found.error == float("inf") and not found.passed
+
+
+def test_a_group_that_fails_decides_and_an_infinite_bound_admits_nothing_infinite():
+    rows, expected, others = rows_in_two_groups()
+    rows[0] = rows[0]._replace(logits=rows[0].logits + torch.linspace(0, 3, 50))
+    others[1:] = [right + torch.linspace(0, 3, 50) for right in expected[1:]]
+    assert not rounding_error(rows, expected, others, 0.0, robust=False).passed
+    assert not Checked(float("inf"), float("inf")).passed
