@@ -19,8 +19,7 @@ from torch import Tensor
 from spec_lab.core.own_attention import own_attention
 from spec_lab.engine.attention import SPANS, recurrent_layers
 from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.model_work import parameters_of
-from spec_lab.models.float32_copy import WHOLE, comparable
+from spec_lab.models.float32_copy import comparable
 from spec_lab.models.forests import Checked, Rows, largest_error, rounding_error
 from spec_lab.models.quantized import recorded
 
@@ -46,11 +45,12 @@ class Mismatch(Exception):
         why: in words.
         works: another data type in which the same model passed.
         plain: whether it is the plain forward that is wrong.
+        packed: whether the packed layers of the model may be the reason (``models.packed``).
     """
 
-    def __init__(self, why: str, works: str = "", plain: bool = False) -> None:
+    def __init__(self, why: str, works: str = "", plain: bool = False, packed: bool = True) -> None:
         super().__init__(why)
-        self.works, self.plain = works, plain
+        self.works, self.plain, self.packed = works, plain, packed
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,15 +78,18 @@ class Comparison:
         """
         if model.dtype in EXACT and not (recorded(model) or {}).get("rounds"):
             return Comparison(model, model)
-        split = (getattr(model, "tp_size", None) or 1) > 1
-        if split or (whole and model.device.type == "cpu" and parameters_of(model) > WHOLE):
-            return Comparison(model, None)
         try:
-            own, exact = comparable(model)
+            if (getattr(model, "tp_size", None) or 1) > 1:
+                raise ValueError("the model is split over processes")
+            own, exact = comparable(model, whole)
             plain_forward(exact, [[0]])
             return Comparison(own, exact)
         except (MemoryError, *FAILURES) as failure:
-            LOG.info("There is no copy in float32 to compare with (%s: %s)", type(failure).__name__, failure)
+            LOG.log(
+                logging.INFO if whole else logging.WARNING,
+                "The self-check compares in %s only, which finds fewer faults: there is no copy in float32 (%s: %s)",
+                model.dtype, type(failure).__name__, failure,
+            )  # fmt: skip
             return Comparison(model, None)
 
     def check(
@@ -121,13 +124,17 @@ class Comparison:
         stored = "" if kv_dtype is None else f" with keys and values in {kv_dtype}"
         than = f"a plain forward in {self.exact.dtype}" if robust else "a plain forward"
         _refuse(found, expected, f"{stored} in {self._dtype}", than, works)
-        return found
+        return found._replace(in_float32=robust)
 
     def _check_exact(self, rows: Sequence[Rows]) -> Checked:
-        expected = self._logits(self.exact, rows)
-        dtype = torch.float32 if recurrent_layers(self.model.config) else self.exact.dtype
-        found = Checked(largest_error(rows, expected), EXACT[dtype])
-        _refuse(found, expected, f" in {self.exact.dtype}", "a plain forward")
+        try:
+            expected = self._logits(self.exact, rows)
+            dtype = torch.float32 if recurrent_layers(self.model.config) else self.exact.dtype
+            found = Checked(largest_error(rows, expected), EXACT[dtype], True)
+            _refuse(found, expected, f" in {self.exact.dtype}", "a plain forward")
+        except Mismatch as wrong:
+            wrong.packed = self.exact is self.model  # a copy has plain layers
+            raise
         return found
 
     @property
@@ -182,13 +189,15 @@ def plain_forward(model: Any, texts: Sequence[list[int]], eager: bool = False) -
     """
     before = model.config._attn_implementation
     wanted = "eager" if eager else own_attention(model) if before == SPANS else before
-    if wanted != before:
-        model.set_attn_implementation(wanted)
     longest = max(map(len, texts))
     ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=model.device)
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits
-    if wanted != before:
-        model.set_attn_implementation(before)
+    try:
+        if wanted != before:
+            model.set_attn_implementation(wanted)
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    finally:
+        if wanted != before:
+            model.set_attn_implementation(before)
     return logits
 
 

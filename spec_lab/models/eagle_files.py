@@ -25,9 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from spec_lab.core.options import brief
+from spec_lab.core.tensors import readable
 from spec_lab.models.checkpoint import open_weights, read_drafter_config, weight_files, weights_hash
 from spec_lab.models.draft_layers import load_weights
 from spec_lab.models.drafter_files import (
@@ -259,9 +261,20 @@ def _taps(file: Path, config: Mapping[str, Any], target: Target) -> tuple[int, .
     if named is None:
         return tuple(sorted(max(0, min(tap, last)) for tap in (2, last // 2, last - 3)))
     found = taps(file, where, named, shift, last, target.name)
-    if list(found) != sorted(found):
-        log.info("%s: %s is %s, but taps are read in the order of the layers", file, where, named)
+    if list(found) == sorted(found):
+        return tuple(found)
+    if _is_of_training(file.parent):
+        log.warning("%s: %s is %s, the order in which this package trained the head; it is kept", file, where, named)
+        return tuple(found)
+    log.warning("%s: %s is %s, but taps are read in the order of the layers", file, where, named)
     return tuple(sorted(found))
+
+
+def _is_of_training(folder: Path) -> bool:
+    """Return whether ``task=train`` wrote a head: its facts are the metadata of the weights (``write_eagle3``)."""
+    file = weight_files(folder)[0]
+    with readable([file]), safe_open(file, framework="pt") as opened:
+        return {"target_sha256", "method", "seed"} <= (opened.metadata() or {}).keys()
 
 
 def _names(folder: Path, network: Network, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

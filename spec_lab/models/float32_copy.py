@@ -20,22 +20,32 @@ FEWEST = 4
 """Fewest layers of a copy of the first ones."""
 
 
-def comparable(model: Any) -> tuple[Any, Any]:
+def comparable(model: Any, whole: bool = False) -> tuple[Any, Any]:
     """Return what a self-check compares: a model, or its first layers, and the same in float32.
 
-    On a CPU a model of more than ``WHOLE`` parameters is represented by its first layers, at least one of each kind;
-    they share its weights.
+    A model is represented by its first layers, at least one of each kind, where a copy of the whole does not fit, and
+    on a CPU where it has more than ``WHOLE`` parameters. They share its weights.
+
+    Args:
+        model: the model.
+        whole: whether its first layers cannot represent it.
 
     Raises:
-        MemoryError: the copy does not fit.
+        MemoryError: the copy does not fit, or takes too long.
         Exception: of many types; the model cannot be copied.
     """
-    if parameters_of(model) > WHOLE and model.device.type == "cpu" and (short := _needed(model)):
-        model = _copy(model, {}, short)
-    room = available(model.device)
-    if room is not None and 4 * parameters_of(model) > room / 2:
-        raise MemoryError("a copy in float32 does not fit")
+    slow = model.device.type == "cpu" and parameters_of(model) > WHOLE
+    if not whole and (slow or not _fits(model)) and (short := _needed(model)):
+        model, slow = _copy(model, {}, short), False
+    if (slow and whole) or not _fits(model):
+        raise MemoryError("a copy in float32 does not fit" if not slow else "a copy in float32 takes too long")
     return model, float32_copy(model)
+
+
+def _fits(model: Any) -> bool:
+    """Return whether a copy in float32 takes at most half of the memory that is left."""
+    room = available(model.device)
+    return room is None or 4 * parameters_of(model) <= room / 2
 
 
 def float32_copy(model: Any) -> Any:

@@ -62,10 +62,17 @@ class Rows(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """An error, and the largest that is allowed, in standard deviations of the logits."""
+    """The result of a self-check.
+
+    Args:
+        error: of the logits, in standard deviations.
+        allowed: the largest error that is allowed.
+        in_float32: whether masks and positions were checked in float32 or float64, where rounding is negligible.
+    """
 
     error: float
     allowed: float
+    in_float32: bool = False
 
     @property
     def passed(self) -> bool:

@@ -104,7 +104,7 @@ def load(
     limit = file.context
     if context is not None:
         whole("target.context", context, otherwise=", or null for the model's own", most=limit)
-    exact = all(one.kind == 0 for one in file.tensors.values())
+    exact = all(tensor.type_name == "F32" for tensor in file.tensors.values())
     kv_dtype = kv_dtype or ("f16" if dtype is None or not exact else "f32")
     if dtype is not None and not exact:
         LOG.warning(
@@ -146,6 +146,7 @@ def load(
     return Target(
         lm, read, path, context or limit, sha256, measured.error, cache, parts=services, stops=model.ends | file.ends,
         source_sha256=file.source_sha256, tolerance=measured.allowed,
+        checked_in_float32=measured.in_float32,
     )  # fmt: skip
 
 
@@ -340,7 +341,7 @@ def checked(model: Model, settings: LlamaSettings, sha256: str, cache: ProcessCa
         if not all(logits.isfinite().all() for logits in expected):
             raise ValueError("plain decoding returns logits that are NaN or infinite: are the weights damaged?")
         if exact:
-            found = Checked(largest_error(rows, expected), EXACT[torch.float32])
+            found = Checked(largest_error(rows, expected), EXACT[torch.float32], True)
         else:
             found = rounding_error(rows, expected, noise(7), FLOOR, robust=False, ceiling=CEILING)
             if not found.passed:

@@ -88,6 +88,11 @@ class TensorInfo(NamedTuple):
         """Number of its elements."""
         return math.prod(self.shape)
 
+    @property
+    def type_name(self) -> str:
+        """The name of its data type, such as F32 or Q4_K."""
+        return str(gguf_package().GGMLQuantizationType(self.kind).name)
+
 
 @dataclass(frozen=True, eq=False)
 class GGUFFile:
@@ -376,9 +381,8 @@ def _check_kinds(file: GGUFFile) -> None:
     Raises:
         Unsupported: names the tensor, its type and the file.
     """
-    gguf = gguf_package()
     for name, info in file.tensors.items():
-        kind = gguf.GGMLQuantizationType(info.kind).name
+        kind = info.type_name
         vector = len(info.shape) == 1 or not name.endswith(".weight") or any(part in name for part in FLOAT32_PARTS)
         if kind in UNCOMPUTED or (vector and kind != "F32"):
             computed = "F32 only" if vector else "F32, F16, BF16 and quantized types"

@@ -32,6 +32,10 @@ SIZES = ("sliding_window", "attention_chunk_size", "floor_scale")
 """What attention of transformers calls sizes in positions. Llama 4 scales queries by position // ``floor_scale``."""
 
 
+class MaybePacking(Unsupported):
+    """A refusal for which the packed layers of a model may be the reason (``models.packed``)."""
+
+
 def self_check(model: Any, attention: Attention, fixed: bool = False, kv_dtype: torch.dtype | None = None) -> Checked:
     """Decode a scattered forest of two draft trees and compare it with plain forwards over every path.
 
@@ -43,8 +47,8 @@ def self_check(model: Any, attention: Attention, fixed: bool = False, kv_dtype: 
         float64, of the root mean square otherwise.
 
     Raises:
-        Unsupported: the error is larger, or the model raises an error. The message advises another setting only where
-            that one passes the check.
+        Unsupported: the error is larger, or the model raises an error (``MaybePacking`` if it may pass with unpacked
+            layers). The message advises another setting only where that one passes the check.
     """
     kind = getattr(model.config, "model_type", type(model).__name__)
     kv_dtype = None if kv_dtype == model.dtype else kv_dtype
@@ -57,9 +61,10 @@ def self_check(model: Any, attention: Attention, fixed: bool = False, kv_dtype: 
         cure = f"; set target.dtype={wrong.works}, which works" if wrong.works else ""
         if not (cure or wrong.plain):
             cure = _advice(model, comparison, attention, fixed, kv_dtype)
-        raise Unsupported(f"model type '{kind}' {what}{wrong}{cure}") from None
+        refusal = MaybePacking if wrong.packed else Unsupported
+        raise refusal(f"model type '{kind}' {what}{wrong}{cure}") from None
     except FAILURES as failure:
-        raise Unsupported(
+        raise MaybePacking(
             f"model type '{kind}' cannot decode forests with attention='{attention}' "
             f"({type(failure).__name__}: {failure}){_advice(model, comparison, attention, fixed, kv_dtype)}"
         ) from failure
@@ -81,7 +86,9 @@ def _check(
         lm.forward([sequence], [[0]], empty(1, lm.device))  # windows that differ from the config's raise
         sequence.close()
     if (change := _rotation_error(model)) > EXACT[torch.float32]:
-        raise Mismatch(f": rotations of near positions change by {change:.2g} when a far position joins the batch")
+        raise Mismatch(
+            f": rotations of near positions change by {change:.2g} when a far position joins the batch", packed=False
+        )
 
     def runner(computed: Any, stored: torch.dtype | None) -> CausalLM:
         return CausalLM(computed, attention, fixed=fixed, kv_dtype=stored)
@@ -107,7 +114,7 @@ def _refuse_failing_model(model: Any, kind: str) -> None:
                 where, cure = " in float64", "; set target.dtype=float32, which works"
             except FAILURES:
                 pass
-        raise Unsupported(
+        raise MaybePacking(
             f"model type '{kind}' is not supported{where}: a plain forward by transformers' own code fails "
             f"({type(failure).__name__}: {failure}){cure}"
         ) from failure

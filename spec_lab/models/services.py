@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_lab.core.inference import inference
-from spec_lab.models.gguf_file import GGUFFile, gguf_package
+from spec_lab.models.gguf_file import GGUFFile
 from spec_lab.models.support import Unsupported
 
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "layer_norm")
@@ -164,7 +164,7 @@ class GGUFServices:
         return self._embedding if self.file.tied else self._matrix("output.weight"), bias
 
     def _matrix(self, name: str) -> Tensor:
-        exact = gguf_package().GGMLQuantizationType(self.file.info(name).kind).name == "F32"
+        exact = self.file.info(name).type_name == "F32"
         return self.file.tensor(name, torch.float32 if exact else torch.bfloat16)
 
     @cached_property

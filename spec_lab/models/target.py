@@ -26,7 +26,7 @@ from spec_lab.models.merged import merge
 from spec_lab.models.packed import pack, unpack
 from spec_lab.models.placement import kv_dtype_of
 from spec_lab.models.quantized import recorded
-from spec_lab.models.self_check import checked
+from spec_lab.models.self_check import MaybePacking, checked
 from spec_lab.models.services import ModelServices, TargetServices
 from spec_lab.models.support import Unsupported, is_recurrent, model_context, one_rotation
 
@@ -50,6 +50,8 @@ class Target:
         source_sha256: ``sha256`` of the checkpoint that the weights were converted from; empty if they were not.
         folder: of the files of a checkpoint of transformers; None for another target.
         tolerance: largest error that the self-check allows; None of a model that was not checked.
+        checked_in_float32: whether it checked masks and positions in float32 or float64; None of a model that was not
+            checked.
     """
 
     lm: Runner
@@ -64,12 +66,16 @@ class Target:
     source_sha256: str = ""
     folder: Path | None = None
     tolerance: float | None = None
+    checked_in_float32: bool | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
         """What the self-check measured and allows, and how the model is quantized (``core.protocols.Described``)."""
         own = recorded(self.lm.model) if isinstance(self.lm, CausalLM) else None
-        return {"self_check": self.self_check, "tolerance": self.tolerance, "quantization": own}
+        return {
+            "self_check": self.self_check, "tolerance": self.tolerance,
+            "self_check_in_float32": self.checked_in_float32, "quantization": own,
+        }  # fmt: skip
 
     @cached_property
     def vocabulary(self) -> int:
@@ -269,7 +275,7 @@ class Target:
         lm = CausalLM(model, attention, chunk, graphs, stored)
         return Target(
             lm, tokenizer, path, context or limit, sha256, found.error, cache, folder=loaded_folder(path),
-            tolerance=found.allowed,
+            tolerance=found.allowed, checked_in_float32=found.in_float32,
         )  # fmt: skip
 
 
@@ -281,7 +287,9 @@ def _pack_checked(
     fixed: bool = False,
     kv_dtype: torch.dtype | None = None,
 ) -> Checked:
-    """Pack a model's linear layers, and return its ``checked``; unpacked if its code reads the weights itself.
+    """Pack a model's linear layers, and return its ``checked``; unpacked if it passes so only.
+
+    Code of a model may read the weights itself, and kernels of packed layers may be wrong.
 
     Raises:
         Unsupported: it fails the self-check.
@@ -289,10 +297,15 @@ def _pack_checked(
     pack(model)
     try:
         return checked(model, attention, sha256, cache, fixed, kv_dtype)
-    except Unsupported as refusal:
-        if refusal.__cause__ is None or not unpack(model):
+    except MaybePacking as refusal:
+        if not unpack(model):
             raise
-        return checked(model, attention, sha256, cache, fixed, kv_dtype)
+        LOG.info("Self-check: again without packed linear layers (%s)", refusal)
+        found = checked(model, attention, sha256, cache, fixed, kv_dtype)
+        LOG.warning(
+            "The model runs without packed linear layers, which is slower: with them the self-check fails (%s)", refusal
+        )
+        return found
 
 
 def end_tokens(vocabulary: int, tokenizer: Any, model: Any, stops: Iterable[int] = ()) -> frozenset[int]:

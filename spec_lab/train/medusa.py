@@ -106,17 +106,23 @@ class MedusaRecipe:
 def calibrate(target: Target, folder: Path, paths: Sequence[Path], temperature: float) -> None:
     """Write how often written heads are right on held-out answers, for trees that are calibrated. See ``Beginning``."""
     heads, lm = Heads.read(str(folder), target), target.lm
-    texts = [text for path in paths for text in Texts.read(path).answers()]
-    answers = ((hidden.to(lm.device, lm.dtype), tokens.to(lm.device)) for hidden, tokens in texts)
-    if not any(len(tokens) > len(heads) for _, tokens in texts):
+    lengths = [len(tokens) for path in paths for _, tokens in Texts.read(path).answers()]
+    answers = (  # read again, file by file: the hidden states of all texts may not fit into memory
+        (hidden.to(lm.device, lm.dtype), tokens.to(lm.device))
+        for path in paths
+        for hidden, tokens in Texts.read(path).answers()
+    )
+    if max(lengths, default=0) <= len(heads):
         log.warning(
             "none of the %d held-out answers has more tokens than there are heads, so the heads have no calibration: "
             "proposer.tree=calibrated, the default, needs one (set max_new_tokens to more than %d)",
-            len(texts), len(heads),
+            len(lengths), len(heads),
         )  # fmt: skip
         return
     accuracy = of_texts(heads, answers, temperature=temperature)
-    accuracy.write(folder, text=f"{len(texts)} answers that were held out of the training", target_sha256=target.sha256)
+    accuracy.write(
+        folder, text=f"{len(lengths)} answers that were held out of the training", target_sha256=target.sha256
+    )
 
 
 class MedusaNetwork(nn.Module):

@@ -117,8 +117,8 @@ def train(
     recipe.begin(lab.target, [], settings.seed)  # refuses wrong options before the target answers
     if settings.batch_size > rows:
         log.warning(
-            "batch_size=%d prompts are not answered together, but task.rows=%d: the answers of each training step are "
-            "written together. Set task.rows to as much, or batch_size to less", settings.batch_size, rows,
+            "batch_size=%d has no effect above task.rows=%d: the prompts of one training step are answered together. "
+            "Set task.rows to %d, or batch_size to %d", settings.batch_size, rows, settings.batch_size, rows,
         )  # fmt: skip
     if left_out := len(repeated) % rows:
         console.print(

@@ -10,13 +10,17 @@ from spec_lab.engine import causal_lm, prepare
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.kv_cache import Cells, CellSequence
 from spec_lab.engine.layer_ranges import find_layers
+from spec_lab.engine.model_work import parameters_of
 from spec_lab.engine.prepare import Packer
 from spec_lab.models import float32_copy, self_check
+from spec_lab.models import target as target_module
 from spec_lab.models.comparison import Comparison, plain_forward
 from spec_lab.models.forests import Checked, Rows, decode_forests, rounding_error
 from spec_lab.models.layer_checks import check_exit
-from spec_lab.models.packed import PackedLinear, pack
+from spec_lab.models.packed import PackedLinear, pack, packed_dtypes
 from spec_lab.models.support import Unsupported
+from spec_lab.models.target import Target
+from tests.checkpoints import checkpoint
 from tests.models.families import tiny_family
 from tests.tiny import tiny_model
 
@@ -175,9 +179,57 @@ def test_a_copy_in_float32_has_the_same_numbers_in_plain_layers():
 def test_a_copy_that_does_not_fit_is_left_out(monkeypatch, caplog):
     model = tiny_model(dtype=BF16)
     monkeypatch.setattr(float32_copy, "available", lambda device: 1000)
-    with caplog.at_level("INFO"):
-        assert Comparison.of(model).exact is None and "does not fit" in caplog.text
-    assert self_check.self_check(model, "spans").passed
+    assert Comparison.of(model).exact is None and "does not fit" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    found = self_check.self_check(model, "spans")
+    assert found.passed and not found.in_float32
+
+
+def test_first_layers_are_compared_on_any_device_where_a_copy_of_the_whole_does_not_fit(monkeypatch, caplog):
+    model = tiny_model(dtype=BF16, num_hidden_layers=40, tie_word_embeddings=True)
+    monkeypatch.setattr(float32_copy, "available", lambda device: 4 * 2 * parameters_of(model) - 8)
+    own, exact = float32_copy.comparable(model)
+    assert own.config.num_hidden_layers == exact.config.num_hidden_layers == 4
+    found = self_check.self_check(model, "spans")
+    assert found.passed and found.in_float32 and not caplog.records
+    with pytest.raises(MemoryError):
+        float32_copy.comparable(model, whole=True)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_a_model_with_wrong_packed_kernels_is_unpacked_and_checked_again(dtype, monkeypatch, caplog):
+    if dtype not in packed_dtypes():
+        pytest.skip(f"no kernels of packed layers in {dtype} here")
+    forward = PackedLinear.forward
+    monkeypatch.setattr(PackedLinear, "forward", lambda self, x: forward(self, x) * (1.1 if x.shape[-2] == 1 else 1))
+    model = tiny_model(dtype=dtype)
+    found = target_module._pack_checked(model, "spans", "", ProcessCache())
+    assert found.passed and not any(isinstance(module, PackedLinear) for module in model.modules())
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "without packed linear layers" in warning and "standard deviations" in warning
+
+
+def test_a_fault_that_float32_shows_is_not_looked_for_in_packed_layers(monkeypatch):
+    sees_a_sibling(monkeypatch)
+    with pytest.raises(Unsupported) as caught:
+        self_check.self_check(tiny_model(dtype=BF16), "spans")
+    assert type(caught.value) is Unsupported
+
+
+def test_a_plain_forward_that_fails_leaves_the_attention_as_it_was(monkeypatch):
+    model = tiny_model()
+    before = model.config._attn_implementation
+    assert before != "eager"
+    with pytest.raises(IndexError):
+        plain_forward(model, [[10**6]], eager=True)
+    assert model.config._attn_implementation == before
+
+
+def test_a_target_records_whether_masks_and_positions_were_checked_in_float32(tmp_path, monkeypatch):
+    folder = str(checkpoint(tmp_path / "model", dtype=BF16))
+    assert Target.load(folder, dtype="bfloat16").facts["self_check_in_float32"] is True
+    monkeypatch.setattr(Comparison, "of", lambda model, whole=False: Comparison(model, None))
+    assert Target.load(folder, dtype="bfloat16").facts["self_check_in_float32"] is False
 
 
 def test_the_result_is_measured_once(monkeypatch):

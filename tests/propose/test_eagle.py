@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -188,10 +189,19 @@ def test_taps_in_another_order_than_the_layers_are_read_in_order_and_logged(targ
     found = []
     for ids in (order, other):
         path = written(tmp_path / str(ids), *eagle3(H, VOCABULARY, IDS, eagle_aux_hidden_state_layer_ids=ids))
-        with caplog.at_level("INFO", "spec_lab.models.eagle_files"):
+        with caplog.at_level("WARNING", "spec_lab.models.eagle_files"):
             found.append(emitted(decode(target, eagle.load(target, path, tree=TREE), requests(WARM))[0]))
         assert [str(ids) in line for line in caplog.messages] == [True] * (ids == other)
     assert found[0] == found[1]
+
+
+def test_a_head_that_this_package_trained_with_taps_in_another_order_keeps_it(target, tmp_path, caplog):
+    config, tensors = eagle3(H, VOCABULARY, IDS, eagle_aux_hidden_state_layer_ids=[4, 1, 2])
+    path = written(tmp_path / "head", config, tensors)
+    facts = {"format": "pt", "target_sha256": "", "method": "eagle3", "seed": "0"}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, f"{path}/model.safetensors", facts)
+    assert eagle.load(target, path, depth=1).requires.hidden == (4, 1, 2)
+    assert [record.levelname for record in caplog.records if "[4, 1, 2]" in record.getMessage()] == ["WARNING"]
 
 
 @pytest.mark.one_in(2)

@@ -3,6 +3,7 @@
 import errno
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from spec_lab.propose import calibrate as calibration
 from spec_lab.propose.accuracy import Accuracy, measure
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.step_costs import StepCosts
+from spec_lab.train import medusa as medusa_training
 from spec_lab.train import task
 from spec_lab.train.draft import DraftRecipe
 from spec_lab.train.eagle import Eagle3Recipe
@@ -302,6 +304,23 @@ def test_held_out_answers_are_measured_as_the_target_s_own_continuations_are(nam
     assert (tmp_path / "drafter" / "calibration.json").exists()
 
 
+def test_held_out_answers_are_read_file_by_file_while_they_are_measured(target, tmp_path, monkeypatch):
+    recipe, read, events = RECIPES["medusa"], Texts.read, []
+    begun = recipe.begin(target, [], 0)
+    recipe.write(begun.module, target, tmp_path / "drafter", {"method": recipe.name})
+    paths = record(target, requests(COLD, new=12), recipe.states(target), tmp_path / "texts", 1, 2, 0, rest=True)
+    assert len(paths) > 1
+    monkeypatch.setattr(Texts, "read", lambda path: events.append("file") or read(path))
+
+    def consumed(heads, answers, **_):
+        events.extend("answer" for _ in answers)
+        return SimpleNamespace(write=lambda *args, **more: None)
+
+    monkeypatch.setattr(medusa_training, "of_texts", consumed)
+    begun.calibrate(tmp_path / "drafter", paths, 0.0)
+    assert events[-2 * len(paths) :] == ["file", "answer"] * len(paths)
+
+
 def test_answers_shorter_than_the_heads_leave_no_calibration_and_are_named(target, tmp_path, caplog):
     recipe = RECIPES["medusa"]
     begun = recipe.begin(target, [], 0)
@@ -321,7 +340,7 @@ def test_trained_medusa_heads_draft_as_documented(quick_cli, tmp_path, monkeypat
             "+experiment=train_medusa", *run[:-1], *options, "batch_size=4", f"output_dir={folder}"
         )
         assert code == 0, errors
-        assert "batch_size=4" in caplog.text and "task.rows=2" in caplog.text
+        assert "batch_size=4 has no effect above task.rows=2" in caplog.text
         caplog.clear()
     first, second = (tmp_path / folder / "drafter" for folder in ("first", "second"))
     for file in first.iterdir():
