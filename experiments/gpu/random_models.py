@@ -70,7 +70,7 @@ def both_ways(model: Any, name: str) -> dict[str, Target]:
 
 
 def roofline_of(model: Any, dtype: torch.dtype, device: torch.device) -> Roofline:
-    """What bounds the model's forwards; bandwidth and peak are measured, in some seconds."""
+    """Return the limits of the model's forwards; bandwidth and peak are measured, in some seconds."""
     work = work_of(model, {})
     assert work is not None
     return Roofline(work, measure(work.weight_bytes, dtype, device))

@@ -32,7 +32,7 @@ WARM_UP = 8
 
 
 LEAST_SECONDS = 2.0
-"""That decoding with one of several ways may take, whatever the others took."""
+"""Time that decoding in one of several ways may take, whatever the others took."""
 
 
 class Row(NamedTuple):
@@ -133,7 +133,7 @@ def decoding(target: Target, batch: int, prompt: int, steps: int, seconds: float
 
 
 def rows_of(infos: Sequence[StepInfo], nodes: int = 0) -> dict[str, list[int]]:
-    """What ``Roofline.seconds`` reads of decoding steps."""
+    """Return what ``Roofline.seconds`` reads of decoding steps."""
     rows = [
         (step, context, pending)
         for step, info in enumerate(infos)

@@ -41,7 +41,7 @@ MAX_ERROR = 2000
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may use.
+    """Limits of one request.
 
     Args:
         cpu_seconds: CPU time, on POSIX systems.

@@ -25,7 +25,7 @@ from spec_lab.models.target import Target
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """What a block drafter is.
+    """The sizes and kind of a block drafter.
 
     Args:
         layer: config of the decoder layers, as transformers names its fields.
@@ -103,7 +103,7 @@ class BlockNetwork(nn.Module):
 
     @property
     def levels(self) -> int:
-        """How many levels a block drafts at most."""
+        """Maximum number of levels that a block drafts."""
         return self.settings.block_size - (not self.settings.predicts_next)
 
     def features(self, hidden: Tensor) -> Tensor:

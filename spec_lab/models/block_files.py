@@ -116,7 +116,7 @@ def read_block(path: str, target: Target) -> ReadBlock:
 def _settings(
     folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], target: Target
 ) -> BlockSettings:
-    """What the drafter is. Errors as of ``read_block``."""
+    """Return the settings of the drafter. Errors as of ``read_block``."""
     file, inner, rank = folder / "config.json", config.get("dflash_config"), 0
     dspark = inner is None
     if dspark and "speculators_model_type" in config:

@@ -35,7 +35,7 @@ are allowed as much as in float32.
 FAILURES = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-"""What a model's code raises where it does not fit the engine."""
+"""Errors that a model's code raises where it does not fit the engine."""
 
 
 class Mismatch(Exception):

@@ -25,11 +25,11 @@ from spec_lab.models.services import TargetServices
 from spec_lab.models.support import NOT_FULL_ATTENTION, Unsupported, is_recurrent, refuse_by_name, refuse_changing_rope
 
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
-"""What a decoder layer must consist of."""
+"""Modules that a decoder layer must consist of."""
 WHOLE = ("self_attn", "input_layernorm")
-"""What one that is only run whole must have."""
+"""Modules that a layer which is only run whole must have."""
 GIVEN = {"attention_mask", "position_ids", "position_embeddings"}
-"""What such a layer must read besides its input and the KV cache."""
+"""Arguments that such a layer must read besides its input and the KV cache."""
 MAMBA = {"mamba", "mamba2", "falcon_mamba", "jamba", "zamba"}
 """Kinds of models whose configs describe no such layers."""
 MOST_BUFFERS = 2**20

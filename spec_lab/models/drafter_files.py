@@ -1,4 +1,4 @@
-"""What the readers of drafters' files share: checks of fields of a config, of names and shapes, and of weights.
+"""Checks that the readers of drafters' files share: of fields of a config, of names and shapes, and of weights.
 
 All of it is untrusted input (``models.checkpoint``). Every message names the file or folder, and the field or tensor.
 """
@@ -89,7 +89,7 @@ MEANINGS: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclass(frozen=True)
 class Fields:
-    """What is known of the fields of a family's configs; any other field is refused, as a surplus tensor is.
+    """The known fields of a family's configs; any other field is refused, as a surplus tensor is.
 
     Args:
         what: they describe.
@@ -144,7 +144,7 @@ LAYER = Fields(
     "a drafter's layers",
     {*OF_LAYERS, "num_hidden_layers", "max_position_embeddings", "vocab_size", "layer_types"},
 )
-"""Of a mapping that describes decoder layers."""
+"""Fields of a mapping that describes decoder layers."""
 MOST_TAPS = 64
 """Most hidden states of the target that a drafter reads."""
 FLOATS = {"F64", "F32", "F16", "BF16"}

@@ -25,7 +25,7 @@ from spec_lab.models.target import Target
 
 @dataclass(frozen=True)
 class EagleSettings:
-    """What an EAGLE-1 or EAGLE-2 head is.
+    """The sizes and kind of an EAGLE-1 or EAGLE-2 head.
 
     Args:
         layer: config of the decoder layers, as transformers names its fields.
@@ -48,7 +48,7 @@ class EagleSettings:
 
 @dataclass(frozen=True)
 class Eagle3Settings:
-    """What an EAGLE-3 head is.
+    """The sizes and kind of an EAGLE-3 head.
 
     Args:
         layer: config of the decoder layers, as transformers names its fields.

@@ -139,7 +139,7 @@ def draft_tokens(folder: Path, settings: Eagle3Settings, tables: Mapping[str, Te
 def _settings(
     folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], target: Target
 ) -> Settings:
-    """What the head is. Errors as of ``read_eagle``."""
+    """Return the settings of the head. Errors as of ``read_eagle``."""
     file = folder / "config.json"
     kind = config.get("speculators_model_type")
     layer = config.get("transformer_layer_config") if kind is not None else config
@@ -223,7 +223,7 @@ FIRST = Fields(
     },
     NOT_READ | dict.fromkeys((TAPS, "draft_vocab_size", "target_hidden_size", "next_layer_regular"), OF_THIRD[1]),
 )  # fmt: skip
-"""Of EAGLE-1 and EAGLE-2, in the config and in its ``eagle_config``."""
+"""Fields of EAGLE-1 and EAGLE-2, in the config and in its ``eagle_config``."""
 THIRD = Fields(
     "an EAGLE-3 head",
     {*LAYER.read, *FLAGS, TAPS, "draft_vocab_size", "target_hidden_size"},
@@ -236,7 +236,7 @@ THIRD = Fields(
     },
     NOT_READ,
 )  # fmt: skip
-"""Of EAGLE-3, in the config and in its ``eagle_config``."""
+"""Fields of EAGLE-3, in the config and in its ``eagle_config``."""
 SPECULATORS = Fields(
     "a head in the format of speculators",
     {
@@ -249,7 +249,7 @@ SPECULATORS = Fields(
     },
     {"model_type": "speculators_model_type tells"},
 )  # fmt: skip
-"""Of EAGLE-1 and EAGLE-3 in the format of speculators, beside the layers."""
+"""Fields of EAGLE-1 and EAGLE-3 in the format of speculators, beside the layers."""
 
 
 def _taps(file: Path, config: Mapping[str, Any], target: Target) -> tuple[int, ...]:

@@ -130,4 +130,4 @@ def _signature(layer: nn.Module) -> tuple[Any, ...]:
 
 
 PLACES = {"layer_idx", "layer_id", "layer_number", "training"}
-"""What modules of transformers call the number of their layer, and what does not matter here."""
+"""Attributes in which modules of transformers keep the number of their layer, or what does not matter here."""

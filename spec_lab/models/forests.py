@@ -29,7 +29,7 @@ LONG = 24
 """Tokens before a chain, more than recurrent layers compute again after a rejection."""
 
 RATIO = 1.5
-"""How many times the rounding error of plain forwards that of decoded forests may be.
+"""Largest rounding error of decoded forests, as a multiple of that of plain forwards.
 
 Measured over 24 seeds of tokens in bfloat16 on a model with 30 layers: 0.94 to 1.09.
 """

@@ -39,7 +39,7 @@ allows at most while the model's own rounding is smaller, in standard deviations
 0.095 to 2.4."""
 
 SNAPSHOTS = 10
-"""Of recurrent states, where the option is null: as many as ``proposer=ngram`` drafts tokens."""
+"""Number of recurrent states where the option is null: as many as ``proposer=ngram`` drafts tokens."""
 
 MOST_THREADS, MOST_CHUNK, MOST_GPU_LAYERS = 1024, 2**15, 9999
 """Largest values of options."""

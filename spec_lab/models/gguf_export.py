@@ -48,16 +48,16 @@ PARTS = {
 
 
 class Written(NamedTuple):
-    """What a GGUF file holds."""
+    """Facts about a GGUF file that was written."""
 
     architecture: str
     dtype: str
     tensors: int
     parameters: int
     size: int
-    """Of the file, in bytes."""
+    """Size of the file, in bytes."""
     tokenizer: str
-    """What llama.cpp reads of the tokenizer; for a message."""
+    """The part of the tokenizer that llama.cpp reads; for a message."""
 
 
 class _Planned(NamedTuple):

@@ -39,7 +39,7 @@ MAX_NAME = 2**16
 """Maximum length of a name, in bytes; llama.cpp's own tensors have at most 64."""
 
 PART = 2**20
-"""How many numbers of a tensor are dequantised at once."""
+"""Number of elements of a tensor that are dequantised at once."""
 
 SOURCE = "spec_lab.weights_sha256"
 """Metadata field: SHA-256 of the weight files of the checkpoint that was converted (``checkpoint.weights_hash``)."""
@@ -154,7 +154,7 @@ class GGUFFile:
 
     @property
     def tied(self) -> bool:
-        """Whether the LM head is the embedding."""
+        """True if the LM head is the embedding."""
         return "output.weight" not in self.tensors
 
     @property

@@ -49,7 +49,7 @@ class PreTokenizer(NamedTuple):
     patterns: tuple[str, ...]
     """Regular expressions, applied one after the other; each match is a piece, and so is what lies between matches."""
     ignore_merges: bool = False
-    """Whether a piece that is a token stays whole, whatever the merges."""
+    """True if a piece that is a token stays whole, whatever the merges."""
 
 
 PRE_TOKENIZERS = {

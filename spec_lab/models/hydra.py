@@ -26,7 +26,7 @@ from spec_lab.models.target import Target
 
 @dataclass(frozen=True)
 class HydraSettings:
-    """What Hydra heads are.
+    """The sizes and kind of Hydra heads.
 
     Args:
         hidden_size: H.

@@ -127,7 +127,7 @@ def published_names(own: str, settings: HydraSettings) -> list[str]:
 def _settings(
     folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], target: Target
 ) -> HydraSettings:
-    """What the heads are. Errors as of ``read_hydra``."""
+    """Return the settings of the heads. Errors as of ``read_hydra``."""
     file = folder / "config.json"
     h, v = target.services.hidden_size, target.vocabulary
     numbers = {found[1] for name in shapes if (found := re.match(r"hydra_mlp\.(\d{1,4})\.", name))}

@@ -27,7 +27,7 @@ from spec_lab.models.target import Target
 
 @dataclass(frozen=True)
 class KangarooSettings:
-    """What an adapter is.
+    """The sizes and kind of an adapter.
 
     Args:
         layer: config of a decoder layer, as transformers names its fields; its attention and norm are used.

@@ -85,7 +85,7 @@ def _settings(
     exit_layer: int | None,
     target: Target,
 ) -> KangarooSettings:
-    """What the adapter is. Errors as of ``read_kangaroo``."""
+    """Return the settings of the adapter. Errors as of ``read_kangaroo``."""
     file = folder / "config.json"
     if "layers.0.self_attn.q_proj.weight" not in shapes or "fc.weight" in shapes:
         some = ", ".join(sorted(shapes)[:5]) or "none"

@@ -59,7 +59,7 @@ PUBLISHED = Fields(
         **dict.fromkeys(("max_paths", "topk", "max_seq_len"), "proposer.tree states the tree"),
     },
 )  # fmt: skip
-"""Of Medusa's authors and of vLLM."""
+"""Fields of the layouts of Medusa's authors and of vLLM."""
 
 
 @dataclass(frozen=True, eq=False)

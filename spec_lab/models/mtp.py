@@ -32,7 +32,7 @@ from spec_lab.models.target import Target
 
 @dataclass(frozen=True)
 class MtpSettings:
-    """What some MTP modules are.
+    """The sizes and kind of MTP modules.
 
     Args:
         layer: config of their decoder layers, as transformers names its fields.
@@ -58,7 +58,7 @@ class MtpSettings:
 
 
 class Frame(nn.Module):
-    """What is around the decoder layer of a module."""
+    """The parts of a module around its decoder layer."""
 
     def __init__(self, settings: MtpSettings, body: DraftLayers) -> None:
         super().__init__()

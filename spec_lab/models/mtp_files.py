@@ -179,7 +179,7 @@ def _settings(
     layout: Layout,
     target: Target,
 ) -> MtpSettings:
-    """What the modules are. Errors as of ``read_mtp``."""
+    """Return the settings of the modules. Errors as of ``read_mtp``."""
     file, wide = folder / "config.json", target.services.hidden_size
     own = {*names.values()}
     numbers = {int(match[1]) for name in own if (match := re.match(r"body\.layers\.([0-9]{1,9})\.", name))}

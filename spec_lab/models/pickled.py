@@ -42,23 +42,23 @@ BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 """Tensors that follow from the config, which old files hold; they are left out."""
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MOST_SHARED = 16
-"""How many times the bytes of the source its tensors may have, since a repeated block is stored once."""
+"""Largest size of the tensors, as a multiple of the source's, since a repeated block is stored once."""
 TABLES = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool, torch.uint8)}
 """Data types of tensors that are no weights."""
 NAMES = re.compile(
     r"collections OrderedDict|torch\._utils (_rebuild_tensor_v2|_rebuild_parameter)|torch \w+Storage|"
     r"torch\.storage UntypedStorage"
 )
-"""What a pickle of tensors refers to, as a module and a name in it."""
+"""Names that a pickle of tensors refers to, each a module and a name in it."""
 
 
 class Converted(NamedTuple):
-    """What was written."""
+    """Facts about weights that were written."""
 
     layout: str
     tensors: int
     size: int
-    """Of the weights, in bytes."""
+    """Size of the weights, in bytes."""
     sha256: str
     """Of the source."""
 
@@ -187,7 +187,7 @@ def _check_archive(file: Path) -> None:
 
 
 def _names(pickle: bytes) -> set[str]:
-    """What a pickle refers to, as "module name"; it is not executed.
+    """Return the names that a pickle refers to, as "module name"; it is not executed.
 
     Raises:
         ValueError: it is no pickle of torch.save's protocol 2.

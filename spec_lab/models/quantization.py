@@ -114,11 +114,11 @@ class Quantization:
 
     @property
     def carried(self) -> bool:
-        """Whether the checkpoint is quantized already."""
+        """True if the checkpoint is quantized already."""
         return self.method in CARRIED
 
     def facts(self) -> dict[str, Any]:
-        """What records and the self-check know of it. JSON can hold it."""
+        """Facts about it for records and the self-check. JSON can hold it."""
         versions = {name: metadata.version(name) for name, _ in PACKAGES[self.package] if name != "accelerate"}
         return {
             "method": self.method,

@@ -1,4 +1,4 @@
-"""What a model of transformers records of its quantization, and how much of it is quantized."""
+"""Facts that a model of transformers records of its quantization, and how much of it is quantized."""
 
 from __future__ import annotations
 

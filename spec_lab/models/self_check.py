@@ -29,7 +29,7 @@ LOG = logging.getLogger(__name__)
 SHORT = 4
 """Positions of a window or chunk in the self-check."""
 SIZES = ("sliding_window", "attention_chunk_size", "floor_scale")
-"""What attention of transformers calls sizes in positions. Llama 4 scales queries by position // ``floor_scale``."""
+"""Attributes of transformers' attention that are sizes in positions. Llama 4 scales queries by position // ``floor_scale``."""
 
 
 class MaybePacking(Unsupported):
@@ -219,5 +219,5 @@ def _rotation_error(model: Any) -> float:
 
 
 def _rotations(output: Any) -> Sequence[Tensor]:
-    """What a rotary embedding returns: cosines and sines, or both as one complex tensor (Llama 4, DeepSeek-V2)."""
+    """Return the tensors of a rotary embedding: cosines and sines, or one complex one (Llama 4, DeepSeek-V2)."""
     return [output] if isinstance(output, Tensor) else output

@@ -14,7 +14,7 @@ from spec_lab.models.gguf_file import GGUFFile
 from spec_lab.models.support import Unsupported
 
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "layer_norm")
-"""What transformers calls the norm after the last layer: Llama and most others; GPT-2; OPT, GPT-NeoX; Phi; BioGPT."""
+"""Names of the norm after the last layer in transformers: Llama and most others; GPT-2; OPT, GPT-NeoX; Phi; BioGPT."""
 
 
 class TargetServices(Protocol):

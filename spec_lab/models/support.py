@@ -1,4 +1,4 @@
-"""Which models this engine decodes correctly: kinds that are known to fail are refused by name.
+"""Models that this engine decodes correctly: kinds that are known to fail are refused by name.
 
 They are refused before any weight is read. ``spec_lab.models.self_check`` checks every model that is loaded.
 """

@@ -70,7 +70,7 @@ class Target:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the self-check measured and allows, and how the model is quantized (``core.protocols.Described``)."""
+        """The self-check's result, and how the model is quantized (``core.protocols.Described``)."""
         own = recorded(self.lm.model) if isinstance(self.lm, CausalLM) else None
         return {
             "self_check": self.self_check, "tolerance": self.tolerance,

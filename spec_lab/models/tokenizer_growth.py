@@ -1,4 +1,4 @@
-"""How much longer a ``tokenizer.json`` can make a text, before anything is loaded from it.
+"""Bounds on how much longer a ``tokenizer.json`` can make a text, before anything is loaded from it.
 
 Its normalizers, pre-tokenizers and decoders are lists of replacements, of any number. Sixty that make "aa" of each "a"
 make 2**60 characters of one, inside a library that no signal interrupts.

@@ -25,7 +25,7 @@ from spec_lab.train.unroll import Unrolls
 
 
 class Drafts(Protocol):
-    """What a drafter computes in training."""
+    """The computation of a drafter in training."""
 
     def states(self, ids: Tensor, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
         """Return what each draft position k computes at every column: ``[B, T - 1 - k, X]``.

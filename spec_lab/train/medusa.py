@@ -168,7 +168,7 @@ class MedusaNetwork(nn.Module):
         return self.lm_heads[position](states) if len(self.lm_heads) else self.target.lm_head(states)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those of this package's layout in ``models.medusa_files``, in float32."""
+        """Return the tensors of this package's layout in ``models.medusa_files``, in float32."""
         named = {name: one.detach().float().clone() for name, one in self.named_parameters()}
         found = {name: one for name, one in named.items() if name.startswith("trunk")}
         for kind in ("weight", "bias"):
@@ -177,7 +177,7 @@ class MedusaNetwork(nn.Module):
         return found
 
     def published(self) -> dict[str, Tensor]:
-        """Those of the layout of Medusa's authors."""
+        """Return the tensors of the layout of Medusa's authors."""
         found = dict[str, Tensor]()
         for name, one in self.named_parameters():
             kind, head, *rest = name.split(".")

@@ -42,7 +42,7 @@ class Truth:
 
 
 class Measured(NamedTuple):
-    """What one draft position achieves.
+    """The loss and acceptance of one draft position.
 
     Args:
         loss: mean over the rows that count, in nats.

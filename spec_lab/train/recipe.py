@@ -1,4 +1,4 @@
-"""What a kind of drafter must bring to be trained: the target's states that it reads, a network, a loss, and files."""
+"""Protocol of a kind of drafter that can be trained: the target's states that it reads, a network, a loss, and files."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Recipe(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the drafter, as in configs and records."""
+        """Name of the drafter, as in configs and records."""
         ...
 
     @property
     def depth(self) -> int:
-        """How many tokens it drafts in a chain at most."""
+        """Maximum number of tokens that it drafts in a chain."""
         ...
 
     def states(self, target: Target) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ class Recipe(Protocol):
 
 
 def settings_of(recipe: Recipe, target: Target, begun: Beginning) -> dict[str, Any]:
-    """What a checkpoint records of a training besides its plan: it is resumed only with the same."""
+    """Return what a checkpoint records of a training besides its plan: it is resumed only with the same."""
     return {"recipe": recipe.name, "options": vars(recipe), "target_sha256": target.sha256, **begun.facts}
 
 
@@ -96,7 +96,7 @@ class TargetHead:
 
     @staticmethod
     def of(target: Target) -> TargetHead:
-        """Those of a target of transformers.
+        """Return the embedding and LM head of a target of transformers.
 
         Raises:
             Unsupported: it is a target of another kind, or it changes the logits after its LM head (Cohere and Granite

@@ -1,4 +1,4 @@
-"""Which calls of a step wait for the GPU: those that torch reports, by the project's line that made them."""
+"""Calls of a step that wait for the GPU, as torch reports them, by the project's line that made them."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Outcomes:
             self.part.keep("tests", self.tests)
 
     def count(self, outcome: str) -> int:
-        """How many tests had this outcome."""
+        """Return the number of tests that had this outcome."""
         return sum(test["outcome"] == outcome for test in self.tests.values())
 
 

@@ -16,7 +16,7 @@ STEPS = 96
 
 BATCHES = (1, 8)
 SECONDS = 8.0
-"""Of decoding, for each shape and batch."""
+"""Time of decoding, for each shape and batch."""
 
 
 def measure(part: Part) -> None:

@@ -32,7 +32,7 @@ STEPS = 12
 """Before the next request is added, and after the last one was."""
 
 NOISE = 0.15
-"""Of the draft model's weights, in standard deviations of the target's: some of its tokens are rejected."""
+"""Noise of the draft model's weights, in standard deviations of the target's: some of its tokens are rejected."""
 
 
 def noisy(model: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the parts of ``scripts/gpu_check.py`` share: each runs in a process of its own, and reports as it goes on.
+"""The base of the parts of ``scripts/gpu_check.py``: each runs in a process of its own, and reports as it goes on.
 
 A failed CUDA call can make every later one of its process fail, so no part depends on another's process. A part sends
 each result to the parent when it has it; what it has sent stays if the process is ended or crashes later.
@@ -42,17 +42,17 @@ class Part:
 
     @property
     def tiny(self) -> bool:
-        """Whether it only shows that it runs, on tiny models: there is no GPU."""
+        """True where there is no GPU: the part then only shows that it runs, on tiny models."""
         return self.device.type != "cuda"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of models whose speed is measured."""
+        """The data type of models whose speed is measured."""
         return torch.float32 if self.tiny else torch.bfloat16
 
     @property
     def captures(self) -> str:
-        """What the captures that are counted are."""
+        """The name of what is counted as captures."""
         return "shapes, not captured" if self.tiny else "captures"
 
     @property

@@ -45,13 +45,13 @@ from spec_lab.propose.union import Union
 from spec_lab.verify import Token
 
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=128)
-"""Of the target. The vocabulary is small, so that its text repeats itself and look-ups draft."""
+"""Sizes of the target. The vocabulary is small, so that its text repeats itself and look-ups draft."""
 
 LAYER: Mapping[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
 }  # fmt: skip
-"""Of drafters with decoder layers."""
+"""Sizes of drafters with decoder layers."""
 
 V, H, CONTEXT = SIZES["vocab_size"], SIZES["hidden_size"], 512
 
@@ -139,4 +139,4 @@ PROPOSERS: Mapping[str, Callable[[Target], Proposer]] = {
 """Each builds one; the most used ones first."""
 
 WITHOUT_FIXED_SHAPES = ("early_exit", "kangaroo", "skip")
-"""Those that run ranges of the target's layers, which a target in fixed shapes refuses."""
+"""Proposers that run ranges of the target's layers, which a target in fixed shapes refuses."""
