@@ -1,4 +1,4 @@
-"""Protocol of a kind of drafter that can be trained: the target's states that it reads, a network, a loss, and files."""
+"""Protocol of drafters that can be trained: the target's states that it reads, a network, a loss, and files."""
 
 from __future__ import annotations
 

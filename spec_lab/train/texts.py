@@ -59,7 +59,7 @@ class Texts:
         return (places >= self.first[:, None]) & (places < self.length[:, None])
 
     def answers(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each text's states from which its answer's tokens were chosen ``[n, k * H]``, and the tokens ``[n]``."""
+        """Yield each answer's tokens ``[n]``, after the states from which they were chosen ``[n, k * H]``."""
         assert self.hidden is not None
         for ids, hidden, first, length in zip(
             self.ids, self.hidden, self.first.tolist(), self.length.tolist(), strict=True
