@@ -29,7 +29,7 @@ LOG = logging.getLogger(__name__)
 SHORT = 4
 """Positions of a window or chunk in the self-check."""
 SIZES = ("sliding_window", "attention_chunk_size", "floor_scale")
-"""Attributes of transformers' attention that are sizes in positions. (Llama 4 scales by position // ``floor_scale``.)"""
+"""Attributes of transformers' attention that are sizes in positions. (Llama 4 scales by position // floor_scale.)"""
 
 
 class MaybePacking(Unsupported):
