@@ -38,15 +38,25 @@ def check_growth(text: str, where: str) -> None:
         where: the file, for messages.
 
     Raises:
-        TooLong: names the file and the part.
+        TooLong: names the file and the part; also of a part whose factor is not known.
     """
-    chains = (("normalizer", "pre_tokenizer"), ("post_processor",), ("decoder",))
     try:
-        described = json.loads(text)
-        factors = {chain: math.prod(growth(described.get(part)) for part in chain) for chain in chains}
-    except (AttributeError, ValueError, RecursionError):
+        described = json.loads(text, parse_int=float)  # int() refuses long numbers, which the library may read
+    except (ValueError, RecursionError):
         return
-    for parts, factor in factors.items():
+    if not isinstance(described, dict):
+        return
+    for parts in (("normalizer", "pre_tokenizer"), ("post_processor",), ("decoder",)):
+        factor = 1.0
+        for part in parts:
+            try:
+                factor *= 1.0 if described.get(part) is None else growth(described[part])
+            except (ValueError, RecursionError) as error:
+                why = " ".join(str(error).split())
+                raise TooLong(
+                    f"{where} is refused: how much longer its {part} makes a text is not known ({why}): save it again "
+                    "with a current version of tokenizers, or copy or download it again"
+                ) from error
         if factor > MAX_GROWTH:
             raise TooLong(
                 f"{where} is refused: its {' and '.join(parts)} can make a text {factor:.3g} times as long, and at "
@@ -55,10 +65,14 @@ def check_growth(text: str, where: str) -> None:
 
 
 def growth(part: Any) -> float:
-    """Return the largest factor by which a part can multiply the bytes of a text; 1 for one that only adds some."""
+    """Return the largest factor by which a part can multiply the bytes of a text; 1 for one that only adds some.
+
+    Raises:
+        ValueError: a part has no type (the library would read it by its fields), or cannot be decoded.
+    """
     match part:
         case {"type": "Sequence", **named}:
-            return math.prod(growth(one) for parts in named.values() if isinstance(parts, list) for one in parts)
+            return math.prod(growth(inner) for parts in named.values() if isinstance(parts, list) for inner in parts)
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
             return max(1.0, _size(new) / _size(old))
         case {"type": "Replace", "pattern": {"Regex": str(old)}, "content": str(new)} if CONSUMING.fullmatch(old):
@@ -74,7 +88,7 @@ def growth(part: Any) -> float:
             return float(max(1, *_repeated(single).values(), *_repeated(pair).values()))
         case {"type": str(name)}:
             return float(FORMS.get(name, 1))
-    return 1.0
+    raise ValueError(f"a part has no type: {json.dumps(part)[:60]}")
 
 
 def _size(text: str) -> float:

@@ -42,6 +42,31 @@ HOSTILE = {
 }
 
 
+UNTYPED = {"pattern": {"String": "a"}, "content": "aa"}  # the library reads it by its fields
+PRECOMPILED = {"type": "Precompiled", "precompiled_charsmap": "x"}
+UNKNOWN = {
+    "untyped": {"type": "Sequence", "normalizers": [UNTYPED] * 60},
+    "untyped sequence": {"normalizers": [{"type": "Replace", **UNTYPED}] * 60},
+    "fields in a list": {"type": "Sequence", "normalizers": [[{"String": "a"}, "aa"]] * 60},
+    "sequence in a list": [[{"type": "Replace", **UNTYPED}] * 60],
+    "number": 3,
+    "undecodable": PRECOMPILED,
+    "undecodable and long": {"type": "Sequence", "normalizers": [{"type": "Replace", **UNTYPED}] * 60 + [PRECOMPILED]},
+}
+
+
+@pytest.mark.parametrize("how", UNKNOWN)
+def test_a_part_whose_factor_is_not_known_is_refused(how):
+    with pytest.raises(TooLong, match="here is refused: how much longer its normalizer makes a text is not known"):
+        check_growth(json.dumps({"decoder": None, "normalizer": UNKNOWN[how]}), "here")
+
+
+def test_a_long_number_elsewhere_hides_nothing():
+    text = json.dumps(described(**HOSTILE["normalizer"]))
+    with pytest.raises(TooLong, match="normalizer and pre_tokenizer can make"):
+        check_growth(text.replace("{", '{"x": ' + "1" * 5000 + ", ", 1), "here")
+
+
 @pytest.mark.parametrize("how", HOSTILE)
 def test_a_tokenizer_that_makes_texts_too_long_is_refused_by_its_part(tmp_path, how):
     folder = shutil.copytree(zoo("target"), tmp_path / "target")
@@ -99,7 +124,6 @@ def test_a_pattern_that_can_match_nothing_is_known(pattern):
     assert not CONSUMING.fullmatch(pattern)
 
 
-@pytest.mark.parametrize("text", ["", "[", "[1]", "[" * 100_000, '{"normalizer": 3}',
-                                  '{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "x"}}'])  # fmt: skip
+@pytest.mark.parametrize("text", ["", "[", "[1]", "[" * 100_000, "{}", '{"normalizer": null}'])
 def test_what_is_no_tokenizer_is_left_to_its_reader(text):
     check_growth(text, "here")
