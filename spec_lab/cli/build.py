@@ -20,7 +20,7 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 from spec_lab.cli import interrupt
 from spec_lab.cli.redaction import written
 from spec_lab.cli.status import Status
-from spec_lab.core.faults import described, place
+from spec_lab.core.faults import causes, described, place
 from spec_lab.core.options import brief
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.core.protocols import WrongValue, check_declared, members
@@ -244,10 +244,8 @@ def fault(error: BaseException, target: str) -> str:
         target: the part's dotted name.
     """
     expected = isinstance(error, InstantiationException | OSError | OmegaConfBaseException | TypeError | ValueError)
-    cause: BaseException | None = error if isinstance(error, InstantiationException) else None
-    while cause is not None and cause.__cause__ is not None:  # Hydra's errors, then that of the import
-        cause = cause.__cause__
-    if cause is not None and cause is not error:
+    cause = causes(error)[-1]  # of Hydra's errors: that of the import
+    if isinstance(error, InstantiationException) and cause is not error:
         return visible(f"_target_={target} cannot be imported: {described(cause)}{place(cause, target)}")
     if expected and target.partition(".")[0] == __name__.partition(".")[0]:
         return reason(error)

@@ -25,6 +25,7 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 
 from spec_lab.constrain.protocol import ConstraintError, ConstraintState, Continuation, mask_of, width
+from spec_lab.core.options import brief
 from spec_lab.engine.request import Ended, Request
 
 ANY: Final = "any"
@@ -131,6 +132,11 @@ class ControllerConstraint:
             controller = self.make(request)
         except Exception as error:
             raise ConstraintError(f"controller '{self.name}' cannot be made: {_message(error)}") from error
+        if not hasattr(controller, "step"):
+            raise ConstraintError(
+                f"controller '{self.name}' cannot be made: {brief(controller)} was returned for the request "
+                f"'{request.name}', not a controller with a method step: return one for each request"
+            )
         state = ControllerState(self, controller, Branch())
         state.step(Event())
         return state

@@ -126,11 +126,11 @@ def controller(vocabulary: Vocabulary, make: str, options: Mapping[str, Any] | N
         found = resolve_name(f"{module}:{name}")
     except (Exception, SystemExit) as error:
         said = str(error) if isinstance(error, ImportError | AttributeError) else described(error)
-        raise ValueError(f"constraint.make={make} cannot be imported: {said}{place(error, module)}") from error
+        raise ValueError(f"constraint.make={make} cannot be imported: {said}{place(error, module, skip=1)}") from error
     try:
         made: Any = found(vocabulary, **(options or {}))
     except (Exception, SystemExit) as error:
-        where = place(error, module)
+        where = place(error, module, skip=1)  # of the call itself: it cannot be called so
         said = (
             f"raised {described(error)}{where}" if where else f"cannot be called with (vocabulary, **options): {error}"
         )

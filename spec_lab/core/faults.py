@@ -46,11 +46,16 @@ class attributed:
 
 def of_a_part(error: BaseException | None) -> bool:
     """Return whether an error is a ``PartError``, or was raised from one."""
-    while error is not None:
-        if isinstance(error, PartError):
-            return True
+    return any(isinstance(cause, PartError) for cause in causes(error))
+
+
+def causes(error: BaseException | None) -> list[BaseException]:
+    """Return an error, the one that it was raised from, and so on; each once, since these may form a cycle."""
+    chain: list[BaseException] = []
+    while error is not None and not any(error is cause for cause in chain):
+        chain.append(error)
         error = error.__cause__
-    return False
+    return chain
 
 
 def described(error: BaseException) -> str:
@@ -60,7 +65,7 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def place(error: BaseException, module: str) -> str:
+def place(error: BaseException, module: str, skip: int = 0) -> str:
     """Return `` (file:line, in function)`` of where a part raised an error; empty where it is not known.
 
     It is the innermost frame in the part's package. A part of this package may call code of a user's: then the
@@ -69,11 +74,12 @@ def place(error: BaseException, module: str) -> str:
     Args:
         error: raised.
         module: the part's.
+        skip: number of the outermost frames that are the caller's own.
     """
     if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):
         return f" ({error.filename}:{error.lineno})"
     package, ours = module.partition(".")[0], __name__.partition(".")[0]
-    frames = [(_package(frame.f_globals), frame, line) for frame, line in walk_tb(error.__traceback__)]
+    frames = [(_package(frame.f_globals), frame, line) for frame, line in list(walk_tb(error.__traceback__))[skip:]]
     own = [(frame, line) for name, frame, line in frames if name == package]
     if package == ours:
         foreign = [(frame, line) for name, frame, line in frames if name != ours and not _is_library(frame)]

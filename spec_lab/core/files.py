@@ -33,14 +33,21 @@ class Unreadable(ValueError):
 
 
 @contextmanager
-def replacing(file: Path) -> Iterator[BinaryIO]:
+def replacing(file: Path, tidy: bool = True) -> Iterator[BinaryIO]:
     """Open a stream whose contents replace ``file`` when the block ends without an error.
 
     A temporary file in the same folder is written and renamed. If ``file`` is a symlink, it is replaced, not followed.
 
+    Args:
+        file: that is written.
+        tidy: also remove the temporary files for it that killed processes left, which lists the folder. Who writes many
+            files into one folder calls ``remove_abandoned`` once instead.
+
     Raises:
         OSError: it cannot be written; names ``file``.
     """
+    if tidy:
+        remove_abandoned(file.parent, file.name)
     with _temporary(file) as (part, descriptor):
         with open(os.dup(descriptor), "wb") as stream:
             yield stream
@@ -78,7 +85,7 @@ def refuse_filled(out: Path) -> Path:
     exists, place = out.is_dir(), out.absolute()
     inner = place / place.name if exists else place
     for file in (place, inner):
-        remove_abandoned(file)
+        remove_abandoned(file.parent, file.name)
     if out.is_symlink() or (out.exists() and (not exists or any(out.iterdir()))):
         what = "is a link" if out.is_symlink() else "is not empty" if exists else "is a file"
         raise FileExistsError(f"{out} {what}: name a folder that does not exist, or is empty")
@@ -105,12 +112,11 @@ def _temporary(file: Path, folder: bool = False, named: Path | None = None) -> I
     """Make a temporary file or folder beside ``file``; yield it and its descriptor.
 
     It has a random name, and is removed if the block ends with an error. A killed process leaves it behind: so it is
-    locked while it is in use, and whoever writes ``file`` again removes those that nobody locks.
+    locked while it is in use, and ``remove_abandoned`` removes those that nobody locks.
 
     Raises:
         OSError: names ``file``, or ``named`` if that is given, instead of the temporary file.
     """
-    remove_abandoned(file)
     try:
         part, descriptor = _locked(file, folder)
         try:
@@ -121,7 +127,9 @@ def _temporary(file: Path, folder: bool = False, named: Path | None = None) -> I
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise _about(named or file, error, _names(file)) from error
+        if (about := _about(named or file, error, _names(file.name))) is error:
+            raise
+        raise about from error
 
 
 def _locked(file: Path, folder: bool) -> tuple[Path, int]:
@@ -144,11 +152,16 @@ def _locked(file: Path, folder: bool) -> tuple[Path, int]:
         os.close(descriptor)  # another process took it for an abandoned one before it was locked
 
 
-def remove_abandoned(file: Path) -> None:
-    """Remove the temporary files and folders for ``file`` that killed processes left."""
-    names = _names(file)
+def remove_abandoned(folder: Path, name: str | None = None) -> None:
+    """Remove the temporary files and folders in a folder that killed processes left.
+
+    Args:
+        folder: which may be missing.
+        name: of the file that they were for; None for all.
+    """
+    names = _names(name)
     with suppress(OSError):
-        for part in [part for part in file.parent.iterdir() if names.fullmatch(part.name)]:
+        for part in [part for part in folder.iterdir() if names.fullmatch(part.name)]:
             kind = os.O_RDONLY if part.is_dir() else os.O_WRONLY | os.O_NONBLOCK
             with suppress(OSError):
                 descriptor = os.open(part, kind | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -159,9 +172,9 @@ def remove_abandoned(file: Path) -> None:
                     os.close(descriptor)
 
 
-def _names(file: Path) -> re.Pattern[str]:
-    """The names of the temporary files and folders for ``file``."""
-    return re.compile(rf"\.{re.escape(file.name[:200])}\.[0-9a-f]{{16}}\.tmp")
+def _names(name: str | None) -> re.Pattern[str]:
+    """Return the pattern of the names of the temporary files and folders for a file of this name; None for any."""
+    return re.compile(rf"\.{'.+' if name is None else re.escape(name[:200])}\.[0-9a-f]{{16}}\.tmp", re.DOTALL)
 
 
 def _remove(part: Path) -> None:

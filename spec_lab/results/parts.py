@@ -68,7 +68,8 @@ class TableParts:
         folder = own_folder(self.out / "parts")
         for name, one in self.schemas.items():
             if rows[name]:
-                _write(pa.Table.from_pylist(rows[name], schema=one), folder / f"{name}-{part}.parquet")
+                table = pa.Table.from_pylist(rows[name], schema=one)
+                _write(table, folder / f"{name}-{part}.parquet", tidy=False)  # listing many parts takes time
 
     def discard(self, number: int, part: str) -> None:
         """Remove the rows of a finished unit; one that is killed meanwhile leaves the unit unfinished.
@@ -178,6 +179,6 @@ def _fitted(table: pa.Table, wanted: pa.Schema, nullable: Collection[str]) -> pa
     return table
 
 
-def _write(table: pa.Table, file: Path) -> None:
-    with replacing(file) as stream:
+def _write(table: pa.Table, file: Path, tidy: bool = True) -> None:
+    with replacing(file, tidy) as stream:
         pq.write_table(table, stream)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from spec_lab.analysis.metrics import SCHEMA_VERSION
 from spec_lab.core.faults import PartError
+from spec_lab.core.files import remove_abandoned
 from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
 from spec_lab.results.parts import TableParts
 from spec_lab.results.sweep import INTERRUPTED
@@ -88,6 +89,7 @@ class Task:
             own["chat"] = chat
         own |= dict(self.more or {})
         facts = claim(out, own | {"config_sha256": self.settings.config_sha256})
+        remove_abandoned(out / "parts")
         before = lab.target.lm.forwards
         resumes = self.resumes or self.parts is not None
         resume = f"same command with output_dir={self.config.get('output_dir', out)}"

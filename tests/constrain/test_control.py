@@ -271,6 +271,14 @@ def test_a_controller_that_cannot_be_constructed_is_named(target):
     assert "controller 'absent' cannot be made: KeyError: 'p'" in group.errors[group.sequences[0]]
 
 
+def test_a_factory_that_returns_no_controller_is_named_with_what_it_returns(target):
+    bound = AppliedConstraint(ControllerConstraint(lambda request: None, VOCABULARY, "absent"))
+    group = fixed_group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
+    assert list(group) == [] and group.sequences[0].finish == "stuck"
+    said = group.errors[group.sequences[0]]
+    assert "controller 'absent' cannot be made: None was returned for the request 'p'" in said
+
+
 def test_endless_backtracking_is_ended(target):
     group = play(target, lambda r: lambda events: [Branch(int(len(events) > 1))], draft_model(), new=4)
     list(group)

@@ -94,6 +94,19 @@ def test_unknown_options_of_an_engine_are_refused_by_name():
         load.controller(toy(), "os.getcwd")
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        ("core.faults.described", r"cannot be called with \(vocabulary"),
+        ("nowhere.at_all", "cannot be imported: No mod"),
+    ],
+)
+def test_no_line_of_the_caller_is_named_for_a_function_of_this_package(make, said):
+    with pytest.raises(ValueError, match=f"make=spec_lab.{make} {said}") as error:
+        load.controller(toy(), f"spec_lab.{make}", {"nonsense": 1})
+    assert "load.py" not in str(error.value)
+
+
 def test_the_facts_of_a_run_change_with_the_source_in_a_file(tmp_path):
     file, facts = tmp_path / "schema.json", []
     for most in (300, 301):

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hydra.errors import InstantiationException
 
+from spec_lab.cli.build import fault
 from spec_lab.core.draft import ComputedOnly, Draft, chain, forest
-from spec_lab.core.faults import PartError, Passing, attributed, of_a_part
+from spec_lab.core.faults import PartError, Passing, attributed, causes, of_a_part
 from spec_lab.engine.step import propose
 from spec_lab.verify import Match
 from tests import checkpoints
@@ -106,6 +108,17 @@ def test_errors_raised_from_a_part_s_error_are_recognized():
     wrapped.__cause__ = PartError("raised")
     assert of_a_part(wrapped) and of_a_part(wrapped.__cause__)
     assert not of_a_part(ValueError("an option")) and not of_a_part(None)
+
+
+def test_errors_that_are_their_own_cause_end_the_search():
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert causes(first) == [first, second] and not of_a_part(first)
+    first.__cause__ = first
+    assert causes(first) == [first] and not of_a_part(first)
+    failed = InstantiationException("failed")
+    failed.__cause__ = failed
+    assert fault(failed, "spec_lab.propose.Null") == "failed"
 
 
 # From the command line

@@ -18,6 +18,7 @@ from spec_lab.core.files import (
     own_folder,
     read_json,
     read_text,
+    remove_abandoned,
     replacing,
     write_json,
     write_text,
@@ -116,6 +117,29 @@ def test_what_a_killed_process_left_is_removed_by_the_next_write_and_what_others
     fill()
     assert sorted(map(str, tmp_path.rglob("*"))) == sorted(map(str, (file, new, new / "done", empty, empty / "done")))
     assert json.loads(file.read_text()) == {"a": 1}
+
+
+@pytest.mark.parametrize("error", [OSError("about nothing"), OSError(errno.EIO, "of another", "b.txt")])
+def test_an_error_that_is_passed_on_is_not_its_own_cause(tmp_path, error):
+    with pytest.raises(OSError) as found, replacing(tmp_path / "a.txt"):
+        raise error
+    assert found.value is error and error.__cause__ is None
+
+
+def test_all_temporary_files_of_a_folder_are_removed_on_request_and_the_folder_is_not_listed_otherwise(
+    tmp_path, monkeypatch
+):
+    left = [f".{name}.{'0' * 16}.tmp" for name in ("a.json", "b\n.parquet")]
+    others = [".a.json.tmp", "c.json", f"c.{'0' * 16}.tmp"]
+    for name in (*left, *others):
+        (tmp_path / name).write_text("other")
+    remove_abandoned(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted(others)
+    remove_abandoned(tmp_path / "missing")
+    monkeypatch.delattr("pathlib.Path.iterdir")
+    with replacing(tmp_path / "a.json", tidy=False) as stream:
+        stream.write(b"{}")
+    assert (tmp_path / "a.json").read_bytes() == b"{}"
 
 
 def test_only_temporary_files_of_the_same_file_are_removed(tmp_path):

@@ -162,6 +162,15 @@ def test_a_group_without_its_requests_never_finished(tmp_path):
     assert load(tmp_path).rounds["group"].tolist() == [0]
 
 
+def test_a_part_is_written_without_listing_the_others(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path)
+    recorder.write(0, *rows(0))
+    with monkeypatch.context() as patch:
+        patch.delattr("pathlib.Path.iterdir")
+        recorder.write(1, *rows(1))
+    assert recorder.finished() == {0, 1}
+
+
 def test_a_folder_without_parts_is_empty_tables(tmp_path):
     tables = load(tmp_path / "nowhere")
     assert len(tables.rounds) == len(tables.steps) == len(tables.requests) == 0
