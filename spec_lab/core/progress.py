@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import StringIO
 from threading import Event, Thread
 from typing import Any
@@ -58,9 +58,18 @@ class Progress(tqdm):
             more |= {"file": StringIO(), "mininterval": 0, "miniters": 1, "smoothing": 0, "bar_format": LINE}
             more["unit"] = f" {more.get('unit', 'unit')}"
         super().__init__(*given, disable=disable, **more)
+
+    def __enter__(self) -> Progress:
+        """Begin to print lines, until ``__exit__`` ends them."""
         if self.lines:
             self.repeated = Repeated(self.print_line)
             self.repeated.__enter__()
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the work; the lines end with it, also where it is left early."""
+        with self:
+            yield from super().__iter__()
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
         """Draw the bar; nothing where lines are printed."""

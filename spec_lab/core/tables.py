@@ -13,6 +13,10 @@ from spec_lab.core.files import open_regular
 MAX_ROWS = 100_000_000
 """Maximum number of rows of a table."""
 
+ALWAYS_READ = 10_000_000
+"""Number of values, of all columns together, that a file of any size may have: it fits into memory, and honest tables
+of equal rows, such as a prompt that is repeated, take less than a byte for each."""
+
 MAX_VALUES = 100
 """Maximum number of values of a column, those in its lists included, for each byte of the file."""
 
@@ -37,7 +41,8 @@ def read_table(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
 def check_rows(facts: pq.FileMetaData, file: Path, named: str = "it") -> None:
     """Refuse a table with more rows than can be meant, by its footer.
 
-    Rows with a name or a time of their own take several bytes each, so more rows than bytes repeat a few.
+    Rows with a name or a time of their own take several bytes each, so more rows than bytes repeat a few: that many
+    are read only if they are few (``ALWAYS_READ``).
 
     Args:
         facts: the footer.
@@ -45,15 +50,18 @@ def check_rows(facts: pq.FileMetaData, file: Path, named: str = "it") -> None:
         named: what messages call it.
 
     Raises:
-        ValueError: it has more rows than ``MAX_ROWS`` or than bytes, or a column of too many values.
+        ValueError: it has more rows than ``MAX_ROWS``; or more than ``ALWAYS_READ`` rows or values, and more rows than
+            bytes or a column of too many values.
     """
     size, groups = file.stat().st_size, [facts.row_group(number) for number in range(facts.num_row_groups)]
-    if facts.num_rows > (most := min(MAX_ROWS, size)):
-        raise ValueError(f"{named} has {facts.num_rows} rows in {size} bytes, and at most {most} are read")
-    for number in range(facts.num_columns):
-        if (values := sum(group.column(number).num_values for group in groups)) > MAX_VALUES * size:
+    rows = max(facts.num_rows, sum(abs(group.num_rows) for group in groups))  # that of the groups is what is read
+    columns = [sum(abs(group.column(number).num_values) for group in groups) for number in range(facts.num_columns)]
+    few = max(rows, sum(columns)) <= ALWAYS_READ
+    if rows > (most := min(MAX_ROWS, rows if few else size)):
+        raise ValueError(f"{named} has {rows} rows in {size} bytes, and at most {most} are read")
+    for number, values in enumerate(columns):
+        if not few and values > (most := MAX_VALUES * size):
             name = facts.schema.column(number).path
             raise ValueError(
-                f"{named} has {values} values in {size} bytes in its column {name}, and at most {MAX_VALUES * size} "
-                "are read"
+                f"{named} has {values} values in {size} bytes in its column {name}, and at most {most} are read"
             )

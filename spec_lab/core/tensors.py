@@ -20,6 +20,8 @@ from spec_lab.core.files import replacing
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 """Data types, as safetensors names them."""
 
@@ -34,7 +36,12 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path, facts: Mapping[str, 
 
     Raises:
         OSError: it cannot be written; names ``file``. Nothing is left behind.
+        ValueError: a tensor is of a data type that the format does not have.
     """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            known = ", ".join(str(dtype) for dtype in NAMES)
+            raise ValueError(f"{file} cannot hold {name!r} of {tensor.dtype}: convert it to one of {known}")
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
     header: dict[str, object] = {"__metadata__": dict(sorted(facts.items()))} if facts else {}
     end = 0

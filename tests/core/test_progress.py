@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+from contextlib import suppress
 from threading import Event
 
 import pytest
@@ -67,6 +68,24 @@ def test_short_work_leaves_nothing_in_a_log(monkeypatch):
     for _ in Progress(range(3), desc="short"):
         pass
     assert file.getvalue() == ""
+
+
+def test_a_bar_that_is_neither_entered_nor_iterated_prints_nothing(log):
+    file, printed = log()
+    with Progress(total=1, desc="running") as bar:
+        made = Progress(range(3), desc="abandoned")
+        printed.clear()
+        assert printed.wait(60) and bar.repeated is not None
+    assert made.repeated is None and "abandoned" not in file.getvalue()
+
+
+def test_the_lines_end_where_the_work_raises(log):
+    log()
+    bar = Progress(range(3), desc="failed")
+    with suppress(KeyError):
+        for _ in bar:
+            raise KeyError
+    assert bar.repeated.ended.is_set()
 
 
 def test_a_terminal_has_a_bar(monkeypatch):

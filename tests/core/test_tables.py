@@ -1,13 +1,14 @@
 """Tables are read within bounds that their footers tell."""
 
 import os
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from spec_lab.core import tables
-from spec_lab.core.tables import read_table
+from spec_lab.core.tables import check_rows, read_table
 
 
 def test_columns_of_a_table(tmp_path):
@@ -19,15 +20,39 @@ def test_columns_of_a_table(tmp_path):
 
 def test_more_rows_than_bytes_are_refused(tmp_path):
     file = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"a": pa.repeat(1, 1_000_000)}), file)
-    with pytest.raises(ValueError, match=rf"it has 1000000 rows in {file.stat().st_size} bytes"):
+    pq.write_table(pa.table({"a": pa.repeat(pa.scalar(1, pa.int8()), 10_000_001)}), file)
+    with pytest.raises(ValueError, match=rf"it has 10000001 rows in {file.stat().st_size} bytes"):
         read_table(file)
+
+
+def test_many_columns_of_rows_that_are_few_each_are_refused(tmp_path):
+    file, column = tmp_path / "a.parquet", pa.repeat(True, 500_000)
+    pq.write_table(pa.table({f"column {number}": column for number in range(21)}), file)
+    with pytest.raises(ValueError, match=r"it has 500000 rows in \d+ bytes"):
+        read_table(file)
+
+
+def test_few_equal_rows_are_read(tmp_path):
+    file, table = tmp_path / "a.parquet", pa.table({"prompt": ["the same"] * 5000, "n": pa.repeat(1, 5000)})
+    pq.write_table(table, file)
+    assert file.stat().st_size < 5000 and read_table(file) == table
+
+
+@pytest.mark.parametrize("groups", [[6_000_000, 6_000_000], [12_000_000, -12_000_000]])
+def test_the_rows_of_its_groups_are_counted_whatever_the_footer_says(tmp_path, groups):
+    (tmp_path / "a.parquet").write_bytes(bytes(100))
+    made = [SimpleNamespace(num_rows=rows) for rows in groups]
+    facts = SimpleNamespace(num_rows=1, num_row_groups=2, num_columns=0, row_group=made.__getitem__)
+    with pytest.raises(ValueError, match=f"it has {sum(map(abs, groups))} rows in 100 bytes, and at most 100 are read"):
+        check_rows(facts, tmp_path / "a.parquet")
 
 
 def test_long_lists_of_few_rows_are_refused(tmp_path):
     file = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"id": [1], "a": pa.array([[7] * 1_000_000])}), file)
-    with pytest.raises(ValueError, match=r"it has 1000000 values in \d+ bytes in its column a\.list\.element"):
+    pq.write_table(
+        pa.table({"id": [1], "a": pa.ListArray.from_arrays([0, 10_000_001], pa.repeat(True, 10_000_001))}), file
+    )
+    with pytest.raises(ValueError, match=r"it has 10000001 values in \d+ bytes in its column a\.list\.element"):
         read_table(file)
 
 

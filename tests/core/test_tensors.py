@@ -28,9 +28,15 @@ def test_the_library_reads_what_is_written(tmp_path):
     read = load_file(file)
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor), name
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name].double(), tensor.double()), name
     with safe_open(file, "pt") as opened:
         assert opened.metadata() == FACTS | {"format": "pt"}
+
+
+def test_data_types_that_the_format_does_not_have_are_named_with_the_tensor(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.safetensors cannot hold 'b' of torch\.complex128"):
+        save_tensors({"a": torch.ones(2), "b": torch.ones(2, dtype=torch.complex128)}, tmp_path / "a.safetensors")
+    assert not (tmp_path / "a.safetensors").exists()
 
 
 @pytest.mark.parametrize("facts", [None, {"format": "pt"}])
