@@ -146,7 +146,10 @@ class Check:
         self.write()
 
     def _listen(self, part: Part, channel: Any, end: float) -> bool:
-        """Take in what a part sends until it closes its end; whether its time was over before."""
+        """Take in what a part sends until it has ended; whether its time was over before.
+
+        It has ended when it says so: a process that it has started may keep its end of the channel open.
+        """
         rest = b""
         with selectors.DefaultSelector() as selector:
             selector.register(channel, selectors.EVENT_READ)
@@ -155,9 +158,10 @@ class Check:
                     continue
                 data = channel.read(2**16)
                 *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    self.take(part, json.loads(line))
-                if not data:
+                messages = [json.loads(line) for line in lines]
+                for message in messages:
+                    self.take(part, message)
+                if not data or any("ended" in message for message in messages):
                     return False
         return True
 
@@ -237,11 +241,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.output is None and not given.device.startswith("cuda"):
         parser.error(f"--device {given.device} requires --output: {RESULTS.relative_to(ROOT)} is for results of GPUs")
     output = (given.output or RESULTS).resolve()
-    output.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part that runs as well
     log = output / "gpu_check.log"
-    log.write_bytes(b"")
-    check = Check(output / "gpu_check.json", given.device)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        log.write_bytes(b"")
+        check = Check(output / "gpu_check.json", given.device)
+    except OSError as error:
+        parser.error(f"--output must be a folder that can be written (got {output}: {error.strerror})")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part that runs as well
     for part in parts:
         print(f"{part.title} ...", flush=True)
         check.run(part, log)

@@ -5,14 +5,17 @@ no thread can stop from outside. A process can be ended. It is started with the 
 (a fork is unsafe while threads of torch run), answers one request after another, and is replaced once it was ended.
 
 A request is one line of JSON, ``[limits, request]``, and so is its reply, ``{"result": ...}`` or ``{"error": ...}``.
+Before the first one the process writes the line ``READY``: without it, it has failed for a reason of its own.
 This module is imported on both sides, and imports only what is light.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -23,11 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-try:
-    import fcntl
-    import resource
-except ImportError:  # Windows: only the wall-clock limit holds
-    resource = None  # type: ignore[assignment]
+READY = b"ready\n"
+"""First line of a process that can answer requests."""
 
 OUT_OF_MEMORY = 70
 """Exit code of a process that needed more memory than it may."""
@@ -44,9 +44,9 @@ class Limits:
     """Limits of one request.
 
     Args:
-        cpu_seconds: CPU time, on POSIX systems.
+        cpu_seconds: CPU time.
         memory: address space of the process in bytes, where the system can limit it (Linux).
-        seconds: wall-clock time, in which the process is ended everywhere.
+        seconds: wall-clock time, after which the process is ended.
     """
 
     cpu_seconds: float
@@ -85,6 +85,7 @@ class LimitedProcess:
         Raises:
             LimitExceeded: it exceeded a limit, or ended the process.
             RequestFailed: it raised an error.
+            OSError: the process cannot be started; names the module, and why.
         """
         if self._owner != os.getpid():  # after a fork: the process belongs to the parent
             self._owner, self._process, self._lock = os.getpid(), None, threading.Lock()
@@ -92,6 +93,7 @@ class LimitedProcess:
         with self._lock:
             if self._process is not None and self._process.poll() is not None:  # ended since, by whatever
                 self._end()
+            starts = self._process is None
             process = self._process = self._process or self._start()
             late = threading.Event()
 
@@ -103,9 +105,16 @@ class LimitedProcess:
             timer.daemon = True
             timer.start()
             try:
+                if starts and (errors := _errors_of_start(process)) is not None:
+                    slow = f"it is not ready within {limits.seconds:g} seconds" if late.is_set() else ""
+                    why = errors or slow or _reason(self._end(), 0, False, limits)
+                    raise OSError(
+                        f"the process of {self.module} cannot be started ({why}): see what is wrong with "
+                        f"{sys.executable} -m {self.module}"
+                    )
                 reply = _exchange(process, line)
             except BaseException:  # such as Ctrl-C: the next reply would be that to this request
-                self._end()
+                self.close()
                 raise
             finally:
                 timer.cancel()
@@ -127,7 +136,7 @@ class LimitedProcess:
         paths = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
         return subprocess.Popen(
             [sys.executable, "-S", "-P", "-m", self.module],  # -S: its .pth files need not be read again
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths))},
         )  # fmt: skip
 
@@ -137,9 +146,22 @@ class LimitedProcess:
         assert process is not None and process.stdin is not None and process.stdout is not None
         process.kill()  # one that has ended already keeps its exit code
         process.stdout.close()
+        if process.stderr is not None:
+            process.stderr.close()
         with suppress(OSError):  # the rest of a request that it did not read
             process.stdin.close()
         return process.wait()
+
+
+def _errors_of_start(process: subprocess.Popen[bytes]) -> str | None:
+    """Wait until a process can answer requests; return None, or the last line of its errors if it cannot."""
+    assert process.stdout is not None and process.stderr is not None
+    if process.stdout.readline(len(READY)) == READY:
+        process.stderr.close()
+        return None
+    process.kill()
+    lines = process.stderr.read().decode(errors="replace").split("\n")
+    return next((" ".join(line.split())[:MAX_ERROR] for line in reversed(lines) if line.strip()), "")
 
 
 def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
@@ -161,7 +183,7 @@ def _reason(code: int, size: int, late: bool, limits: Limits) -> str:
         return f"it does not end within {limits.seconds:g} seconds"
     if code == OUT_OF_MEMORY:
         return f"it needs more than {limits.memory // 2**20} MiB of memory"
-    if resource is not None and code == -signal.SIGPROF:
+    if code == -signal.SIGPROF:
         return f"it runs for more than {limits.cpu_seconds:g} seconds of CPU time"
     return f"its process ended by {signal.Signals(-code).name}" if code < 0 else f"its process ended with code {code}"
 
@@ -173,6 +195,11 @@ def serve(answer: Callable[[Any], Any]) -> None:
         answer: returns the result of a request, a value of JSON; what it raises is the reply's error.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes, and the parent ends this one
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stderr.fileno())  # which the parent reads until it is ready
+    os.close(nowhere)
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
     for line in sys.stdin.buffer:
         given, request = json.loads(line)
         try:
@@ -185,13 +212,12 @@ def serve(answer: Callable[[Any], Any]) -> None:
 
 def _reply(answer: Callable[[Any], Any], request: Any, limits: Limits) -> bytes:
     """Return the reply to a request. Above the limit of CPU time the system ends the process."""
-    if resource is not None:
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        if hard == resource.RLIM_INFINITY or hard > limits.memory:
-            with suppress(ValueError, OSError):  # macOS
-                resource.setrlimit(resource.RLIMIT_AS, (limits.memory, hard))
-        signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
-        _end_with_parent(True)
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if hard == resource.RLIM_INFINITY or hard > limits.memory:
+        with suppress(ValueError, OSError):  # macOS
+            resource.setrlimit(resource.RLIMIT_AS, (limits.memory, hard))
+    signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
+    _end_with_parent(True)
     try:
         try:
             reply = {"result": answer(request)}
@@ -201,9 +227,8 @@ def _reply(answer: Callable[[Any], Any], request: Any, limits: Limits) -> bytes:
             reply = {"error": (" ".join(str(error).split()) or type(error).__name__)[:MAX_ERROR]}
         return json.dumps(reply, ensure_ascii=False).encode("utf-8", "surrogatepass")
     finally:
-        if resource is not None:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            _end_with_parent(False)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _end_with_parent(False)
 
 
 def _end_with_parent(whether: bool) -> None:
@@ -211,7 +236,6 @@ def _end_with_parent(whether: bool) -> None:
 
     Meanwhile the parent writes nothing to it.
     """
-    asynchronous = getattr(os, "O_ASYNC", 0)
     fcntl.fcntl(sys.stdin, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(sys.stdin, fcntl.F_GETFL)
-    fcntl.fcntl(sys.stdin, fcntl.F_SETFL, flags | asynchronous if whether else flags & ~asynchronous)
+    fcntl.fcntl(sys.stdin, fcntl.F_SETFL, flags | os.O_ASYNC if whether else flags & ~os.O_ASYNC)

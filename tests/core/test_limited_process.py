@@ -69,6 +69,24 @@ def test_a_process_that_ended_is_replaced(process):
     assert ask(process, "c") == "c"
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("import a_module_that_is_missing", "ModuleNotFoundError: No module named 'a_module_that_is_missing'"),
+        ("raise SystemExit(3)", "its process ended with code 3"),
+        ("print('another line', flush=True)\nimport time\ntime.sleep(100)", "its process ended by SIGKILL"),
+    ],
+)
+def test_a_process_that_cannot_be_started_is_no_fault_of_the_request(tmp_path, monkeypatch, text, why):
+    (tmp_path / "made_here.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    process = LimitedProcess("made_here")
+    for _ in range(2):
+        with pytest.raises(OSError, match="^the process of made_here cannot be started") as error:
+            ask(process, "a")
+        assert f"({why})" in str(error.value) and process._process is None
+
+
 def test_each_request_has_the_whole_time(process):
     for _ in range(4):
         assert ask(process, "{% for a in range(90000) %}{% endfor %}x", Limits(1.0, 2**30, 100.0)) == "x"
