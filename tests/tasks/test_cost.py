@@ -317,11 +317,13 @@ def test_costs_are_written_as_a_table_of_forwards():
         place = {"turn": 0, "batch": batch, "context": 64, "nodes": float(nodes), "depth": float(depth)}
         rows.append({"arm": arm, "fixed": arm.startswith("nodes")} | place | dict.fromkeys(PARTS, 0.0) | seconds)
     found = forwards(pd.DataFrame(rows), {"draft": ("mine", "draft_chain"), "words": ("ngram", "ngram")})
-    assert list(found) == ["model", "tokens", "batch", "context", "seconds"]
+    assert list(found) == ["model", "tokens", "batch", "context", "seconds", "proposer"]
     assert set(found.itertuples(index=False, name=None)) == {
-        *(("target", 1 + nodes, batch, 64, 11 + nodes * batch) for nodes in (0, 4) for batch in (1, 2)),
-        *(("mine", tokens, batch, 64, 8 / 4) for tokens in (1, 5) for batch in (1, 2)),  # each of four passes
-        *(("ngram", tokens, batch, 64, 8) for tokens in (1, 5) for batch in (1, 2)),
+        *(("target", 1 + nodes, batch, 64, 11 + nodes * batch, "") for nodes in (0, 4) for batch in (1, 2)),
+        *(
+            ("mine", tokens, batch, 64, 8 / 4, "draft_chain") for tokens in (1, 5) for batch in (1, 2)
+        ),  # each of four passes
+        *(("ngram", tokens, batch, 64, 8, "ngram") for tokens in (1, 5) for batch in (1, 2)),
     }
 
 

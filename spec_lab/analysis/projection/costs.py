@@ -71,9 +71,15 @@ class RooflineForward:
 
 @dataclass(frozen=True)
 class MeasuredForward:
-    """Measured seconds, interpolated linearly in tokens, batch and context."""
+    """Measured seconds, interpolated linearly in tokens, batch and context.
+
+    Args:
+        grid: the seconds.
+        proposer: name of the proposer that was measured; empty for the target, or where it was not recorded.
+    """
 
     grid: Grid
+    proposer: str = ""
 
     def seconds(self, rows: ArrayLike, batch: ArrayLike, context: ArrayLike) -> np.ndarray:
         """See ``ForwardCost``.
@@ -127,6 +133,10 @@ def mean_seconds(
 COLUMNS = ("model", "tokens", "batch", "context", "seconds")
 """Columns of a measured table. ``model`` is "target", the name of an arm or of a proposer, or "draft"; ``tokens`` is
 per sequence. Seconds of what drafts are those of a pass, of a lookup those of a step."""
+
+PROPOSER = "proposer"
+"""A further column, which may be left out: name of the proposer of an arm's rows, empty for others. The rows then hold
+for designs of this proposer only."""
 
 TABLE = "forwards.csv"
 """Name of the measured table that ``task=cost`` writes."""
@@ -187,7 +197,13 @@ def grids(frame: pd.DataFrame, file: Path) -> dict[str, MeasuredForward]:
                 f"{file}: the rows of {model} cover {len(each)} of the {np.prod(shape)} points of their grid; measure "
                 "every pair of tokens, batch and context"
             )
-        found[str(model)] = MeasuredForward(Grid(points, each.to_numpy().reshape(shape)))
+        proposers = own[PROPOSER].fillna("").astype(str).unique() if PROPOSER in own else [""]
+        if len(proposers) > 1:
+            raise ValueError(
+                f"{file}: the rows of {model} name the proposers {' and '.join(map(str, proposers))}; give each "
+                "proposer's rows their own model"
+            )
+        found[str(model)] = MeasuredForward(Grid(points, each.to_numpy().reshape(shape)), str(proposers[0]))
     if "target" not in found:
         raise ValueError(f"{file} has no rows whose model is target; the target's forwards are required")
     return found

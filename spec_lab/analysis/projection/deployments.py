@@ -77,7 +77,7 @@ def measured_deployment(
     Raises:
         ValueError: no design whose drafting it has.
     """
-    drafting, left_out = _each(designs, lambda one: by_table(one.arm, one.proposer, tables, lookup))
+    drafting, left_out = _each(designs, lambda design: by_table(design.arm, design.proposer, tables, lookup))
     batches = tables["target"].grid.axes["batch"]
     deployment = Deployment(label, tables["target"], drafting, max(batches), left_out, min(batches))
     check([deployment])

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from spec_lab.analysis.projection.acceptance import Acceptance
 from spec_lab.analysis.projection.catalogue import ModelShape, Precision, work
-from spec_lab.analysis.projection.costs import ConstantForward, ForwardCost, mean_seconds
+from spec_lab.analysis.projection.costs import ConstantForward, ForwardCost, MeasuredForward, mean_seconds
 from spec_lab.core.roofline import ForwardWork
 
 DRAFT_MODELS = ("draft_chain", "draft_tree", "draft_best_first", "draft_reranked")
@@ -60,12 +60,14 @@ class Drafting:
             drafted one where all were accepted; "masks", these and one row for each further level; "one".
         step: what every step takes besides, whatever it drafts: a lookup on the host. Its rows are those of the
             target's forward.
+        assumed: what is taken of its costs without a measurement; empty for nothing.
     """
 
     forward: ForwardCost = ConstantForward()
     sequential: bool = True
     first: First = "last"
     step: ForwardCost = ConstantForward()
+    assumed: str = ""
 
     def seconds(self, acceptance: Acceptance, length: int, batch: ArrayLike, context: float) -> np.ndarray:
         """Return the mean over steps of the seconds of drafting in a batch, ``[R]``.
@@ -160,26 +162,37 @@ def by_roofline(
     return Drafting(forward, *PASSES_OF[kind])
 
 
-def by_table(arm: str, proposer: str, tables: Mapping[str, ForwardCost], lookup: float = 0.0) -> Drafting:
+def by_table(arm: str, proposer: str, tables: Mapping[str, MeasuredForward], lookup: float = 0.0) -> Drafting:
     """Return how a proposer drafts, by measured forwards: the rows of its arm, else of its name, else of "draft".
+
+    Rows that name another proposer do not count.
 
     Args:
         arm: name of its arm.
         proposer: its name.
         tables: measured forwards: a pass of what drafts; of lookups, a step's.
-        lookup: seconds of a lookup, in place of measured ones; 0 for these.
+        lookup: seconds of a lookup, in place of measured ones; 0 for these. Lookups that no row measures are taken as
+            free, which ``Drafting.assumed`` says.
 
     Raises:
         ValueError: its drafting is not modelled, or no rows measure it.
     """
     kind = kind_of(proposer)
-    forward = tables.get(arm, tables.get(proposer))
+    named = {model: tables[model] for model in (arm, proposer, "draft") if model in tables and model != "target"}
+    fits = {model: forward for model, forward in named.items() if forward.proposer in ("", proposer)}
+    wrong = [f"the rows of {model} measure {named[model].proposer}" for model in named if model not in fits]
     if kind == "lookup":
-        return Drafting(step=ConstantForward(lookup) if lookup or forward is None else forward)
-    forward = forward or tables.get("draft")
-    if forward is None:
-        raise ValueError(f"--costs has no rows whose model is {proposer} or draft; measure what drafts, too")
-    return Drafting(forward, *PASSES_OF[kind])
+        fits.pop("draft", None)
+        if lookup:
+            return Drafting(step=ConstantForward(lookup))
+        if not fits:
+            why = "; ".join([f"no row of --costs measures those of {proposer}", *wrong])
+            return Drafting(assumed=f"lookups are taken as free, since {why}; give --lookup-ms, or measure them")
+        return Drafting(step=next(iter(fits.values())))
+    if not fits:
+        why = "; ".join([f"--costs has no rows whose model is {proposer} or draft", *wrong])
+        raise ValueError(f"{why}; measure what drafts, too")
+    return Drafting(next(iter(fits.values())), *PASSES_OF[kind])
 
 
 def passes(proposer: str, depth: float) -> float:

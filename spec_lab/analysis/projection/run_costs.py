@@ -12,7 +12,7 @@ import pandas as pd
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics.phases import since_last_step
 from spec_lab.analysis.names import names_in_manifest, with_names
-from spec_lab.analysis.projection.costs import COLUMNS, LEAST, TABLE, MeasuredForward, grids, measured
+from spec_lab.analysis.projection.costs import COLUMNS, LEAST, PROPOSER, TABLE, MeasuredForward, grids, measured
 from spec_lab.analysis.projection.drafting import passes
 from spec_lab.results.manifest import begun
 
@@ -54,7 +54,7 @@ def forwards_of_run(folder: Path) -> pd.DataFrame:
 
 
 def forwards_of(tables: metrics.Tables, proposers: Mapping[str, str]) -> pd.DataFrame:
-    """Return the seconds of recorded decode steps as a table of forwards (``costs.COLUMNS``).
+    """Return the seconds of recorded decode steps as a table of forwards (``costs.COLUMNS`` and ``PROPOSER``).
 
     - ``target``: the seconds of whole steps, median by nodes, without drafting and verification, to which the
       baseline's are added. Steps of all arms are pooled, since the target's forward does not know who drafted.
@@ -73,17 +73,18 @@ def forwards_of(tables: metrics.Tables, proposers: Mapping[str, str]) -> pd.Data
     steps = steps[steps["live"] == live]
     usual = steps.loc[steps["arm"] == BASELINE, "drafting"].median()
     target = steps.groupby("nodes")["rest"].median() + usual
-    points = [("target", 1 + nodes, live, seconds) for nodes, seconds in target.items()]
-    for arm, own in steps[steps["arm"] != BASELINE].groupby("arm", sort=False):
-        more = (own["drafting"] - usual).groupby(own["depth"])
-        count = sum(len(each) * passes(proposers.get(str(arm), ""), depth) for depth, each in more)
+    points = [("target", 1 + nodes, live, seconds, "") for nodes, seconds in target.items()]
+    for arm, of_arm in steps[steps["arm"] != BASELINE].groupby("arm", sort=False):
+        more = (of_arm["drafting"] - usual).groupby(of_arm["depth"])
+        proposer = proposers.get(str(arm), "")
+        count = sum(len(each) * passes(proposer, depth) for depth, each in more)
         if count:
             seconds = max(float((more.size() * more.median()).sum()) / count, LEAST)
             corners = product((1, 1 + target.index.max()), {1, live})
-            points += [(str(arm), tokens, batch, seconds) for tokens, batch in corners]
+            points += [(str(arm), tokens, batch, seconds, proposer) for tokens, batch in corners]
     contexts = sorted({floor(steps["context"].min()), ceil(steps["context"].max())})
-    rows = [(*place, context, seconds) for *place, seconds in points for context in contexts]
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    rows = [(*point, context, seconds, proposer) for *point, seconds, proposer in points for context in contexts]
+    return pd.DataFrame(rows, columns=[*COLUMNS, PROPOSER])
 
 
 def _timed_steps(tables: metrics.Tables) -> pd.DataFrame:
@@ -95,10 +96,10 @@ def _timed_steps(tables: metrics.Tables) -> pd.DataFrame:
     key = ["group", "arm", "round"]
     of_sequences = tables.steps.groupby(key).agg(depth=("depth", "max"), context=("context", "mean"))
     parts = []
-    for _, own in tables.rounds.sort_values(key).groupby("arm", sort=False):
-        drafting = own["propose"] + own["verify"]
-        nodes = (own["nodes"] / own["live"].clip(lower=1)).round().astype(int)
-        parts.append(own.assign(nodes=nodes, drafting=drafting, rest=since_last_step(own) - drafting))
+    for _, of_arm in tables.rounds.sort_values(key).groupby("arm", sort=False):
+        drafting = of_arm["propose"] + of_arm["verify"]
+        nodes = (of_arm["nodes"] / of_arm["live"].clip(lower=1)).round().astype(int)
+        parts.append(of_arm.assign(nodes=nodes, drafting=drafting, rest=since_last_step(of_arm) - drafting))
     steps = pd.concat(parts)
     steps = steps[~steps["prefill"].astype(bool) & (steps["live"] > 0) & (steps["prefill_chunks"] == 0)]
     return steps.join(of_sequences, on=key)

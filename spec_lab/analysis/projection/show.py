@@ -44,7 +44,7 @@ def show(
 
 
 def notes(designs: Sequence[RecordedDesign], deployments: Sequence[Deployment], idle: Sequence[str] = ()) -> list[str]:
-    """Return what is not projected, and why.
+    """Return what is not projected, and why, and which costs are assumed.
 
     Args:
         designs: what was recorded.
@@ -52,9 +52,16 @@ def notes(designs: Sequence[RecordedDesign], deployments: Sequence[Deployment], 
         idle: names of arms that drafted nothing.
     """
     left_out = {name: why for deployment in deployments for name, why in deployment.left_out.items()}
+    assumed = {
+        name: drafting.assumed
+        for deployment in deployments
+        for name, drafting in deployment.drafting.items()
+        if drafting.assumed
+    }
     cut = {one.name: one.why_not for one in designs if not one.any_length and one.name not in left_out}
     return [
         *(f"Left out: {', '.join(names)}: {why}." for why, names in _by_value(left_out).items()),
+        *(f"{', '.join(names)}: {why}." for why, names in _by_value(assumed).items()),
         *(f"{', '.join(names)}: only the recorded length, since {why}." for why, names in _by_value(cut).items()),
         *([f"Left out: {', '.join(idle)}: no token was drafted."] if idle else []),
     ]

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Tables
-from spec_lab.analysis.projection.costs import COLUMNS, LEAST
+from spec_lab.analysis.projection.costs import COLUMNS, LEAST, PROPOSER
 from spec_lab.analysis.projection.drafting import passes
 from spec_lab.core.grid import Grid
 
@@ -101,19 +101,19 @@ def forwards(frame: pd.DataFrame, arms: Mapping[str, tuple[str, str]]) -> pd.Dat
         frame: the rows; medians over repeats after ``without_drift``.
         arms: the arms that draft: the name under which each is shown, and its proposer's.
     """
-    frame, place = without_drift(frame), ["batch", "context"]
+    frame, point = without_drift(frame), ["batch", "context"]
     frame = frame.assign(own=frame[list(OF_ARM)].sum(axis=1), shared=frame[list(OF_NODES)].sum(axis=1))
     fixed = frame[frame["fixed"]]
-    usual = fixed[fixed["nodes"] == 0].groupby(place)["own"].median()
-    target = fixed.groupby([*place, "nodes"])["shared"].median() + usual
+    usual = fixed[fixed["nodes"] == 0].groupby(point)["own"].median()
+    target = fixed.groupby([*point, "nodes"])["shared"].median() + usual
     most = 1 + frame["nodes"].max()
-    rows = [("target", 1 + nodes, *where, seconds) for (*where, nodes), seconds in target.items()]
+    rows = [("target", 1 + nodes, *where, seconds, "") for (*where, nodes), seconds in target.items()]
     for arm, (shown, proposer) in arms.items():
-        own = frame[frame["arm"] == arm].groupby(place)[["own", "depth"]].median()
-        count = [passes(proposer, max(depth, 1.0)) for depth in own["depth"]]
-        seconds = ((own["own"] - usual) / count).clip(lower=LEAST)
-        rows += [(shown, tokens, *where, each) for tokens in (1.0, most) for where, each in seconds.items()]
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+        costs = frame[frame["arm"] == arm].groupby(point)[["own", "depth"]].median()
+        count = [passes(proposer, max(depth, 1.0)) for depth in costs["depth"]]
+        seconds = ((costs["own"] - usual) / count).clip(lower=LEAST)
+        rows += [(shown, tokens, *where, each, proposer) for tokens in (1.0, most) for where, each in seconds.items()]
+    return pd.DataFrame(rows, columns=[*COLUMNS, PROPOSER])
 
 
 def predict(

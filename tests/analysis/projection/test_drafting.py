@@ -1,0 +1,48 @@
+"""What drafting costs, by measured forwards."""
+
+import numpy as np
+import pytest
+
+from spec_lab.analysis.projection import measured_deployment, notes
+from spec_lab.analysis.projection.costs import measured
+from spec_lab.analysis.projection.drafting import by_table
+from tests.analysis.projection.test_catalogue import GRID, design
+
+HEAD = "model,tokens,batch,context,seconds,proposer\n"
+
+
+def tables(tmp_path, model=None, proposer="", seconds=0.002):
+    """A table with forwards of the target, and of what drafts under a name."""
+    rows = [(*row, "") for row in GRID] + [(model, *row[1:4], seconds, proposer) for row in GRID if model]
+    file = tmp_path / "costs.csv"
+    file.write_text(HEAD + "".join(",".join(map(str, row)) + "\n" for row in rows))
+    return measured(file)
+
+
+@pytest.mark.parametrize("model", [None, "words"])
+def test_lookups_that_no_row_measures_are_free_and_a_note_says_so(tmp_path, model):
+    lookups = design(np.ones((2, 2)), "lookups", "ngram")
+    deployment = measured_deployment([lookups], tables(tmp_path, model), "mine")
+    (note,) = notes([lookups], [deployment])
+    assert all(word in note for word in ("lookups", "ngram", "free", "--lookup-ms"))
+    assert notes([lookups], [measured_deployment([lookups], tables(tmp_path, model), "mine", lookup=1e-3)]) == []
+
+
+@pytest.mark.parametrize(("measures", "seconds"), [("ngram", 0.002), ("", 0.002), ("suffix", 0.0)])
+def test_rows_of_another_proposer_under_the_same_name_do_not_count(tmp_path, measures, seconds):
+    drafting = by_table("mine", "ngram", tables(tmp_path, "mine", measures))
+    assert drafting.step.seconds(2, 1, 50) == pytest.approx(seconds)
+    assert bool(drafting.assumed) == (measures == "suffix") and ("suffix" in drafting.assumed) == bool(drafting.assumed)
+
+
+def test_a_draft_model_is_not_projected_with_the_costs_of_a_lookup(tmp_path):
+    with pytest.raises(ValueError, match=r"draft_chain.*the rows of mine measure ngram"):
+        by_table("mine", "draft_chain", tables(tmp_path, "mine", "ngram"))
+
+
+def test_rows_of_one_name_measure_one_proposer(tmp_path):
+    file = tmp_path / "costs.csv"
+    tables(tmp_path, "mine", "ngram")
+    file.write_text(file.read_text().replace("ngram", "suffix", 1))
+    with pytest.raises(ValueError, match="rows of mine name the proposers suffix and ngram"):
+        measured(file)
