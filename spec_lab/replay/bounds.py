@@ -25,7 +25,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from spec_lab.analysis.metrics.intervals import Interval, quantiles, resampled_sums
+from spec_lab.analysis.metrics.intervals import MIN_CLUSTERS, Interval, quantiles, resampled_sums
 from spec_lab.core.draft import Draft
 from spec_lab.core.progress import Progress
 from spec_lab.core.tables import read_table
@@ -340,7 +340,7 @@ def _bounds(trees: RecordedTrees) -> ArmBounds:
 
     values = statistics(sums.sum(0, keepdims=True))[0]
     ends = np.full((2, len(values)), np.nan)
-    if len(clusters) > 1:
+    if len(clusters) >= MIN_CLUSTERS:
         ends = quantiles(statistics(resampled_sums(sums, RESAMPLES)), 0.95)
     each = [Interval(*map(float, one)) for one in zip(values, *ends, strict=True)]
     rows = []
@@ -349,7 +349,7 @@ def _bounds(trees: RecordedTrees) -> ArmBounds:
         lost = dict(zip(PARTS, own[3:], strict=True))
         unknown = one.unknown / float(count.sum())
         rows.append(VerifierBounds(name, one.verifier.lossless, name == used, own[0], unknown, own[1], own[2], lost))
-    rows.sort(key=lambda one: (not one.lossless, -one.tau.mean))
+    rows.sort(key=lambda bound: (not bound.lossless, -bound.tau.mean))
     total = float(count.sum())
     return ArmBounds(
         trees.arm, " and ".join(sorted(trees.ways)), int(total), float(per_request(shape.sizes - 1.0).sum() / total),

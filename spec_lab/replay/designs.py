@@ -6,7 +6,8 @@ Two methods, named in the column ``method``:
 - ``along``: the design's own steps along the recorded texts (``along``), for lossless verifiers of a draft model's
   samples, and of points that were recorded at every position.
 
-Each tau has two intervals. ``low`` to ``high`` is the 95 % bootstrap interval over requests. ``bound_low`` to
+Each tau has two intervals. ``low`` to ``high`` is the 95 % bootstrap interval over requests, NaN for fewer
+than ``MIN_CLUSTERS``. ``bound_low`` to
 ``bound_high`` is what the tokens that were not recorded leave open (``pseudo_tokens``); ``low`` and ``high`` include
 it.
 """
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from spec_lab.analysis.metrics.intervals import Resampler, quantiles
+from spec_lab.analysis.metrics.intervals import MIN_CLUSTERS, Resampler, quantiles
 from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
 from spec_lab.replay import along, steps
@@ -331,7 +332,7 @@ def estimate(
     tau = totals[0] / totals[1]
     low, high = float(tau.min()), float(tau.max())
     ends = np.full((2, len(tau)), np.nan)
-    if len(sums.clusters) > 1:
+    if len(sums.clusters) >= MIN_CLUSTERS:
         totals_of = (resampled or Resampler(RESAMPLES))(np.concatenate([sums.tokens, sums.steps]).T)
         tops, bottoms = np.split(totals_of, 2, axis=1)
         ratios = np.divide(tops, bottoms, out=np.full_like(tops, np.nan), where=bottoms > 0)
@@ -341,8 +342,8 @@ def estimate(
 
 
 def table(estimates: Sequence[Estimate]) -> pd.DataFrame:
-    """Return the estimates as a table, in the order of ``ordered``."""
-    return ordered(pd.DataFrame([one.row() for one in estimates], columns=[*Estimate(DESIGN, "").row()]))
+    """Return the estimates as a table, in their order."""
+    return pd.DataFrame([estimate.row() for estimate in estimates], columns=[*Estimate(DESIGN, "").row()])
 
 
 def ordered(frame: pd.DataFrame) -> pd.DataFrame:

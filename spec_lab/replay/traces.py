@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pandas as pd
 
-from spec_lab.analysis.metrics.intervals import quantiles, resampled_sums
+from spec_lab.analysis.metrics.intervals import cluster_interval
 from spec_lab.core.files import MAX_BYTES, Unreadable, open_regular
 from spec_lab.core.options import brief, whole
 
@@ -51,9 +51,6 @@ MOST_DIGITS = 1000
 
 CLUSTERS = 1000
 """Maximum number of clusters for intervals; more requests share clusters."""
-
-COLUMNS = 64
-"""Intervals that are resampled at once."""
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
@@ -228,7 +225,7 @@ def taus(trace: Sequence[Line], depths: Sequence[int] = (), lenience: Sequence[f
         gains["observed"] = [_observed(one) for one in trace]
     if all("accepted" in one and one.get("p") is not None for one in trace):
         gains |= {"token": [_reached(one, 1.0) for one in trace], "match": [_reached(one, None) for one in trace]}
-        gains |= {_lenient(each): [_reached(one, each) for one in trace] for each in lenience}
+        gains |= {_lenient(each): [_reached(line, each) for line in trace] for each in lenience}
     for rule, levels in gains.items():
         lengths = np.array([len(one) for one in levels])
         start, every = np.cumsum(lengths) - lengths, np.concatenate(levels)
@@ -244,7 +241,8 @@ def taus(trace: Sequence[Line], depths: Sequence[int] = (), lenience: Sequence[f
     found = [
         {"rule": rule, "lossless": lossless.get(rule), "depth": depth, "tau": tau, "low": low, "high": high,
          "steps": float(steps.sum())}
-        for (rule, depth), (tau, low, high) in zip(names, _intervals(np.stack(tops, 1), bottom), strict=True)
+        for (rule, depth), top in zip(names, tops, strict=True)
+        for tau, low, high in [cluster_interval(top, bottom, np.arange(len(bottom)))]
     ]  # fmt: skip
     frame = pd.DataFrame(found).sort_values("tau", ascending=False, kind="stable")
     return frame.sort_values("lossless", key=lambda each: each.isin([False]), kind="stable", ignore_index=True)
@@ -275,24 +273,6 @@ def _reached(line: Line, lenience: float | None) -> np.ndarray:  # [n]
         return np.cumprod(p)
     q = np.ones_like(p) if line.get("q") is None else np.array(line["q"], dtype=float)
     return np.cumprod(np.minimum(1.0, p / np.maximum(lenience * q, np.finfo(float).tiny)))
-
-
-def _intervals(tops: np.ndarray, bottom: np.ndarray) -> list[tuple[float, float, float]]:
-    """Return sum(top) / sum(bottom) of each column with its 95 % bootstrap interval over clusters, as
-    ``cluster_interval``, whose draws all columns share here.
-
-    Args:
-        tops: ``[clusters, K]``.
-        bottom: ``[clusters]``.
-    """
-    means = tops.sum(0) / bottom.sum()
-    ends = np.full((2, len(means)), np.nan)
-    if len(bottom) > 1:
-        for first in range(0, len(means), COLUMNS):
-            some = slice(first, first + COLUMNS)
-            sums = resampled_sums(np.column_stack([tops[:, some], bottom]), 9999)
-            ends[:, some] = quantiles(sums[:, :-1] / sums[:, -1:], 0.95)
-    return [(float(mean), float(low), float(high)) for mean, (low, high) in zip(means, ends.T, strict=True)]
 
 
 # Converters ----------------------------------------------------------------------------------------------------------

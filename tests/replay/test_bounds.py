@@ -83,7 +83,7 @@ def test_parts_sum_to_what_is_lost(target, drawn, shape):
         assert one.lost["tree"].mean >= 0 and one.lost["draft"].mean >= -1e-12
         if one.lossless:
             assert one.lost["verifier"].mean >= -1e-12
-            assert one.tau.low <= one.tau.mean <= one.tau.high
+            assert np.isnan([one.tau.low, one.tau.high]).all(), "fewer than eight requests have no interval"
     assert by_name(arm)[arm.best].lost["verifier"].mean == pytest.approx(0, abs=1e-12)
 
 

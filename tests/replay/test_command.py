@@ -183,7 +183,8 @@ def test_the_command_prints_a_sorted_table_and_writes_all_designs(recorded, tmp_
     known = frame[frame["needs"].isna()]
     groups = [known[known["lossless"]], known[~known["lossless"]]]
     assert known["lossless"].is_monotonic_decreasing and all(len(one) for one in groups)
-    assert all(one["tau"].is_monotonic_decreasing for one in groups) and (known["low"] <= known["tau"]).all()
+    assert all(one["tau"].is_monotonic_decreasing for one in groups)
+    assert known["low"].isna().all(), "fewer than eight requests have no interval"
     for verifier, own in frame.groupby("verifier"):
         assert set(own["lossless"]) == {verifier_of(verifier).lossless}
     narrow = Console(file=StringIO(), width=80)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from spec_lab.analysis.metrics.intervals import quantiles, resampled_sums
+from spec_lab.analysis.metrics.intervals import cluster_interval
 from spec_lab.cli.commands import command
 from spec_lab.replay.traces import RecordedCandidates, checked, from_sglang, from_vllm, read_trace, taus
 from tests.tiny import tiny_model
@@ -232,19 +232,18 @@ def test_what_is_left_out_or_null_is_not_required():
     assert by_rule(taus([checked({"request": 1, "accepted": 0, "drafted": 0})])) == {("observed", "all"): 1}
 
 
-def test_intervals_are_those_of_a_bootstrap_over_requests():
+def test_intervals_are_over_requests():
     rng = np.random.default_rng(0)
     trace = [{"request": int(n % 7), "drafted": 3, "accepted": int(rng.integers(4))} for n in range(40)]
     trace += [{**COUNTS, "request": "z"}]
     frame = taus(trace)
     top = [1.0 + min(one["accepted"], 2) for one in trace[:-1]] + [100 + 80 + 55]
     request = np.array([str(one["request"]) for one in trace])
-    terms = np.array([top, [1.0] * 40 + [100]])
-    sums = np.array([terms[:, request == name].sum(1) for name in np.unique(request)])
-    drawn = resampled_sums(sums, 9999)
-    expected = sums[:, 0].sum() / sums[:, 1].sum(), *quantiles(drawn[:, :1] / drawn[:, 1:], 0.95)[:, 0]
+    expected = cluster_interval(top, [1.0] * 40 + [100], request)
     (own,) = frame[frame["depth"] == "2"][["tau", "low", "high"]].to_numpy()
     np.testing.assert_allclose(own, expected)
+    assert expected.low < expected.mean < expected.high
+    assert taus(trace[:-1])[["low", "high"]].isna().all(axis=None), "seven requests have no interval"
 
 
 @pytest.mark.nightly

@@ -433,16 +433,10 @@ def test_pooled_numbers_equal_those_by_hand():
     token, other = figures["verifiers"]["token"], figures["verifiers"]["other"]
     assert token["expected_accepted"]["mean"] == pytest.approx(1.8 / 3)
     assert other["expected_accepted"]["mean"] == pytest.approx(2.1 / 3)
-    # prompts drawn anew: (0, 0), (0, 1) twice, (1, 1), each weighing its drafts
-    assert token["expected_accepted"]["low"] == pytest.approx(0.6) == token["expected_accepted"]["high"]
-    assert other["expected_accepted"]["low"] == pytest.approx(0.2)
-    assert other["expected_accepted"]["high"] == pytest.approx(1.9 / 2)
+    assert np.isnan([other["expected_accepted"]["low"], other["expected_accepted"]["high"]]).all(), "two prompts"
     assert other["difference"]["mean"] == pytest.approx((0.5 + 0.2 - 0.4) / 3)
-    assert other["difference"]["low"] == pytest.approx(-0.4) and other["difference"]["high"] == pytest.approx(0.35)
-    assert token["difference"] == {"mean": 0, "low": 0, "high": 0}
+    assert token["difference"]["mean"] == 0
     assert other["share_of_bound"]["mean"] == pytest.approx(1.0 / 1.8)
-    assert other["share_of_bound"]["low"] == pytest.approx(0.25)
-    assert other["share_of_bound"]["high"] == pytest.approx(0.9 / 1.4)
     assert token["verify_us"] == pytest.approx({"median": 20, "low": 15, "high": 25})
     assert token["share_of_forward"] == pytest.approx(0.01)
 
@@ -453,7 +447,7 @@ def test_an_interval_covers_the_truth_about_as_often_as_its_level():
         size = rng.integers(1, 6, 30)
         request = np.repeat(np.arange(30), size)
         value = pd.Series(rng.normal(0.0, 1.0, 30)[request] + rng.normal(0.0, 0.3, len(request)))
-        _, low, high = pooled.ratio(pd.DataFrame({"request": request}), value, resamples=499)
+        _, low, high = pooled.ratio(pd.DataFrame({"request": request}), value)
         covered += low <= 0.0 <= high
     assert 0.86 < covered / 200 < 0.99
 

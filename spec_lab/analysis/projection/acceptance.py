@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from spec_lab.analysis import metrics
-from spec_lab.analysis.metrics.intervals import resampled_sums
+from spec_lab.analysis.metrics.intervals import MIN_CLUSTERS, resampled_sums
 from spec_lab.analysis.names import names_in_manifest
 from spec_lab.core.files import read_json
 from spec_lab.propose import trees
@@ -65,13 +65,13 @@ class RecordedDesign:
     def draws(self, resamples: int) -> Acceptance:
         """Return acceptance as recorded (draw 0) and in bootstrap resamples of whole requests.
 
-        Designs with equally many requests share their draws, so that their differences are paired. With one request
-        there are no resamples.
+        Designs with equally many requests share their draws, so that their differences are paired. Below
+        ``MIN_CLUSTERS`` requests there are no resamples: their spread is not known well enough.
         """
         count = len(self.steps)
         sums = np.hstack([self.drafted, self.accepted, self.steps[:, None]])
         totals = sums.sum(0, keepdims=True)
-        if count > 1 and resamples:
+        if count >= MIN_CLUSTERS and resamples:
             totals = np.vstack([totals, resampled_sums(sums, resamples)])
         share, survival = np.split(totals[:, :-1] / totals[:, -1:], [len(self.drafts)], axis=1)
         return Acceptance(self.drafts, share, survival)
@@ -182,9 +182,8 @@ def of_steps(
     chains, static = bool((depth == nodes).all()), _static(facts, len(levels))
     if static is not None and (nodes <= static.sum()).all() and not chains:
         drafts *= static
-        drafts *= (nodes / np.maximum(drafts.sum(1), 1))[
-            :, None
-        ]  # of trees cut by the context, the nodes that are left
+        # Of trees cut by the context, the nodes that are left.
+        drafts *= (nodes / np.maximum(drafts.sum(1), 1))[:, None]
     elif not chains:
         drafts *= (nodes / np.maximum(depth, 1))[:, None]
     drafted, survived = np.zeros((len(request), len(kinds))), np.zeros((len(request), len(levels)))

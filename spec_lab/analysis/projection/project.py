@@ -118,10 +118,10 @@ def project(
 
     Returns:
         Columns: ``hardware``, ``design``, ``proposer``, ``length``, ``batch``, ``nodes`` (of each sequence, a mean over
-        steps), ``tau``, ``speedup``, ``speedup_low``, ``speedup_high`` (95 %, of acceptance alone; NaN bounds with one
-        request), ``fits`` (whether the batch is at most the deployment's largest; else the speed-up is NaN), ``best``
-        (whether it is the fastest of its deployment and batch), ``best_share`` (of the resamples, those in which it is;
-        NaN where designs recorded different numbers of requests).
+        steps), ``tau``, ``speedup``, ``speedup_low``, ``speedup_high`` (95 %, of acceptance alone; NaN bounds with
+        fewer than ``MIN_CLUSTERS`` requests), ``fits`` (whether the batch is at most the deployment's largest; else the
+        speed-up is NaN), ``best`` (whether it is the fastest of its deployment and batch), ``best_share`` (of the
+        resamples, those in which it is; NaN where designs recorded different numbers of requests).
 
     Raises:
         ValueError: a length that no design has, or batches that are all too large.
@@ -195,13 +195,13 @@ def break_even(
         start, end = curve.deployment.smallest_batch, min(most, curve.deployment.largest_batch)
         if end < start:
             continue
-        found = crossing(curve.speedup, len(curve.acceptance.share), end, start)
+        at = crossing(curve.speedup, len(curve.acceptance.share), end, start)
         rows.append(
             {
                 "hardware": curve.deployment.label,
                 "design": curve.design.name,
                 "length": curve.length,
-                **_named("break_even", bounded(found, interpolated=False)),
+                **_named("break_even", bounded(at, interpolated=False)),
                 "end": end,
             }
         )

@@ -1,4 +1,4 @@
-"""The numbers of the verifier study, computed from its rows. Intervals are by bootstrap over prompts, 95 %.
+"""The numbers of the verifier study, computed from its rows. Intervals are over prompts, 95 %.
 
 Only pooled numbers are reported: on a single draft a better verifier need not accept more.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from spec_lab.analysis.figures.verifiers import OUTCOME
 from spec_lab.analysis.metrics import Interval
+from spec_lab.analysis.metrics.intervals import cluster_interval
 
 MICRO = 1e6
 EXACT = "exact"
@@ -84,23 +84,7 @@ def of_verifier(rows: pd.DataFrame, base: pd.DataFrame, forward: float) -> dict[
     }
 
 
-def ratio(
-    rows: pd.DataFrame, part: pd.Series, whole: pd.Series | None = None, level: float = 0.95, resamples: int = 9999
-) -> Interval:
-    """Return the sum of ``part`` / the sum of ``whole`` (None: the number of rows), with its bootstrap interval.
-
-    Prompts are resampled with a fixed seed: the same rows have the same interval, and all ratios over the same prompts
-    use the same resamples.
-    """
+def ratio(rows: pd.DataFrame, part: pd.Series, whole: pd.Series | None = None) -> Interval:
+    """Return the sum of ``part`` / the sum of ``whole`` (None: the number of rows), with its interval over prompts."""
     counted = pd.Series(1.0, index=rows.index) if whole is None else whole
-    sums = pd.DataFrame({"part": part, "whole": counted}).groupby(rows["request"]).sum().to_numpy()  # [N, 2]
-    mean = _divided(sums.sum(0)[None])[0]
-    if len(sums) < 2 or np.isnan(mean):
-        return Interval(float(mean), float("nan"), float("nan"))
-    drawn = np.random.default_rng(0).integers(0, len(sums), (resamples, len(sums)))
-    low, high = np.nanquantile(_divided(sums[drawn].sum(1)), [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(mean), float(low), float(high))
-
-
-def _divided(sums: np.ndarray) -> np.ndarray:  # [n, 2] -> [n]
-    return np.divide(sums[:, 0], sums[:, 1], out=np.full(len(sums), np.nan), where=sums[:, 1] > 0)
+    return cluster_interval(part, counted, rows["request"])

@@ -74,12 +74,12 @@ def study_verifiers(
             short = replace(todo[0], max_new_tokens=min(settings.warmup, settings.max_new_tokens))
             of_prompt(lab, proposers, fitting, short, settings.seed, every, repeats)
         for request in Progress(todo, desc=settings.name, unit="prompt"):
-            own = settings.seed, every, repeats, replace(settings.recording, drafts=False)
-            one, rows, replay = of_prompt(lab, proposers, fitting, request, *own)
-            tables.write(f"{request.id:06d}", {"replay": replay, "recorded": rows, "texts": [one]})
+            options = settings.seed, every, repeats, replace(settings.recording, drafts=False)
+            text, rows, replay = of_prompt(lab, proposers, fitting, request, *options)
+            tables.write(f"{request.id:06d}", {"replay": replay, "recorded": rows, "texts": [text]})
             lab.tracker.group(request.id, _means(rows))
-            if one["error"]:
-                Progress.write(one["error"], file=sys.stderr)
+            if text["error"]:
+                Progress.write(text["error"], file=sys.stderr)
         gathered = tables.gather()
         recorded, texts = gathered["recorded"], gathered["texts"]
         summary = {

@@ -244,7 +244,7 @@ def test_break_even_is_where_one_is_crossed(hardware, runtime, rate, length):
 
 def test_break_even_of_a_closed_form():
     """tau (1 + e B) / (1 + e (1 + n) B) = 1 at B = (tau - 1) / (e (n + 1 - tau))."""
-    one = design(np.array([[7.0, 4.0], [7.0, 4.0]]), proposer="ngram")
+    one = design(np.tile([[7.0, 4.0]], (8, 1)), proposer="ngram")
     deployment = Deployment("any", Linear(1.0, 0.01), {"chain": FREE})
     (row,) = break_even([one], [deployment], 1000, 0.0, [2]).to_dict("records")
     assert row["break_even"] == pytest.approx(1.1 / (0.01 * 0.9), rel=1e-9)
@@ -270,9 +270,9 @@ def test_intervals_are_those_of_the_bootstrap_over_requests():
 
 
 def test_the_fastest_design_of_each_cell_and_how_often_resamples_agree():
-    good, bad = np.tile([[8.0, 6.0]], (5, 1)), np.tile([[3.0, 1.0]], (5, 1))
+    good, bad = np.tile([[8.0, 6.0]], (8, 1)), np.tile([[3.0, 1.0]], (8, 1))
     mixed = good.copy()
-    mixed[0] = 0.0  # nine draws in ten have no such request less often than once in five
+    mixed[0] = 0.0  # a resample has at least as many such requests as the recording in two of three draws
     designs = [design(good, "good", "ngram"), design(bad, "bad", "ngram"), design(mixed, "mixed", "ngram")]
     deployment = Deployment("any", Constant(1.0), dict.fromkeys(("good", "bad", "mixed"), FREE), largest_batch=4)
     cells = project(designs, [deployment], [1, 8], 0.0, [2])
@@ -283,8 +283,8 @@ def test_the_fastest_design_of_each_cell_and_how_often_resamples_agree():
 
 
 def test_shares_of_resamples_are_left_out_where_designs_have_other_requests():
-    designs = [design(np.ones((5, 2)), "five", "ngram"), design(np.ones((4, 2)), "four", "ngram")]
-    cells = project(designs, [Deployment("any", Constant(1.0), {"five": FREE, "four": FREE})], [1], 0.0)
+    designs = [design(np.ones((9, 2)), "nine", "ngram"), design(np.ones((8, 2)), "eight", "ngram")]
+    cells = project(designs, [Deployment("any", Constant(1.0), {"nine": FREE, "eight": FREE})], [1], 0.0)
     assert cells["best_share"].isna().all() and cells["best"].sum() == 1
 
 

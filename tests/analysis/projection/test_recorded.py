@@ -57,14 +57,18 @@ def test_forced_tokens_do_not_count():
 
 
 def test_resamples_draw_whole_requests():
-    frame = chains(*((request, 2, accepted) for request, accepted in enumerate((2, 1, 0, 2, 1, 1)) for _ in range(4)))
+    frame = chains(
+        *((request, 2, accepted) for request, accepted in enumerate((2, 1, 0, 2, 1, 1, 2, 0)) for _ in range(4))
+    )
     taus = of_steps(frame, "chain", "ngram", "token").draws(999).tau(2)
-    tau = np.array([[3.0, 2.0, 1.0, 3.0, 2.0, 2.0]]).T
-    assert taus[0] == pytest.approx(tau.mean()) and taus[1:] == pytest.approx(resampled_sums(tau, 999)[:, 0] / 6)
+    tau = np.array([[3.0, 2.0, 1.0, 3.0, 2.0, 2.0, 3.0, 1.0]]).T
+    assert taus[0] == pytest.approx(tau.mean()) and taus[1:] == pytest.approx(resampled_sums(tau, 999)[:, 0] / 8)
 
 
-def test_one_request_has_no_resamples():
-    assert len(of_steps(chains((0, 2, 1)), "chain", "ngram", "token").draws(99).tau(1)) == 1
+@pytest.mark.parametrize(("requests", "draws"), [(1, 1), (7, 1), (8, 100)])
+def test_below_eight_requests_there_are_no_resamples(requests, draws):
+    frame = chains(*((request, 2, request % 3) for request in range(requests)))
+    assert len(of_steps(frame, "chain", "ngram", "token").draws(99).tau(1)) == draws
 
 
 def test_levels_of_a_fixed_tree():
@@ -231,6 +235,8 @@ def test_a_run_s_own_steps_are_its_costs():
     tables = metrics.Tables(frame.drop(columns=["depth", "context"]), frame, frame[:0])
     found = forwards_of(tables, {"chain": "draft_chain", "words": "ngram", "idle": "draft_chain"})
     assert set(found["context"]) == {51, 54}
+    proposers = dict(found[["model", "proposer"]].itertuples(index=False, name=None))
+    assert proposers == {"target": "", "chain": "draft_chain", "words": "ngram"}
     batches = {model: set(own["batch"]) for model, own in found.groupby("model")}
     assert batches == {"target": {2}, "chain": {1, 2}, "words": {1, 2}}
     assert set(found[["model", "tokens", "seconds"]].itertuples(index=False, name=None)) == {
