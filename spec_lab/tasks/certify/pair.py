@@ -144,13 +144,12 @@ class Pair:
             if self.rejected:
                 worst = min(self.rejected, key=lambda check: check.p_value)
                 return f"{worst.name}: rejected twice, then with p = {worst.p_value:.1e} of {worst.samples} samples"
-            return self.untested
-        if self.proof.own_target_tv is not None and not self.proof.own_target_tv <= EXACT:
+        elif self.proof.own_target_tv is not None and not self.proof.own_target_tv <= EXACT:
             return (
                 f"its output has a total variation of {self.proof.own_target_tv:.2g} from the distribution against "
                 "which it declares to be exact (aim)"
             )
-        return None
+        return self.untested
 
     @property
     def result(self) -> str:
@@ -309,10 +308,10 @@ class Certifier:
         requests = [replace(prompts[n % len(prompts)], id=n, sampling=self.sampling) for n in range(count)]
         size = self.settings.batch_size
         counts = Counts()
-        found = scores(self.lab.target, pair.proposer, pair.verifier, requests, seed, size, tick, applied, counts)
+        by_test = scores(self.lab.target, pair.proposer, pair.verifier, requests, seed, size, tick, applied, counts)
         return [
             Check(name, score.tokens, score.z, score.bound, score.detectable_by_bound().tv, seed, counts.drafted)
-            for name, score in found.items()
+            for name, score in by_test.items()
         ]
 
     def confirm(self, pairs: Sequence[Pair]) -> None:

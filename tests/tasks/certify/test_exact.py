@@ -53,7 +53,7 @@ from spec_lab.tasks.certify.exact import Finding, examine
 from spec_lab.tasks.certify.instances import FEW, LOOPS, QUICK, STEPS, Instance
 from spec_lab.tasks.certify.pair import Check, Pair
 from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, table_models
-from spec_lab.verify import Cascade, Gumbel, KSeq, Match, Token, Traversal, Verdict
+from spec_lab.verify import Cascade, Gumbel, KSeq, Lenient, Match, Token, Traversal, Verdict
 from tests.propose.lab import decode
 from tests.tasks.certify.parts import LOSSLESS, VERIFIERS, Claims, Forgets, Hotter, Misstates, Uniform, Verifies
 
@@ -603,12 +603,19 @@ def test_two_proofs_together_are_as_good_as_the_weaker():
     assert own.also(other) == other.also(own) == Proof((), "reference", other.missing)
 
 
-def pair_with(drafts, *detectable, drafted=1):
+def pair_with(drafts, *detectable, drafted=1, verifier=None):
     checks = [Check(f"{number}", 1, 0.0, 0.5, seen, 0, drafted) for number, seen in enumerate(detectable)]
     proposer = Uniform()
     proof = Proof((), "proposer", ("not enumerated",))
     own = proposer if drafts == "own" else "iid"
-    return Pair(proposer, Token(), proof, own, np.zeros(1, dtype=int), np.ones(1), checks)
+    return Pair(proposer, verifier or Token(), proof, own, np.zeros(1, dtype=int), np.ones(1), checks)
+
+
+def test_a_lossy_pair_that_drafted_nothing_was_not_tested():
+    untested = pair_with("own", 0.05, drafted=0, verifier=Lenient(0.9))
+    assert untested.failed is not None and untested.failed == untested.untested
+    assert untested.result == "nothing drafted" == pair_with("own", 0.05, drafted=0).result
+    assert pair_with("own", 0.05, verifier=Lenient(0.9)).failed is None
 
 
 def test_samples_certify_only_own_drafts_and_only_if_they_detect_enough():
