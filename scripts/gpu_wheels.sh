@@ -28,9 +28,9 @@ import sys
 import tomllib
 
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-every = project["dependencies"] + [one for extra in project["optional-dependencies"].values() for one in extra]
+groups = [project["dependencies"], *project["optional-dependencies"].values()]
 for name in sys.argv[1:]:
-    print(next(one for one in every if re.match(re.escape(name) + r"[<>=]", one)))
+    print(next(line for group in groups for line in group if re.match(re.escape(name) + r"[<>=]", line)))
 PYTHON
 )
 platforms=(--python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none)

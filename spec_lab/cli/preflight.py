@@ -218,8 +218,8 @@ def check_name(given: Any) -> None:
 
 def _check_folders(config: DictConfig, option: str) -> list[Path]:
     """Check ``output_dir``, and Hydra's option where it names another folder; return those that are missing."""
-    out, own = config.get("output_dir"), OmegaConf.select(config, option)
-    return check_writable(out) + (check_writable(own, option) if str(own) != str(out) else [])
+    out, hydra_dir = config.get("output_dir"), OmegaConf.select(config, option)
+    return check_writable(out) + (check_writable(hydra_dir, option) if str(hydra_dir) != str(out) else [])
 
 
 def check_writable(out: Any, option: str = "output_dir") -> list[Path]:

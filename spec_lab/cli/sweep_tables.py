@@ -83,7 +83,7 @@ def print_results(folder: Path, console: Console | None = None, verbose: bool = 
     runs = sweep.runs(folder)
     for line in sweeps.verdicts(table, sweeps.run_labels(runs)):
         console.print(visible(line), highlight=False)
-    keys = list(dict.fromkeys(sweep.key(one) for run in runs for one in run.overrides))
+    keys = list(dict.fromkeys(sweep.key(override) for run in runs for override in run.overrides))
     varied = sweeps.varied(table, keys)
     heads = [*(sweeps.short_names(varied)[key] for key in varied)] or ["run"]
     heads += ["arm"] * (shown["arm"].nunique() > 1)

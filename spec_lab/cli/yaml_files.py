@@ -43,6 +43,6 @@ def _expanded(node: Node, sizes: dict[int, float]) -> float:
         return 1
     if id(node) not in sizes:
         sizes[id(node)] = math.inf  # while its own parts are counted
-        pairs = node.value if isinstance(node, MappingNode) else [(one,) for one in node.value]
+        pairs = node.value if isinstance(node, MappingNode) else [(item,) for item in node.value]
         sizes[id(node)] = 1 + sum(_expanded(part, sizes) for pair in pairs for part in pair)
     return sizes[id(node)]

@@ -170,13 +170,13 @@ def _bytes(engine: LLTokenizer, size: int, special: Container[int], marked: Mapp
 def _marked(tokenizer: FastTokenizer) -> dict[int, bytes]:
     """Return the tokens whose bytes begin with ``MARK``, with their bytes."""
     added, kinds = tokenizer.backend_tokenizer.get_added_tokens_decoder(), _decoder(tokenizer)
-    special = {token for token, one in added.items() if one.special}
-    own = {word: token for word, token in tokenizer.get_vocab().items() if token not in special}
+    special = {token for token, entry in added.items() if entry.special}
+    tokens = {word: token for word, token in tokenizer.get_vocab().items() if token not in special}
     if "ByteFallback" in kinds:
-        return {own["<0xFF>"]: MARK} if "<0xFF>" in own else {}
+        return {tokens["<0xFF>"]: MARK} if "<0xFF>" in tokens else {}
     return {
         token: bytes(ALPHABET[sign] for sign in word)
-        for word, token in own.items()
+        for word, token in tokens.items()
         if kinds == "ByteLevel" and word.startswith("ÿ") and {*word} <= ALPHABET.keys()
     }
 

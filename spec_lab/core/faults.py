@@ -80,13 +80,13 @@ def place(error: BaseException, module: str, skip: int = 0) -> str:
         return f" ({error.filename}:{error.lineno})"
     package, ours = module.partition(".")[0], __name__.partition(".")[0]
     frames = [(_package(frame.f_globals), frame, line) for frame, line in list(walk_tb(error.__traceback__))[skip:]]
-    own = [(frame, line) for name, frame, line in frames if name == package]
+    of_part = [(frame, line) for name, frame, line in frames if name == package]
     if package == ours:
         foreign = [(frame, line) for name, frame, line in frames if name != ours and not _is_library(frame)]
-        own = foreign or own
-    if not own:
+        of_part = foreign or of_part
+    if not of_part:
         return ""
-    frame, line = own[-1]
+    frame, line = of_part[-1]
     return f" ({frame.f_code.co_filename}:{line}, in {frame.f_code.co_name})"
 
 

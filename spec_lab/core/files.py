@@ -82,9 +82,9 @@ def refuse_filled(out: Path) -> Path:
     Raises:
         OSError: as of ``filling``.
     """
-    exists, place = out.is_dir(), out.absolute()
-    inner = place / place.name if exists else place
-    for file in (place, inner):
+    exists, absolute = out.is_dir(), out.absolute()
+    inner = absolute / absolute.name if exists else absolute
+    for file in (absolute, inner):
         remove_abandoned(file.parent, file.name)
     if out.is_symlink() or (out.exists() and (not exists or any(out.iterdir()))):
         what = "is a link" if out.is_symlink() else "is not empty" if exists else "is a file"

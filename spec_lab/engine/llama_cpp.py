@@ -434,7 +434,8 @@ class LlamaCpp:
 
     def _oldest_kept(self) -> LlamaSequence | None:
         """The kept copy that was not used for the longest time; None if there is none."""
-        return min((one for one in self.sequences if one.kept), key=lambda one: one.kept, default=None)
+        kept = (sequence for sequence in self.sequences if sequence.kept)
+        return min(kept, key=lambda sequence: sequence.kept, default=None)
 
     def _take(self, every: Sequence[LlamaSequence], paths: Sequence[int] = ()) -> int:
         """A free id. If none is free, other sequences give back those that they do not need now, and kept copies all.

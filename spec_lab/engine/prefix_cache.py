@@ -120,7 +120,7 @@ class PrefixCache:
 
     def _forget_given_up(self) -> None:
         """Forget the texts whose KV cache the runner gave up (``CopiesPrefix.open_copy``)."""
-        self.texts = [one for one in self.texts if len(one.kv)]
+        self.texts = [text for text in self.texts if len(text.kv)]
 
     def _drop(self, one: Kept) -> None:
         self.texts.remove(one)

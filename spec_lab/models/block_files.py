@@ -175,10 +175,10 @@ def _taps(file: Path, config: Mapping[str, Any], layers: int, target: Target) ->
     if named is None:
         spread = [round(1 + i * (last - 4) / (layers - 1)) for i in range(layers)] if layers > 1 else [last // 2]
         return tuple(max(0, min(one + 1, last)) for one in spread)
-    found = taps(file, "target_layer_ids", named, 1, last, target.name)
-    if list(found) != sorted({*found}):
+    layers_read = taps(file, "target_layer_ids", named, 1, last, target.name)
+    if list(layers_read) != sorted({*layers_read}):
         raise ValueError(
             f"{file}: target_layer_ids must name different layers in ascending order, not {brief(named)}: engines "
             "differ in the order in which they read others"
         )
-    return found
+    return layers_read

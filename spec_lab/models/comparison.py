@@ -81,9 +81,9 @@ class Comparison:
         try:
             if (getattr(model, "tp_size", None) or 1) > 1:
                 raise ValueError("the model is split over processes")
-            own, exact = comparable(model, whole)
+            compared, exact = comparable(model, whole)
             plain_forward(exact, [[0]])
-            return Comparison(own, exact)
+            return Comparison(compared, exact)
         except (MemoryError, *FAILURES) as failure:
             LOG.log(
                 logging.INFO if whole else logging.WARNING,
@@ -109,9 +109,9 @@ class Comparison:
             Mismatch: they differ by more than is allowed, or cannot be compared.
         """
         if self.exact is not None:
-            found = self._check_exact(decode(runner(self.exact, None)))
+            checked = self._check_exact(decode(runner(self.exact, None)))
             if self.exact is self.model and kv_dtype is None:
-                return found
+                return checked
         lm, robust = runner(self.model, kv_dtype), self.exact is not None
         rows, works = decode(lm), self._other_dtype if kv_dtype is None else ""
         expected = self._logits(self.exact if robust else self.model, rows)
@@ -120,22 +120,22 @@ class Comparison:
         else:
             others = [_finite(row.plain(lm.plain_logits), self.model.dtype) for row in rows]
         floor = torch.finfo(self.model.dtype).eps * (1 if robust else 4)
-        found = rounding_error(rows, expected, others, floor, robust)  # that all rows are right was found in float32
+        checked = rounding_error(rows, expected, others, floor, robust)  # float32 has shown that all rows are right
         stored = "" if kv_dtype is None else f" with keys and values in {kv_dtype}"
         than = f"a plain forward in {self.exact.dtype}" if robust else "a plain forward"
-        _refuse(found, expected, f"{stored} in {self._dtype}", than, works)
-        return found._replace(in_float32=robust)
+        _refuse(checked, expected, f"{stored} in {self._dtype}", than, works)
+        return checked._replace(in_float32=robust)
 
     def _check_exact(self, rows: Sequence[Rows]) -> Checked:
         try:
             expected = self._logits(self.exact, rows)
             dtype = torch.float32 if recurrent_layers(self.model.config) else self.exact.dtype
-            found = Checked(largest_error(rows, expected), EXACT[dtype], True)
-            _refuse(found, expected, f" in {self.exact.dtype}", "a plain forward")
+            checked = Checked(largest_error(rows, expected), EXACT[dtype], True)
+            _refuse(checked, expected, f" in {self.exact.dtype}", "a plain forward")
         except Mismatch as wrong:
             wrong.packed = self.exact is self.model  # a copy has plain layers
             raise
-        return found
+        return checked
 
     @property
     def _dtype(self) -> str:
@@ -201,11 +201,11 @@ def plain_forward(model: Any, texts: Sequence[list[int]], eager: bool = False) -
     return logits
 
 
-def _refuse(found: Checked, expected: Sequence[Tensor], where: str, than: str, works: str = "") -> None:
+def _refuse(checked: Checked, expected: Sequence[Tensor], where: str, than: str, works: str = "") -> None:
     """Refuse an error that is larger than allowed; warn where there is nothing to compare.
 
     Args:
-        found: the error.
+        checked: the error.
         expected: the logits of plain forwards.
         where: the data type and setting, for messages.
         than: whose logits these are.
@@ -215,16 +215,16 @@ def _refuse(found: Checked, expected: Sequence[Tensor], where: str, than: str, w
         Mismatch: it is larger.
     """
     constant = any(bool((logits == logits[:, :1]).all(-1).any()) for logits in expected)
-    if constant and not found.passed:
+    if constant and not checked.passed:
         raise Mismatch(
             f"{where}: {than} gives every token the same logit, the decoded forest does not: are the weights zero or "
             "damaged?",
             plain=True,
         )
-    if not found.passed:
+    if not checked.passed:
         raise Mismatch(
-            f"{where}: its logits differ from those of {than} by {found.error:.2g} standard deviations, allowed are "
-            f"{found.allowed:.2g}",
+            f"{where}: its logits differ from those of {than} by {checked.error:.2g} standard deviations, allowed are "
+            f"{checked.allowed:.2g}",
             works,
         )
     if constant:

@@ -323,7 +323,7 @@ def write_eagle3(
         dtype: of the weights in the file.
     """
     settings: Eagle3Settings = network.settings
-    tensors = {published_name(name): one.to(dtype) for name, one in network.named_parameters()}
+    tensors = {published_name(name): parameter.to(dtype) for name, parameter in network.named_parameters()}
     if settings.draft_vocab_size is not None:
         ids = network.ids.cpu()
         kept = torch.zeros(settings.vocab_size, dtype=torch.bool)
@@ -367,7 +367,7 @@ def write_eagle(
         facts: for the file's metadata.
         dtype: of the weights in the file.
     """
-    tensors = {published_name(name): one.to(dtype) for name, one in weights.items()}
+    tensors = {published_name(name): weight.to(dtype) for name, weight in weights.items()}
     tensors["embed_tokens.weight"] = embedding[: settings.vocab_size].to(dtype)
     config = dict(settings.layer) | {
         "architectures": ["LlamaForCausalLM"], "num_hidden_layers": settings.layers, "vocab_size": settings.vocab_size,

@@ -75,9 +75,9 @@ def _copy(model: Any, known: dict[int, Any], layers: int | None = None) -> Any:
         layers: how many; None for all.
     """
     shared: dict[int, Any] = {
-        id(one): one
+        id(tensor): tensor
         for module in model.modules()
-        for one in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     }
     shared |= {id(module): module for module in model.modules() if is_quantized(module)}
     shared |= {id(module): module for module in model.modules() if isinstance(module, PackedLinear)}
@@ -113,7 +113,7 @@ def _needed(model: Any) -> int | None:
     layers = find_layers(model)[2]
     types = getattr(model.config, "layer_types", None) or [""] * len(layers)
     kinds = [(kind, _signature(layer)) for kind, layer in zip(types, layers, strict=True)]
-    first = {kind: place for place, kind in reversed([*enumerate(kinds)])}
+    first = {kind: layer for layer, kind in reversed([*enumerate(kinds)])}
     needed = max(FEWEST, 1 + max(first.values()))
     return needed if needed < len(layers) else None
 

@@ -183,14 +183,14 @@ def rounding_error(
     return max(kinds, key=lambda kind: (not kind.passed, kind.error / max(kind.allowed, 1e-300)))
 
 
-def _in_deviations(found: Tensor, expected: Tensor) -> Tensor:
+def _in_deviations(logits: Tensor, expected: Tensor) -> Tensor:
     """Return the differences of logits ``[n, V]`` in standard deviations of each row; 0 where they are equal."""
     right = expected.double()
-    difference = found.double() - right
+    difference = logits.double() - right
     return torch.where(difference == 0, 0.0, difference / right.std(-1, keepdim=True))
 
 
-def _rms(found: Tensor, expected: Tensor) -> Tensor:  # [n]
-    centred = found.double() - found.double().mean(-1, keepdim=True)
+def _rms(logits: Tensor, expected: Tensor) -> Tensor:  # [n]
+    centred = logits.double() - logits.double().mean(-1, keepdim=True)
     right = expected.double() - expected.double().mean(-1, keepdim=True)
     return _in_deviations(centred, right).pow(2).mean(-1).sqrt()

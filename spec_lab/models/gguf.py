@@ -316,21 +316,21 @@ def checked(model: Model, settings: LlamaSettings, sha256: str, cache: ProcessCa
 
     def one_by_one(tokens: list[int], rows: int) -> Tensor:
         sequence, first = alone.open(len(tokens)), len(tokens) - rows + 1
-        found = [decode(sequence, part) for part in (tokens[:first], *([token] for token in tokens[first:]))]
+        logits = [decode(sequence, part) for part in (tokens[:first], *([token] for token in tokens[first:]))]
         sequence.close()
-        return torch.stack(found)
+        return torch.stack(logits)
 
     def at_once(tokens: list[int], rows: int, other: int) -> Tensor:
         """Decode the text's beginnings after another text of some tokens."""
-        found = []
+        logits = []
         for end in range(len(tokens) - rows + 1, len(tokens) + 1):
             before, sequence = alone.open(other), alone.open(end)
             if other:
                 decode(before, tokens[:other])
-            found.append(decode(sequence, tokens[:end]))
+            logits.append(decode(sequence, tokens[:end]))
             before.close()
             sequence.close()
-        return torch.stack(found)
+        return torch.stack(logits)
 
     def noise(other: int) -> list[Tensor]:
         return [row.plain(partial(at_once, other=other)) for row in rows]
@@ -341,17 +341,17 @@ def checked(model: Model, settings: LlamaSettings, sha256: str, cache: ProcessCa
         if not all(logits.isfinite().all() for logits in expected):
             raise ValueError("plain decoding returns logits that are NaN or infinite: are the weights damaged?")
         if exact:
-            found = Checked(largest_error(rows, expected), EXACT[torch.float32], True)
+            checked = Checked(largest_error(rows, expected), EXACT[torch.float32], True)
         else:
-            found = rounding_error(rows, expected, noise(7), FLOOR, robust=False, ceiling=CEILING)
-            if not found.passed:
+            checked = rounding_error(rows, expected, noise(7), FLOOR, robust=False, ceiling=CEILING)
+            if not checked.passed:
                 wider = rounding_error(rows, expected, noise(0), FLOOR, robust=False)
-                found = max(found, wider, key=lambda checked: checked.allowed)
-                if found.passed:
+                checked = max(checked, wider, key=lambda check: check.allowed)
+                if checked.passed:
                     LOG.warning(
                         "%s cannot be checked closely: plain decoding of this file varies by %.2g standard deviations, "
                         "so faults of draft trees that change its logits by less than %.2g are not found",
-                        model.path, (found.allowed - FLOOR) / RATIO, found.allowed,
+                        model.path, (checked.allowed - FLOOR) / RATIO, checked.allowed,
                     )  # fmt: skip
     except (RuntimeError, ValueError) as failure:
         raise Unsupported(
@@ -360,10 +360,10 @@ def checked(model: Model, settings: LlamaSettings, sha256: str, cache: ProcessCa
     finally:
         forests.close()
         alone.close()
-    if not found.passed:
+    if not checked.passed:
         raise Unsupported(
             f"{model.path} ({model.description}) decodes forests wrongly in llama.cpp: its logits differ from plain "
-            f"decoding's by {found.error:.2g} standard deviations, allowed are {found.allowed:.2g}"
+            f"decoding's by {checked.error:.2g} standard deviations, allowed are {checked.allowed:.2g}"
         )
-    cache.self_checks[setting] = found
-    return found
+    cache.self_checks[setting] = checked
+    return checked

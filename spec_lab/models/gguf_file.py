@@ -199,7 +199,7 @@ class GGUFFile:
         gguf, info = gguf_package(), self.info(name)
         kind, width = gguf.GGMLQuantizationType(info.kind), info.shape[-1]
         rows, part = info.parameters // width, max(1, PART // width)
-        found = torch.empty(rows, width, dtype=dtype)
+        weights = torch.empty(rows, width, dtype=dtype)
         with self.path.open("rb") as stream:
             stream.seek(info.offset)
             for start in range(0, rows, part):
@@ -213,8 +213,8 @@ class GGUFFile:
                     raise Unsupported(
                         f"{self.path}: {name} is {kind.name}, which gguf cannot dequantise ({error})"
                     ) from error
-                found[start : start + count] = torch.from_numpy(np.ascontiguousarray(numbers).reshape(count, width))
-        return found.view(info.shape)
+                weights[start : start + count] = torch.from_numpy(np.ascontiguousarray(numbers).reshape(count, width))
+        return weights.view(info.shape)
 
 
 def read_gguf(path: Path) -> GGUFFile:

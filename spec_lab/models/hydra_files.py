@@ -106,7 +106,9 @@ def write_hydra(
     if settings.prefix is not None:
         config["prefix_layer_config"] = dict(settings.prefix)
     tensors = {
-        name: one.to(dtype) for own, one in network.named_parameters() for name in published_names(own, settings)
+        name: parameter.to(dtype)
+        for key, parameter in network.named_parameters()
+        for name in published_names(key, settings)
     }
     return write_drafter(folder, config, tensors, facts)
 

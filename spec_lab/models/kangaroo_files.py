@@ -149,8 +149,8 @@ def write_kangaroo(
         dtype: of the weights in the file.
     """
     settings = network.settings
-    own = network.named_parameters()
-    tensors = {name.removeprefix("body."): one.to(dtype) for name, one in own}
+    parameters = network.named_parameters()
+    tensors = {name.removeprefix("body."): parameter.to(dtype) for name, parameter in parameters}
     config = dict(settings.layer) | {
         "exit_layer": settings.exit_layer, "num_hidden_layers": settings.layers, "vocab_size": vocab_size,
     }  # fmt: skip

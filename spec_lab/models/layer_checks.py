@@ -126,20 +126,20 @@ def _compared(lm: LayeredRunner, decode: Callable[[LayeredRunner], list[Rows]]) 
         Mismatch: they differ by more than is allowed.
     """
     if isinstance(lm, CausalLM):
-        own = lm
+        whole = lm
 
         def runner(model: Any, kv_dtype: torch.dtype | None) -> CausalLM:
-            if model is own.model and kv_dtype == own.kv_dtype:
-                return own
-            return CausalLM(model, own.attention, own.chunk, kv_dtype=kv_dtype)
+            if model is whole.model and kv_dtype == whole.kv_dtype:
+                return whole
+            return CausalLM(model, whole.attention, whole.chunk, kv_dtype=kv_dtype)
 
-        return Comparison.of(own.model, whole=True).check(runner, decode, own.kv_dtype)
+        return Comparison.of(whole.model, whole=True).check(runner, decode, whole.kv_dtype)
     known = {tuple(row.text): row.logits for rows in _whole(lm) for row in rows.split()}
     rows = [row for rows in decode(lm) for row in rows.split()]
-    found = Checked(largest_error(rows, [known[tuple(row.text)] for row in rows]), EXACT[lm.dtype])
-    if not found.passed:
-        raise Mismatch(f": its logits differ from those of a whole forward by {found.error:.2g} standard deviations")
-    return found
+    checked = Checked(largest_error(rows, [known[tuple(row.text)] for row in rows]), EXACT[lm.dtype])
+    if not checked.passed:
+        raise Mismatch(f": its logits differ from those of a whole forward by {checked.error:.2g} standard deviations")
+    return checked
 
 
 def _whole(lm: LayeredRunner) -> list[Rows]:

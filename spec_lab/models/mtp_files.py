@@ -286,7 +286,7 @@ def write_mtp(
         kind = "share" if settings.shared else "do not share"
         raise ValueError(f"layout {layout!r} cannot hold {settings.modules} MTP modules that {kind} their norms")
     prefixes = [MTP] if layout == "qwen" else [f"model.layers.{layers + one}." for one in range(settings.modules)]
-    tensors = {_published(name, layout, prefixes): one.to(dtype) for name, one in network.state_dict().items()}
+    tensors = {_published(name, layout, prefixes): tensor.to(dtype) for name, tensor in network.state_dict().items()}
     config = dict(settings.layer) | {
         "num_hidden_layers": layers, "vocab_size": settings.vocab_size, COUNTS[layout]: settings.modules,
     }  # fmt: skip

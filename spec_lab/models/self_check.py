@@ -185,7 +185,7 @@ def checked(
         Unsupported: as ``self_check``.
     """
     places = f"{model.device} {getattr(model, 'hf_device_map', None)} {getattr(model, 'tp_size', None)}"
-    packed = any(one.is_mkldnn for one in model.parameters())
+    packed = any(parameter.is_mkldnn for parameter in model.parameters())
     setting = (
         sha256, model.config.to_json_string(), str(model.dtype), places, attention, str(fixed), str(packed),
         str(kv_dtype),
@@ -213,7 +213,9 @@ def _rotation_error(model: Any) -> float:
             continue
         like = torch.zeros(1, 1, 1, device=model.device)
         for layer_type in [{"layer_type": name} for name in types] or [dict[str, str]()]:
-            alone, joined = (_rotations(module(like, position_ids=one, **layer_type)) for one in (near, both))
+            alone, joined = (
+                _rotations(module(like, position_ids=positions, **layer_type)) for positions in (near, both)
+            )
             errors += [float((a - b[:, :4]).abs().max()) for a, b in zip(alone, joined, strict=True)]
     return max(errors)
 

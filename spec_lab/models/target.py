@@ -269,13 +269,13 @@ class Target:
         if graphs:
             merge(model)
         if tensor_parallel:  # other ranks would compute replicated layers otherwise
-            found = checked(model, attention, sha256, cache, graphs)
+            check = checked(model, attention, sha256, cache, graphs)
         else:
-            found = _pack_checked(model, attention, sha256, cache, graphs, stored)
+            check = _pack_checked(model, attention, sha256, cache, graphs, stored)
         lm = CausalLM(model, attention, chunk, graphs, stored)
         return Target(
-            lm, tokenizer, path, context or limit, sha256, found.error, cache, folder=loaded_folder(path),
-            tolerance=found.allowed, checked_in_float32=found.in_float32,
+            lm, tokenizer, path, context or limit, sha256, check.error, cache, folder=loaded_folder(path),
+            tolerance=check.allowed, checked_in_float32=check.in_float32,
         )  # fmt: skip
 
 

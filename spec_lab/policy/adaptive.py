@@ -186,7 +186,7 @@ class Adaptive:
         """
         own: list[Decided] = [one.state.own for one in batch.sequences]
         with attributed("policy", self.policy):
-            limits = list(self.policy.decide(batch, [one.state for one in own]))
+            limits = list(self.policy.decide(batch, [decided.state for decided in own]))
             if len(limits) != len(own) or not all(isinstance(limit, Limit) for limit in limits):
                 raise ValueError(f"decide must return {len(own)} Limit, one for each sequence, not {brief(limits)}")
         inner = replace(self.parts.view(batch, 0), limits=limits, stop=self.policy.stop)

@@ -264,7 +264,7 @@ def distill(
 
 def _save(trainers: Mapping[str, Trainer], path: Path, facts: str) -> None:
     """Write all trainers to one file, replaced atomically; a resumed training must have the same ``facts``."""
-    tensors = {f"{name}.{key}": t for name, one in trainers.items() for key, t in one.tensors().items()}
+    tensors = {f"{name}.{key}": t for name, trainer in trainers.items() for key, t in trainer.tensors().items()}
     save_tensors(tensors, path, {"step": str(next(iter(trainers.values())).step), "facts": facts})
 
 

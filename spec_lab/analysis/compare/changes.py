@@ -83,7 +83,7 @@ def compare(folders: Sequence[Path], level: float = 0.95) -> Comparison:
     if not found:
         raise Unreadable("; ".join(dict.fromkeys(unreadable)))
     selected = [run for run in selected if run.label in manifests]
-    tested = sum(_enough(one, MIN_CLUSTERS) for pair in found for one in pair.changes)
+    tested = sum(_enough(change, MIN_CLUSTERS) for pair in found for change in pair.changes)
     simultaneous = 1 - (1 - level) / max(tested, 1)
     fewest = max(MIN_CLUSTERS, 1 + math.ceil(math.log2(max(tested, 1) / (1 - level))))
     arms = [

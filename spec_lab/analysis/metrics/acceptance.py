@@ -155,11 +155,11 @@ def calibration(steps: pd.DataFrame) -> dict[str, float]:
 def depth_bands(steps: pd.DataFrame) -> dict[str, np.ndarray]:
     """Return bands ``[2, K]`` (low, high) of survival and conditional: 95 % intervals over groups."""
     accepted, rejected = _unforced(steps, "accepted").to_numpy(), steps["stop_had_children"].to_numpy(dtype=bool)
-    groups, one = steps["group"].to_numpy(), np.ones(len(steps))
+    groups, each_step = steps["group"].to_numpy(), np.ones(len(steps))
     bands: dict[str, list[Interval]] = {"survival": [], "conditional": []}
     for k in depths(steps):
         hit, missed = accepted >= k, (accepted == k - 1) & rejected
-        bands["survival"].append(cluster_interval(hit, one, groups))
+        bands["survival"].append(cluster_interval(hit, each_step, groups))
         bands["conditional"].append(cluster_interval(hit, hit | missed, groups))
     ends = {kind: np.array([[band.low, band.high] for band in each]) for kind, each in bands.items()}
     return {kind: each.reshape(-1, 2).T for kind, each in ends.items()}

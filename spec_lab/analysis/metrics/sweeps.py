@@ -12,7 +12,7 @@ import pandas as pd
 from spec_lab.analysis.names import arm_names
 from spec_lab.results import sweep
 
-MOST_VERDICTS = 40
+MAX_VERDICTS = 40
 """Most runs whose verdicts are written out."""
 
 
@@ -189,9 +189,9 @@ def verdicts(table: pd.DataFrame, names: Mapping[str, str]) -> list[str]:
     words = [word for word in ("reliable", "doubtful", "not reliable") if word in count]
     lines = [f"Verdicts: {', '.join(f'{count[word]} {word}' for word in words)}, of {len(judged)} runs."]
     bad = judged[judged["verdict"] != "reliable"]
-    for run, word, reasons in bad.head(MOST_VERDICTS).itertuples(index=False):
+    for run, word, reasons in bad.head(MAX_VERDICTS).itertuples(index=False):
         lines.append(f"{names.get(run, run)}: {word}: {text(reasons)}")
-    more = len(bad) - MOST_VERDICTS
+    more = len(bad) - MAX_VERDICTS
     return lines + [f"and {more} more; spec-lab collect writes all."] * (more > 0)
 
 

@@ -157,7 +157,7 @@ def prompt_end(prompt: str) -> str:
     end = "\n".join(prompt.split("\n")[-MAX_PROMPT_LINES:])
     cut = len(end) - MAX_PROMPT_LETTERS
     if cut > 0:
-        special = next((one.start() for one in SPECIAL.finditer(end) if one.start() < cut < one.end()), None)
+        special = next((match.start() for match in SPECIAL.finditer(end) if match.start() < cut < match.end()), None)
         word = WORD.search(end, cut - 1, cut + MAX_WORD)
         end = end[special if special is not None else word.end() if word else cut :]
     return prompt if len(end) == len(prompt) else f"…\n{end}"

@@ -94,8 +94,8 @@ def certify(
             certifier.confirm(pairs)
         counts = Counts()
         control = joint("iid", Control(), samples, settings.seed, sampling, counts=counts)
-        found = histogram(*control, settings.seed, counts)
-        certificate = _facts(pairs, broken, left_out, certifier, compared, facts, found)
+        control_test = histogram(*control, settings.seed, counts)
+        certificate = _facts(pairs, broken, left_out, certifier, compared, facts, control_test)
         certificate["convergence"] = convergence(
             [(pair.verifier.name, pair.verifier.lossless, (pair.texts, pair.expected)) for pair in pairs], control
         )
@@ -103,8 +103,8 @@ def certify(
         return Done(
             certificate,
             lambda: figures.save(figures.certificate_figures(certificate), out / "figures", ("png",)),
-            lambda _: show(pairs, broken, left_out, found, samples, masks, console),
-            code=FAILED if certificate["failed"] or found.p_value >= ALPHA else 0,
+            lambda _: show(pairs, broken, left_out, control_test, samples, masks, console),
+            code=FAILED if certificate["failed"] or control_test.p_value >= ALPHA else 0,
         )
 
     def left() -> tuple[int, str]:
