@@ -29,7 +29,7 @@ HERE = (__file__, warnings.__file__)
 WARM_UP = 4
 """Steps before the watched one: prompts, captures."""
 
-MOST_WATCHED = 10
+MAX_WATCHED = 10
 """Most steps that are watched until one drafts; it is the one that is reported."""
 
 
@@ -80,7 +80,7 @@ def one_step(part: Part, name: str, captured: bool, temperature: float) -> dict[
     with torch.inference_mode():
         for _ in range(WARM_UP):
             engine.step()
-        for _ in range(MOST_WATCHED):
+        for _ in range(MAX_WATCHED):
             target.lm.clock.synchronise()
             before, calls = captures.count, Counter[tuple[str, str]]()
             began = time.perf_counter()

@@ -166,17 +166,15 @@ def interval_text(mean: float, low: float, high: float) -> str:
     return f"{mean:.2f}" if np.isnan(low) or np.isnan(high) else f"{mean:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def interval_mark(
-    axes: Axes, mean: float, low: float, high: float, place: float, colour: str, end: float = np.inf
-) -> str:
+def interval_mark(axes: Axes, mean: float, low: float, high: float, y: float, colour: str, end: float = np.inf) -> str:
     """Draw a mean with its interval into a row; returns both as text. What is beyond the axis' end is a triangle."""
     if max(mean, high if high == high else mean) > end:
-        axes.plot(end, place, ">", color=colour, ms=5, zorder=6)
+        axes.plot(end, y, ">", color=colour, ms=5, zorder=6)
     text = interval_text(mean, low, high)
     mean, low, high = min(mean, end), min(low, end), min(high, end)
     known = not (np.isnan(low) or np.isnan(high))
     whiskers = np.array([[mean - low], [high - mean]]) if known else None
-    axes.errorbar(mean, place, xerr=whiskers, fmt="D", color=colour, ms=5, capsize=3, lw=1.4, zorder=5)
+    axes.errorbar(mean, y, xerr=whiskers, fmt="D", color=colour, ms=5, capsize=3, lw=1.4, zorder=5)
     return text
 
 
