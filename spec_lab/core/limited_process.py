@@ -40,7 +40,7 @@ MAX_ERROR = 2000
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProcessLimits:
     """Limits of one request.
 
     Args:
@@ -75,7 +75,7 @@ class LimitedProcess:
         self._owner = os.getpid()
         self._lock = threading.Lock()
 
-    def ask(self, request: Any, limits: Limits) -> Any:
+    def ask(self, request: Any, limits: ProcessLimits) -> Any:
         """Return the reply to a request.
 
         Args:
@@ -175,7 +175,7 @@ def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
     return process.stdout.readline(MAX_REPLY)
 
 
-def _reason(code: int, size: int, late: bool, limits: Limits) -> str:
+def _reason(code: int, size: int, late: bool, limits: ProcessLimits) -> str:
     """Return the reason why there is no reply."""
     if size >= MAX_REPLY:
         return f"it writes more than {MAX_REPLY // 2**20} MiB"
@@ -203,14 +203,14 @@ def serve(answer: Callable[[Any], Any]) -> None:
     for line in sys.stdin.buffer:
         given, request = json.loads(line)
         try:
-            reply = _reply(answer, request, Limits(**given))
+            reply = _reply(answer, request, ProcessLimits(**given))
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         sys.stdout.buffer.write(reply + b"\n")
         sys.stdout.buffer.flush()
 
 
-def _reply(answer: Callable[[Any], Any], request: Any, limits: Limits) -> bytes:
+def _reply(answer: Callable[[Any], Any], request: Any, limits: ProcessLimits) -> bytes:
     """Return the reply to a request. Above the limit of CPU time the system ends the process."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     if hard == resource.RLIM_INFINITY or hard > limits.memory:

@@ -15,8 +15,8 @@ from spec_lab.core.options import whole
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.draft_pass import Route, RunsLayerRanges, Sublayer
 from spec_lab.engine.runner import Runner
-from spec_lab.models.comparison import EXACT, Comparison, Mismatch
 from spec_lab.models.forests import Checked, Rows, largest_error, rows_of
+from spec_lab.models.plain_forwards import EXACT, Mismatch, PlainForwards
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 
@@ -106,7 +106,7 @@ def check_exit(lm: LayeredRunner, end: int, name: str) -> Checked:
         name: of the target, for messages.
 
     Returns:
-        The error of the logits, and the largest that is allowed (``Comparison.check``).
+        The error of the logits, and the largest that is allowed (``PlainForwards.check``).
 
     Raises:
         Unsupported: it is larger, or the model raises an error.
@@ -133,7 +133,7 @@ def _compared(lm: LayeredRunner, decode: Callable[[LayeredRunner], list[Rows]]) 
                 return whole
             return CausalLM(model, whole.attention, whole.chunk, kv_dtype=kv_dtype)
 
-        return Comparison.of(whole.model, whole=True).check(runner, decode, whole.kv_dtype)
+        return PlainForwards.of(whole.model, whole=True).check(runner, decode, whole.kv_dtype)
     known = {tuple(row.text): row.logits for rows in _whole(lm) for row in rows.split()}
     rows = [row for rows in decode(lm) for row in rows.split()]
     checked = Checked(largest_error(rows, [known[tuple(row.text)] for row in rows]), EXACT[lm.dtype])
@@ -191,7 +191,7 @@ def check_skipping(lm: LayeredRunner, sublayers: frozenset[Sublayer], name: str)
         name: of the target, for messages.
 
     Raises:
-        Unsupported: the logits differ by more than ``Comparison.check`` allows, or the model raises an error.
+        Unsupported: the logits differ by more than ``PlainForwards.check`` allows, or the model raises an error.
     """
     with _supported(f"target '{name}' cannot skip sublayers"):
         try:

@@ -1,7 +1,7 @@
 """The self-check of every model that is loaded: forests of draft trees against plain forwards over every path.
 
-Windows and chunks are shortened meanwhile (``shortened``), so that a few tokens reach beyond them. ``comparison`` says
-by how much logits may differ.
+Windows and chunks are shortened meanwhile (``shortened``), so that a few tokens reach beyond them. ``plain_forwards``
+says by how much logits may differ.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from spec_lab.core.draft import empty
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.engine.attention import Attention, layer_kinds
 from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.models.comparison import EXACT, FAILURES, Comparison, Mismatch, plain_forward
 from spec_lab.models.forests import Checked, decode_forests
+from spec_lab.models.plain_forwards import EXACT, FAILURES, Mismatch, PlainForwards, plain_forward
 from spec_lab.models.support import Unsupported, model_context
 
 LOG = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def self_check(model: Any, attention: Attention, fixed: bool = False, kv_dtype: 
     kind = getattr(model.config, "model_type", type(model).__name__)
     kv_dtype = None if kv_dtype == model.dtype else kv_dtype
     _refuse_failing_model(model, kind)
-    comparison = Comparison.of(model)
+    comparison = PlainForwards.of(model)
     try:
         checked = _check(model, comparison, attention, fixed, kv_dtype)
     except Mismatch as wrong:
@@ -72,12 +72,12 @@ def self_check(model: Any, attention: Attention, fixed: bool = False, kv_dtype: 
 
 
 def _check(
-    model: Any, comparison: Comparison, attention: Attention, fixed: bool, kv_dtype: torch.dtype | None
+    model: Any, comparison: PlainForwards, attention: Attention, fixed: bool, kv_dtype: torch.dtype | None
 ) -> Checked:
     """``self_check`` without its messages; errors of the model's code are not caught.
 
     Raises:
-        Mismatch: as of ``Comparison.check``.
+        Mismatch: as of ``PlainForwards.check``.
     """
     parallel = (getattr(model, "tp_size", None) or 1) > 1
     if layer_kinds(model.config) and not parallel:
@@ -120,7 +120,9 @@ def _refuse_failing_model(model: Any, kind: str) -> None:
         ) from failure
 
 
-def _advice(model: Any, comparison: Comparison, attention: Attention, fixed: bool, kv_dtype: torch.dtype | None) -> str:
+def _advice(
+    model: Any, comparison: PlainForwards, attention: Attention, fixed: bool, kv_dtype: torch.dtype | None
+) -> str:
     """Return which other setting passes the check; empty if none does."""
     parallel = (getattr(model, "tp_size", None) or 1) > 1
     others: list[tuple[str, Attention, bool, torch.dtype | None]] = []

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
-from spec_lab.core.limited_process import LimitedProcess, LimitExceeded, Limits, RequestFailed
+from spec_lab.core.limited_process import LimitedProcess, LimitExceeded, ProcessLimits, RequestFailed
 from spec_lab.core.options import brief
 
 Message = Mapping[str, Any]
@@ -29,7 +29,7 @@ RESERVED = {
 }  # fmt: skip
 """Names that are arguments of transformers' ``apply_chat_template``, and no options of a template."""
 
-LIMITS = Limits(cpu_seconds=10.0, memory=2**30, seconds=120.0)
+LIMITS = ProcessLimits(cpu_seconds=10.0, memory=2**30, seconds=120.0)
 """What a template may use for one prompt, and to be compiled."""
 
 SANDBOX = LimitedProcess("spec_lab.text.template_sandbox")

@@ -11,9 +11,9 @@ import time
 import pytest
 
 from spec_lab.core import limited_process
-from spec_lab.core.limited_process import LimitedProcess, LimitExceeded, Limits, RequestFailed
+from spec_lab.core.limited_process import LimitedProcess, LimitExceeded, ProcessLimits, RequestFailed
 
-FREE = Limits(cpu_seconds=20.0, memory=2**30, seconds=100.0)
+FREE = ProcessLimits(cpu_seconds=20.0, memory=2**30, seconds=100.0)
 ENDLESS = "{% set n = range(90000) | list %}" + "{% for a in n %}" * 4 + "{% endfor %}" * 4
 
 
@@ -24,7 +24,7 @@ def process():
     made.close()
 
 
-def ask(process: LimitedProcess, source: str, limits: Limits = FREE, **given) -> str:
+def ask(process: LimitedProcess, source: str, limits: ProcessLimits = FREE, **given) -> str:
     return process.ask({"source": source, "given": given}, limits)
 
 
@@ -40,9 +40,9 @@ def test_one_process_answers_all_requests(process):
 @pytest.mark.parametrize(
     ("source", "limits", "why"),
     [
-        (ENDLESS, Limits(0.2, 2**30, 100.0), "it runs for more than 0.2 seconds of CPU time"),
-        (ENDLESS, Limits(20.0, 2**30, 0.2), "it does not end within 0.2 seconds"),
-        ("{{ 'a' * 500000000 }}", Limits(20.0, 2**28, 100.0), "it needs more than 256 MiB of memory"),
+        (ENDLESS, ProcessLimits(0.2, 2**30, 100.0), "it runs for more than 0.2 seconds of CPU time"),
+        (ENDLESS, ProcessLimits(20.0, 2**30, 0.2), "it does not end within 0.2 seconds"),
+        ("{{ 'a' * 500000000 }}", ProcessLimits(20.0, 2**28, 100.0), "it needs more than 256 MiB of memory"),
         ("{{ 'a' * 3000000 }}", FREE, "it writes more than 2 MiB"),
     ],
 )
@@ -89,7 +89,7 @@ def test_a_process_that_cannot_be_started_is_no_fault_of_the_request(tmp_path, m
 
 def test_each_request_has_the_whole_time(process):
     for _ in range(4):
-        assert ask(process, "{% for a in range(90000) %}{% endfor %}x", Limits(1.0, 2**30, 100.0)) == "x"
+        assert ask(process, "{% for a in range(90000) %}{% endfor %}x", ProcessLimits(1.0, 2**30, 100.0)) == "x"
 
 
 def test_threads_get_their_own_answers(process):
@@ -117,7 +117,7 @@ SCRIPT = """
 import json, os, signal, sys
 from spec_lab.core.limited_process import *
 process = LimitedProcess("spec_lab.text.template_sandbox")
-def ask(source): return process.ask({"source": source, "given": {}}, Limits(60.0, 2**30, 100.0))
+def ask(source): return process.ask({"source": source, "given": {}}, ProcessLimits(60.0, 2**30, 100.0))
 print(json.dumps([ask("a"), process._process.pid]), flush=True)
 if "fork" in sys.argv and not (child := os.fork()):
     print(json.dumps([ask("b"), process._process.pid]), flush=True)

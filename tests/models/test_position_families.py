@@ -10,8 +10,8 @@ from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.engine import Engine, Limits
-from spec_lab.models.comparison import EXACT
 from spec_lab.models.packed import pack, unpack
+from spec_lab.models.plain_forwards import EXACT
 from spec_lab.models.self_check import self_check
 from spec_lab.models.support import Unsupported, model_context, refuse_by_name
 from spec_lab.models.target import Target

@@ -14,10 +14,10 @@ from spec_lab.engine.model_work import parameters_of
 from spec_lab.engine.prepare import Packer
 from spec_lab.models import float32_copy, self_check
 from spec_lab.models import target as target_module
-from spec_lab.models.comparison import Comparison, plain_forward
 from spec_lab.models.forests import Checked, Rows, decode_forests, rounding_error
 from spec_lab.models.layer_checks import check_exit
 from spec_lab.models.packed import PackedLinear, pack, packed_dtypes
+from spec_lab.models.plain_forwards import PlainForwards, plain_forward
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from tests.checkpoints import checkpoint
@@ -124,7 +124,7 @@ def test_every_fault_is_refused_in_every_data_type(mutant, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.nightly)], ids=str)
 def test_every_fault_is_refused_without_a_copy_in_float32(mutant, dtype, monkeypatch):
     """By the rounding of the model's own plain forwards."""
-    monkeypatch.setattr(Comparison, "of", lambda model, whole=False: Comparison(model, None))
+    monkeypatch.setattr(PlainForwards, "of", lambda model, whole=False: PlainForwards(model, None))
     model = tiny_model(dtype=dtype, num_hidden_layers=4)
     self_check.self_check(model, "spans")
     mutant(monkeypatch)
@@ -179,7 +179,7 @@ def test_a_copy_in_float32_has_the_same_numbers_in_plain_layers():
 def test_a_copy_that_does_not_fit_is_left_out(monkeypatch, caplog):
     model = tiny_model(dtype=BF16)
     monkeypatch.setattr(float32_copy, "available", lambda device: 1000)
-    assert Comparison.of(model).exact is None and "does not fit" in caplog.text
+    assert PlainForwards.of(model).exact is None and "does not fit" in caplog.text
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     found = self_check.self_check(model, "spans")
     assert found.passed and not found.in_float32
@@ -228,7 +228,7 @@ def test_a_plain_forward_that_fails_leaves_the_attention_as_it_was(monkeypatch):
 def test_a_target_records_whether_masks_and_positions_were_checked_in_float32(tmp_path, monkeypatch):
     folder = str(checkpoint(tmp_path / "model", dtype=BF16))
     assert Target.load(folder, dtype="bfloat16").facts["self_check_in_float32"] is True
-    monkeypatch.setattr(Comparison, "of", lambda model, whole=False: Comparison(model, None))
+    monkeypatch.setattr(PlainForwards, "of", lambda model, whole=False: PlainForwards(model, None))
     assert Target.load(folder, dtype="bfloat16").facts["self_check_in_float32"] is False
 
 

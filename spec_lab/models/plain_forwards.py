@@ -54,7 +54,7 @@ class Mismatch(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class PlainForwards:
     """A model, and plain forwards that say what its logits are.
 
     Args:
@@ -69,7 +69,7 @@ class Comparison:
     _plain: dict[tuple[int, bool, str], list[Tensor]] = field(default_factory=dict)
 
     @staticmethod
-    def of(model: Any, whole: bool = False) -> Comparison:
+    def of(model: Any, whole: bool = False) -> PlainForwards:
         """Return what to compare a model with.
 
         Args:
@@ -77,20 +77,20 @@ class Comparison:
             whole: whether its first layers cannot represent it.
         """
         if model.dtype in EXACT and not (recorded(model) or {}).get("rounds"):
-            return Comparison(model, model)
+            return PlainForwards(model, model)
         try:
             if (getattr(model, "tp_size", None) or 1) > 1:
                 raise ValueError("the model is split over processes")
             compared, exact = comparable(model, whole)
             plain_forward(exact, [[0]])
-            return Comparison(compared, exact)
+            return PlainForwards(compared, exact)
         except (MemoryError, *FAILURES) as failure:
             LOG.log(
                 logging.INFO if whole else logging.WARNING,
                 "The self-check compares in %s only, which finds fewer faults: there is no copy in float32 (%s: %s)",
                 model.dtype, type(failure).__name__, failure,
             )  # fmt: skip
-            return Comparison(model, None)
+            return PlainForwards(model, None)
 
     def check(
         self,
