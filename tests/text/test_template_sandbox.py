@@ -71,7 +71,9 @@ HOSTILE = {
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("how", HOSTILE)
 def test_a_template_above_a_limit_is_stopped(how, monkeypatch):
-    monkeypatch.setattr(chat_template, "LIMITS", chat_template.Limits(cpu_seconds=0.3, memory=2**29, seconds=100.0))
+    monkeypatch.setattr(
+        chat_template, "LIMITS", chat_template.ProcessLimits(cpu_seconds=0.3, memory=2**29, seconds=100.0)
+    )
     limit = r"(runs for more than 0.3 seconds of CPU time|needs more than 512 MiB of memory)"
     with pytest.raises(ValueError, match=rf"prompt 'p': the chat template of the target is stopped: it {limit}"):
         text(Prompt("p", "a", template=ChatTemplate()), template=HOSTILE[how])
