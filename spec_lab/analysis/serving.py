@@ -97,13 +97,13 @@ def serving_verdict(frame: pd.DataFrame, manifest: Mapping[str, Any], baseline: 
         baseline: the arm that others are compared with.
     """
     arms = {}
-    for arm, own in frame.groupby("arm", sort=False):
-        each = own.groupby("segment")
+    for arm, rows in frame.groupby("arm", sort=False):
+        each = rows.groupby("segment")
         table = pd.DataFrame({"tokens": each["tokens"].sum(), "seconds": each["end"].max() - each["arrival"].min()})
         table = table[(table > 0).all(axis=1)]
-        slowness, load = metrics.token_slowness(table), metrics.other_cores(own, "segment")
-        arms[str(arm)] = table.assign(slowness=slowness, other_cores=load)
-    return metrics.timing_verdict(arms, *metrics.threads_and_cores(manifest), baseline, "segment")
+        slowness, load = metrics.token_slowness(table), metrics.other_cores(rows, "segment")
+        arms[str(arm)] = table.assign(slowness=slowness, same_forwards=False, other_cores=load)
+    return metrics.timing_verdict(arms, metrics.Resources.of(manifest), baseline, "segment")
 
 
 def _roofline(own: pd.DataFrame) -> dict[str, Any]:

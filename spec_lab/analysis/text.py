@@ -155,7 +155,7 @@ def verdict_line(summary: Mapping[str, Any]) -> str:
     """
     word, reasons = summary.get("verdict"), summary.get("verdict_reasons") or ()
     if not word:
-        return "Verdict: not recorded; spec-lab report computes it from the rows."
+        return "Verdict: not recorded."
     return f"Verdict: {in_words(str(word), [visible(str(reason)) for reason in reasons])}."
 
 

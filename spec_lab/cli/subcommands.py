@@ -132,6 +132,8 @@ def _project(given: argparse.Namespace, console: Console) -> int:
         if given.context is None:
             context = min(max(context, ceil(min(axes["context"]))), int(max(axes["context"])))
         used = [f"Measured forwards: {given.costs}, at a context of {context} tokens."]
+        with sweep.reading(given.costs):
+            used += [line for line in [projection.verdict_of_costs(given.costs)] if line]
         label = given.costs.resolve().name if given.costs.is_dir() else given.costs.stem
         deployments = [projection.measured_deployment(designs, tables, label, lookup)]
     elif given.model is None:

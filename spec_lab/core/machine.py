@@ -62,11 +62,14 @@ class Usage:
 def other_load(start: Usage, end: Usage) -> float | None:
     """Return how many cores other processes used on average between two moments; None if not known.
 
+    Over moments as short as the ticks that processor time is counted in, rounding may make it negative: means over
+    many such moments are right only if it stays so.
+
     The load average of the last minute would include what this process did before ``start``.
     """
     if start.machine is None or end.machine is None or end.wall <= start.wall:
         return None
-    return max(0.0, (end.machine - start.machine) - (end.own - start.own)) / (end.wall - start.wall)
+    return ((end.machine - start.machine) - (end.own - start.own)) / (end.wall - start.wall)
 
 
 def crowded(load: float | None, threads: int, cores: int) -> bool:

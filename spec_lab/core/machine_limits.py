@@ -74,7 +74,7 @@ def measure(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the buffer may be as large as the weights
     peak, best = max(peaks, key=lambda one: one[0])
-    cache = cache_bytes(device)
+    cache, load = cache_bytes(device), other_load(began, Usage.now())
     return MachineLimits(
         bandwidth=size * read[0],
         bandwidth_median=size * read[1],
@@ -86,7 +86,7 @@ def measure(
         fits_cache=None if cache is None else weight_bytes <= cache,
         threads=threads,
         cores=len(allowed_cores()),
-        other_load=other_load(began, Usage.now()),
+        other_load=None if load is None else max(load, 0.0),
         seconds=time.perf_counter() - start,
     )
 

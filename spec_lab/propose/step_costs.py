@@ -130,7 +130,8 @@ def measure(
             spent += sum(map(sum, timed.values())) * VISIT / (VISIT - 1)
             passes.append(timed)
         end = usage()
-        found = _summary(sizes, passes, threads, other_load(start, end))
+        load = other_load(start, end)
+        found = _summary(sizes, passes, threads, None if load is None else max(load, 0.0))
         if found.steady or spent >= LONGEST:
             break
         start = end

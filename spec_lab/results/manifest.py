@@ -51,6 +51,7 @@ SHAPE = {
     "versions": {str: (str, None)},
     "threads": int,
     "?ranks": int,
+    "?device": str,
     "machine": {"processor": (str, None), "gpus": [str], "?cores": (int, None), "?memory_gib": (float, None)},
     "proposers": {str: {}},  # any contents: a proposer of another package may add its own
     "?groups": (int, None),

@@ -155,7 +155,7 @@ OPTIONAL = {
         "other_cores": (
             _REAL,
             "cores that other processes used on average while the arm decoded the group (of conversations the turn); "
-            "null where the system does not report it",
+            "below 0 by rounding of short times; null where the system does not report it",
         ),
         "attempt": (_WHOLE, "how often its group had been decoded before and was discarded as disturbed"),
     },

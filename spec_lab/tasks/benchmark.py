@@ -69,7 +69,7 @@ def run(
         history: which answers the later turns of conversations continue: "own", each arm its own, or "baseline", so
             that all arms decode the same prompts.
         repeat_disturbed: whether groups that were disturbed (``metrics.disturbed``) are decoded again by every arm, at
-            most ``MOST_ATTEMPTS`` times in all. The rows of an attempt replace those of the one before; the column
+            most ``MAX_ATTEMPTS`` times in all. The rows of an attempt replace those of the one before; the column
             ``attempt`` counts them.
 
     Returns:
@@ -115,13 +115,14 @@ def run(
                     _warm_up(arms, requests[:size], settings.warmup)
                     bar.set_postfix_str("")
                 for number, attempt in numbers.items():
-                    if attempt:
-                        recorder.discard(number)
                     rows = decode_group(lab, settings, arms, names, number, groups[number], bar, history, attempt)
                     tokens = token_rows(number, rows.steps, texts) if texts is not None else []
+                    if attempt:  # only now, so that a run that is stopped meanwhile keeps the attempt before
+                        recorder.discard(number)
                     recorder.write(number, rows.rounds, rows.steps, rows.requests, rows.replay, tokens)
                     seen = tracking.group_figures(pd.DataFrame(rows.requests))
-                    lab.tracker.group(number, seen)
+                    if not repeat_disturbed:  # one that may be decoded again is logged at the end
+                        lab.tracker.group(number, seen)
                     speeds = {
                         series.rpartition("/")[0] or MAIN: f"{speed:.3g} tokens/s" for series, speed in seen.items()
                     }

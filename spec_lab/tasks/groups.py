@@ -21,8 +21,8 @@ from spec_lab.text.checkers import reply
 
 BASELINE = "baseline"
 
-MOST_ATTEMPTS = 3
-"""Most times that a group is decoded where disturbed ones are repeated."""
+MAX_ATTEMPTS = 3
+"""Largest number of times that a group is decoded where disturbed ones are repeated."""
 
 
 @dataclass
@@ -126,9 +126,9 @@ def attempts(tables: metrics.Tables) -> dict[int, int]:
 
 def next_attempts(tables: metrics.Tables, facts: Mapping[str, Any]) -> dict[int, int]:
     """Return the number of the next attempt of each disturbed group that may be decoded again."""
-    disturbed = metrics.disturbed(metrics.units_of_run(tables), *metrics.threads_and_cores(facts))
+    disturbed = metrics.disturbed(metrics.units_of_run(tables), metrics.Resources.of(facts))
     done = attempts(tables)
-    return {group: done[group] + 1 for group in disturbed if done[group] + 1 < MOST_ATTEMPTS}
+    return {group: done[group] + 1 for group in disturbed if done[group] + 1 < MAX_ATTEMPTS}
 
 
 def arm_order(names: list[str], number: int) -> list[str]:

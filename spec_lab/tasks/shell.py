@@ -84,7 +84,7 @@ class Task:
         lab, out = self.lab, self.settings.output_dir
         made = lab.weights(), digest(lab.prompts), list(self.arms), lab.facts(), lab.parts(), lab.target.cache
         own = manifest(self.config, self.settings.seed, *made) | {"sampling": asdict(lab.sampling)}
-        own |= {"target": lab.target.facts}
+        own |= {"target": lab.target.facts, "device": str(lab.target.lm.device)}
         if (chat := lab.chat_facts()) is not None:
             own["chat"] = chat
         own |= dict(self.more or {})

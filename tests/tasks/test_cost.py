@@ -30,7 +30,7 @@ from spec_lab.propose import Null
 from spec_lab.tasks.benchmark import run
 from spec_lab.tasks.cost import Cost, load, measure, predict, predicted_and_measured, predicted_speedups, show
 from spec_lab.tasks.cost.predict import forwards, without_drift
-from spec_lab.tasks.cost.tables import COST, PARTS
+from spec_lab.tasks.cost.tables import COST, NEWER, PARTS
 from spec_lab.tasks.cost.timing import Fixed, binary_tree, room, texts, time_arms
 from spec_lab.tasks.lab import Loop
 from spec_lab.verify import Token
@@ -95,7 +95,7 @@ def test_the_phases_of_a_step_are_no_longer_than_the_step():
     target = tiny_target()
     rows = time_arms(arms_of(target, none=Null()), texts(target, PROMPTS, Sampling(), 1, 8), 0, 1)
     (row,) = rows
-    assert set(row) == set(COST)
+    assert set(row) == set(COST) | set(NEWER)
     assert 0 < sum(row[part] for part in PARTS) <= row["whole"] * 1.001  # of one step, so medians are its values
     assert row["target_forward"] <= row["target"]
 
@@ -176,8 +176,29 @@ def test_a_verdict_names_a_measurement_that_was_disturbed_and_load_by_other_proc
     manifest = {"threads": 2, "machine": {"cores": 2}, "config": {}}
     assert show.verdict(costs(), manifest) == metrics.TimingVerdict("reliable")
     disturbed, loaded = show.verdict(costs(slow=4), manifest), show.verdict(costs(load=1.0), manifest)
-    assert disturbed.word != "reliable" and "measurement 4" in disturbed.reasons[0]
-    assert loaded.word == "not reliable" and "1.0 of 2 cores" in loaded.reasons[0]
+    assert disturbed.word != "reliable" and disturbed.kinds == ("outliers",)
+    assert "measurement 4" in disturbed.reasons[0]
+    assert loaded.word == "not reliable" and loaded.kinds == ("load",)
+    older = show.verdict(costs().drop(columns="other_cores"), manifest)
+    assert older.word == "reliable" and older.kinds == ("unchecked",)
+
+
+def test_a_repeat_is_compared_with_the_others_of_its_place():
+    """The median of three values is one of them: a third of the measurements would seem to have no noise at all."""
+    frame = pd.DataFrame([
+        dict(turn=turn, batch=1, context=context, arm="chain", whole=whole, other_cores=0.0)
+        for context in range(8) for turn, whole in enumerate((1.0, 1.2, 1.5))
+    ])  # fmt: skip
+    usual = frame.groupby("context")["whole"].transform(show.median_of_others)
+    assert usual[:3].tolist() == pytest.approx([1.35, 1.25, 1.1])
+    assert show.median_of_others(pd.Series([2.0])).tolist() == [2.0]
+
+
+def test_rows_of_older_runs_are_read(tmp_path):
+    whole = dict.fromkeys(("batch", "context", "turn"), 0) | dict.fromkeys((*PARTS, "target_forward", "whole"), 1.0)
+    row = {"id": "1", "arm": "chain", "fixed": False, "nodes": 2.0, **whole}
+    pd.DataFrame([row]).to_parquet(tmp_path / "cost.parquet")
+    assert load(tmp_path)["nodes"].tolist() == [2.0]
 
 
 @pytest.mark.nightly

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from spec_lab.analysis import metrics
+from spec_lab.analysis.tracking import Files
 from spec_lab.propose import Null
 from spec_lab.tasks import groups
 from spec_lab.tasks.benchmark import run
@@ -78,7 +79,7 @@ def test_a_group_that_stays_disturbed_is_decoded_three_times(tmp_path, monkeypat
     peer = Timed([3], slow=9)
     measured(tmp_path, peer, monkeypatch, repeat_disturbed=True)
     summary, _, requests = written(tmp_path)
-    assert peer.calls[3] == groups.MOST_ATTEMPTS == 3 and sum(peer.calls.values()) == 12
+    assert peer.calls[3] == groups.MAX_ATTEMPTS == 3 and sum(peer.calls.values()) == 12
     assert requests.loc[3, "attempt"] == 2 and summary["verdict"] == "not reliable"
     again = Timed()
     assert measured(tmp_path, again, monkeypatch, repeat_disturbed=True)[0] == 0
@@ -104,18 +105,38 @@ def test_what_other_processes_used_stands_in_every_row(tmp_path, monkeypatch, lo
 
 
 def test_a_run_that_was_interrupted_while_it_repeated_a_group_resumes(tmp_path, monkeypatch):
-    """The discarded rows are gone, so the group is unfinished; another that waits for its repetition still does."""
+    """The rows of the attempt before stay until the next one is written, and both are still repeated."""
     first = Timed([3, 7], interrupt=(3, 2))
     assert measured(tmp_path, first, monkeypatch, repeat_disturbed=True)[0] == 130
     kept = metrics.load(tmp_path).requests
-    assert sorted(kept["request"]) == [number for number in range(10) if number != 3]
-    assert kept.set_index("request").loc[7, "decode_seconds"] == 9.0
+    assert sorted(kept["request"]) == list(range(10))
+    assert (kept.set_index("request").loc[[3, 7], "decode_seconds"] == 9.0).all()
     second = Timed()
     assert measured(tmp_path, second, monkeypatch, repeat_disturbed=True)[0] == 0
     assert second.calls == Counter([3, 7])
     summary, _, requests = written(tmp_path)
     assert (requests["decode_seconds"] == 1.0).all() and summary["verdict"] == "reliable"
-    assert summary["repeated_groups"] == {"7": 1}
+    assert summary["repeated_groups"] == {"3": 1, "7": 1}
+
+
+class Logged(Files):
+    """Keeps the numbers of the groups that were logged while decoding."""
+
+    def __init__(self) -> None:
+        self.groups: list[int] = []
+
+    def group(self, number, figures) -> None:
+        self.groups.append(number)
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_a_group_that_may_be_repeated_is_not_logged_before_the_end(tmp_path, monkeypatch, repeat):
+    """The tracker logs at its end what it has not logged before, from the last rows: one point for a group."""
+    monkeypatch.setattr(groups, "other_load", lambda began, ended: 0.0)
+    parts = replace(lab(TEXTS, proposer=Null(), peers={"timed": Timed([3])}), tracker=Logged())
+    own = settings(tmp_path, batch_size=1, baseline=False, max_new_tokens=4)
+    assert run(parts, own, {"target": {}}, Console(file=StringIO()), repeat_disturbed=repeat) == 0
+    assert parts.tracker.groups == ([] if repeat else list(range(10)))
 
 
 def test_rows_of_every_table_are_those_of_the_last_attempt(tmp_path, monkeypatch):
@@ -123,14 +144,16 @@ def test_rows_of_every_table_are_those_of_the_last_attempt(tmp_path, monkeypatch
     monkeypatch.setattr(groups, "other_load", lambda began, ended: 0.0)
     parts, console = lab(TEXTS[:4]), Console(file=StringIO())
     own = settings(tmp_path, batch_size=1, max_new_tokens=4)
-    monkeypatch.setattr("spec_lab.analysis.metrics.disturbed", lambda arms, threads, cores: [2])
+    monkeypatch.setattr("spec_lab.analysis.metrics.disturbed", lambda arms, resources: [2])
     assert run(parts, own, {}, console, repeat_disturbed=True) == 0
     tables = metrics.load(tmp_path)
     assert set(tables.requests.loc[tables.requests["group"] == 2, "attempt"]) == {2}
     for name, frame in (("rounds", tables.rounds), ("steps", tables.steps), ("requests", tables.requests)):
         assert frame["id"].is_unique and set(frame["group"]) == {0, 1, 2, 3}, name
     spans = (
-        tables.rounds[tables.rounds["group"] == 2].groupby("arm").apply(lambda own: (own["start"] + own["whole"]).max())
+        tables.rounds[tables.rounds["group"] == 2]
+        .groupby("arm")
+        .apply(lambda rounds: (rounds["start"] + rounds["whole"]).max())
     )
     took = tables.requests[tables.requests["group"] == 2].set_index("arm")
     assert (took["prefill_seconds"] + took["decode_seconds"]).to_dict() == pytest.approx(spans.to_dict())

@@ -94,11 +94,12 @@ from spec_lab.analysis.metrics.texts import (
 )
 from spec_lab.analysis.metrics.units import other_cores, token_slowness, units_of_run
 from spec_lab.analysis.metrics.verdict import (
+    Finding,
+    Resources,
     TimingVerdict,
     disturbed,
     in_words,
     run_verdict,
-    threads_and_cores,
     timing_verdict,
 )
 from spec_lab.results.writer import Tables, load

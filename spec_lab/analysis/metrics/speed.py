@@ -11,6 +11,7 @@ import pandas as pd
 
 from spec_lab.analysis.metrics.intervals import Interval, interval, jackknife, ratio
 from spec_lab.engine.request import BROKEN
+from spec_lab.results.writer import Tables
 
 
 def broken_groups(requests: pd.DataFrame) -> set[int]:
@@ -40,6 +41,12 @@ def timed_groups(requests: pd.DataFrame, prefill: bool = False) -> list[int]:
     totals = _totals(requests, prefill)
     emitted = (totals > 0).all(axis=1).unstack("arm", fill_value=False)
     return sorted(emitted.index[emitted.loc[:, emitted.any()].all(axis=1)]) if emitted.any(axis=None) else []
+
+
+def of_timed_groups(tables: Tables) -> Tables:
+    """Return the rows of the ``timed_groups``."""
+    groups = timed_groups(tables.requests)
+    return Tables(*(rows[rows["group"].isin(groups)] for rows in (tables.rounds, tables.steps, tables.requests)))
 
 
 def group_speeds(requests: pd.DataFrame, arm: str, prefill: bool = False) -> pd.Series:
@@ -150,9 +157,9 @@ def group_totals(requests: pd.DataFrame, arm: str, prefill: bool = False) -> pd.
     The seconds of a group are those until its last request ended, of conversations the sum over their turns.
     """
     totals, groups = _totals(requests, prefill), timed_groups(requests, prefill)
-    own = totals[totals.index.get_level_values("arm") == arm].droplevel("arm")
-    own = own[own.index.isin(groups)]
-    return own if (own > 0).all(axis=None) else own.iloc[:0]
+    of_arm = totals[totals.index.get_level_values("arm") == arm].droplevel("arm")
+    of_arm = of_arm[of_arm.index.isin(groups)]
+    return of_arm if (of_arm > 0).all(axis=None) else of_arm.iloc[:0]
 
 
 def _complete(requests: pd.DataFrame) -> pd.DataFrame:

@@ -61,20 +61,21 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
     the groups' ratios. Times to first and per output token are means over requests, in seconds. Figures named after
     another system are as its code computes them (``published``). ``accuracy`` has the answers' figures by checker,
     ``correct`` and ``correct_change`` those of all checkers together, ``correct_cut`` the share of checked answers that
-    ``max_new_tokens`` ended.
+    ``max_new_tokens`` ended. Figures from seconds are over the ``timed_groups``, acceptance is over all steps.
     """
     compared = arm != baseline
+    timed = speed.of_timed_groups(tables)
     steps = acceptance.decode_steps(tables.steps, arm)
     requests = tables.requests[tables.requests["arm"] == arm]
-    seconds = phases.decode_seconds(tables.rounds, arm)
-    mask_busy, mask_wait = phases.mask_seconds(tables.rounds, arm)
+    seconds = phases.decode_seconds(timed.rounds, arm)
+    mask_busy, mask_wait = phases.mask_seconds(timed.rounds, arm)
     verified = published.verify_steps(tables.steps, arm)
     intervals = acceptance.acceptance_intervals(steps, acceptance.SUMMANDS)
     intervals |= acceptance.acceptance_intervals(verified, published.SUMMANDS)
     intervals["tokens_per_second"] = speed.tokens_per_second_interval(tables.requests, arm)
     ratios = speed.walltime_speedup_paired(tables.requests, arm, baseline) if compared else pd.Series(dtype=float)
     nan = float("nan")
-    base = roofline_figures(tables, baseline, roofline)
+    base = roofline_figures(timed, baseline, roofline)
     answers, change, cut = correct(tables.requests, arm, baseline)
 
     def mapped(value: Interval) -> dict[str, float]:
@@ -104,14 +105,14 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
         "survival": acceptance.survival(steps).tolist(),
         "conditional": acceptance.conditional(steps).tolist(),
         "spec_bench_mean_accepted_tokens": published.spec_bench_mean_accepted_tokens(verified),
-        "spec_bench_speedup": published.spec_bench_speedup(tables, arm, baseline) if compared else nan,
+        "spec_bench_speedup": published.spec_bench_speedup(timed, arm, baseline) if compared else nan,
         "vllm_mean_acceptance_length": published.vllm_mean_acceptance_length(verified),
         "vllm_draft_acceptance_rate": published.vllm_draft_acceptance_rate(verified),
         "vllm_per_position_acceptance": published.vllm_per_position_acceptance(verified).tolist(),
         "eagle_alpha": published.eagle_alpha(verified).tolist(),
         "eagle_average_length": published.eagle_average_length(verified),
         "specforge_accept_length": published.specforge_accept_length(tables, arm),
-        "medusa_overhead": published.medusa_overhead(tables.rounds, arm, baseline) if compared else nan,
+        "medusa_overhead": published.medusa_overhead(timed.rounds, arm, baseline) if compared else nan,
         "tokens_per_second": speed.tokens_per_second(tables.requests, arm),
         "baseline_tokens_per_second": speed.tokens_per_second(tables.requests, baseline),
         "speedup": mapped(speed.speedup(tables.requests, arm, baseline)),
@@ -122,13 +123,13 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
         "time_per_output_token": float(speed.time_per_output_token(tables.requests, arm).mean()),
         "intervals": {name: mapped(one) for name, one in intervals.items()},
         "prefill_seconds": speed.prefill_seconds(tables.requests, arm),
-        "phase_seconds": phases.phase_seconds(tables.rounds, arm),
+        "phase_seconds": phases.phase_seconds(timed.rounds, arm),
         "mask_busy": mask_busy,
         "mask_exposed_share": ratio(mask_wait, seconds),
         "decode_seconds": seconds,
-        "overhead": phases.overhead(tables.rounds, arm),
-        "baseline_overhead": phases.overhead(tables.rounds, baseline),
-        **(roofline_figures(tables, arm, roofline) if compared else base),
+        "overhead": phases.overhead(timed.rounds, arm),
+        "baseline_overhead": phases.overhead(timed.rounds, baseline),
+        **(roofline_figures(timed, arm, roofline) if compared else base),
         "baseline_roofline_share": base["roofline_share"]["mean"],
         "repeated_8gram_share": texts.repeated_8gram_share(requests["tokens"]),
         "identical_outputs": texts.identical_outputs(tables.requests, arm, baseline) if compared else nan,

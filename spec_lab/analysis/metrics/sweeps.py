@@ -13,7 +13,7 @@ from spec_lab.analysis.names import arm_names
 from spec_lab.results import sweep
 
 MAX_VERDICTS = 40
-"""Most runs whose verdicts are written out."""
+"""Largest number of runs whose verdicts are written out."""
 
 
 def varied(table: pd.DataFrame, keys: Sequence[str]) -> list[str]:

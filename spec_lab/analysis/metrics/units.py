@@ -5,7 +5,9 @@ A row for each unit, in the order decoded, with the columns
 - ``tokens``, ``seconds``: of the unit;
 - ``slowness``: the logarithm of the unit's time over what the same forwards usually take in this arm
   (``forward_slowness``), or of its time per token over the median one's (``token_slowness``);
-- ``other_cores``: cores that other processes used on average meanwhile; NaN where it is not known.
+- ``same_forwards``: whether it is the former;
+- ``other_cores``: cores that other processes used on average meanwhile, below 0 where short times were rounded; NaN
+  where it is not known.
 
 Time per token differs between prompts without any disturbance, since drafts are accepted more or less often; so units
 are compared by the time of their forwards, each against the median of the arm's forwards with as many rows, and
@@ -26,21 +28,26 @@ from spec_lab.results.writer import Tables
 FORWARDS = 32
 """Forwards of equally many rows whose median is their usual time; fewer are joined with those of the next numbers."""
 
-MOST_TREND = 500
-"""Most units from which the effect of the context is estimated."""
+MAX_TREND = 500
+"""Largest number of groups between which the effect of the context is estimated."""
+
+ERRORS = 2.0
+"""Standard errors of the effect of the context within groups, by which the one between groups may differ from it."""
 
 
 def units_of_run(tables: Tables) -> dict[str, pd.DataFrame]:
     """Return the table of each arm of a benchmark: its timed groups, without the prefill."""
-    found, groups = {}, timed_groups(tables.requests)
+    units, groups = {}, timed_groups(tables.requests)
     with_rounds = set(tables.rounds["arm"])
     for arm in tables.requests["arm"].unique():
         table = group_totals(tables.requests, arm)
-        own = tables.requests[(tables.requests["arm"] == arm) & tables.requests["group"].isin(groups)]
+        requests = tables.requests[(tables.requests["arm"] == arm) & tables.requests["group"].isin(groups)]
         rounds = tables.rounds[(tables.rounds["arm"] == arm) & tables.rounds["group"].isin(groups)]
-        slowness = forward_slowness(rounds, table) if arm in with_rounds else token_slowness(table)
-        found[arm] = table.assign(slowness=slowness.reindex(table.index), other_cores=other_cores(own, "group"))
-    return found
+        same = arm in with_rounds
+        slowness = forward_slowness(rounds, table) if same else token_slowness(table)
+        load = other_cores(requests, "group")
+        units[arm] = table.assign(slowness=slowness.reindex(table.index), same_forwards=same, other_cores=load)
+    return units
 
 
 def other_cores(requests: pd.DataFrame, unit: str) -> pd.Series:
@@ -58,9 +65,8 @@ def token_slowness(table: pd.DataFrame) -> pd.Series:
 def forward_slowness(rounds: pd.DataFrame, table: pd.DataFrame) -> pd.Series:
     """Return the logarithm of each group's time over what its forwards usually take in this arm.
 
-    Usual is the median time of the arm's forwards with as many rows. What longer contexts add is estimated from all
-    groups (Theil and Sen's slope, from ``MIN_CLUSTERS`` groups on) and taken off. Waiting for token masks does not
-    count, since it differs between grammars.
+    Usual is the median time of the arm's forwards with as many rows. What longer contexts add is taken off
+    (``_context_slope``). Waiting for token masks does not count, since it differs between grammars.
 
     Args:
         rounds: one arm's rows of ``rounds``, prefill included.
@@ -72,6 +78,7 @@ def forward_slowness(rounds: pd.DataFrame, table: pd.DataFrame) -> pd.Series:
     rows = rounds["live"] + rounds["nodes"] + rounds["computed_only"]
     frame = pd.DataFrame(
         {
+            "seconds": seconds[rounds.index],
             "waited": rounds["mask_wait"],
             "usual": _usual(rows.to_numpy(), seconds[rounds.index].to_numpy()),
             "context": rounds["cells"] / rounds["live"].clip(lower=1),
@@ -80,11 +87,46 @@ def forward_slowness(rounds: pd.DataFrame, table: pd.DataFrame) -> pd.Series:
     sums = frame.groupby(rounds["group"]).agg({"waited": "sum", "usual": "sum", "context": "mean"})
     sums = sums[sums["usual"] > 0].join(table["seconds"], how="inner")
     slowness = np.log((sums["seconds"] - sums["waited"]).clip(lower=0.0).replace(0.0, np.nan) / sums["usual"])
-    if len(sums) >= MIN_CLUSTERS and sums["context"].nunique() > 1:
-        some = slowness.dropna().index[:: -(-len(sums) // MOST_TREND)]
-        slope = theilslopes(slowness[some], sums.loc[some, "context"])[0]
-        slowness -= slope * (sums["context"] - sums["context"].median())
+    slowness -= _context_slope(frame, rounds["group"], sums["context"], slowness) * (
+        sums["context"] - sums["context"].median()
+    )
     return slowness - slowness.median()
+
+
+def _context_slope(forwards: pd.DataFrame, group: pd.Series, context: pd.Series, slowness: pd.Series) -> float:
+    """Return by how much the logarithm of a forward's time grows for each token of its context.
+
+    It is estimated between groups (Theil and Sen's slope), which is precise but takes a drift of the machine for an
+    effect of the context where prompts are sorted by length. So it may differ from the growth within groups, in which
+    the machine hardly changes, by at most ``ERRORS`` standard errors of that. 0 of fewer than ``MIN_CLUSTERS`` groups.
+
+    Args:
+        forwards: ``seconds``, ``usual`` and ``context`` of each; ``group``: of each.
+        context: mean of each group; ``slowness``: of each group.
+    """
+    known = slowness.dropna().index
+    if len(known) < MIN_CLUSTERS or context[known].nunique() < 2:
+        return 0.0
+    some = known[:: -(-len(known) // MAX_TREND)]
+    between = float(theilslopes(slowness[some], context[some])[0])
+    within = _slopes_within(forwards, group)
+    if len(within) < MIN_CLUSTERS:
+        return between
+    slope = float(np.median(within))
+    error = 1.2533 * 1.4826 * float(np.median(np.abs(within - slope))) / np.sqrt(len(within))
+    return float(np.clip(between, slope - ERRORS * error, slope + ERRORS * error))
+
+
+def _slopes_within(forwards: pd.DataFrame, group: pd.Series) -> np.ndarray:  # [G]
+    """Return the growth within each group: from its first to its last third of forwards by context, of medians."""
+    slopes = []
+    for _, each in forwards[(forwards["seconds"] > 0) & (forwards["usual"] > 0)].groupby(group):
+        each, third = each.sort_values("context", kind="stable"), len(each) // 3
+        logs = np.log((each["seconds"] / each["usual"]).to_numpy())
+        contexts = each["context"].to_numpy()
+        if third and (longer := np.median(contexts[-third:]) - np.median(contexts[:third])) > 0:
+            slopes.append((np.median(logs[-third:]) - np.median(logs[:third])) / longer)
+    return np.array(slopes)
 
 
 def _usual(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:  # [N], [N] -> [N]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -28,10 +28,18 @@ BESIDE = 0.25
 memory and the clock are shared."""
 
 SLOW = 1.25
-"""Least factor by which a unit is slower than the others of its arm to be an outlier,"""
+"""An outlier takes at least so many times the usual time of its arm."""
 
 DEVIATIONS = 8.0
-"""and by how many standard deviations, estimated from the median absolute deviation."""
+"""An outlier exceeds the median slowness by at least so many standard deviations, estimated from the median absolute
+deviation."""
+
+LONG = 0.2
+"""Seconds of the shortest unit whose own load by other processes is judged: processor time is counted in ticks."""
+
+SPREAD = 0.15
+"""Standard deviation of the logarithm of the time of the same forwards, outliers left out: doubtful above. It is
+estimated from the 10 % and the 90 % quantile, so a machine that is slow for most of the units is seen as well."""
 
 EFFECT = (0.01, 0.1)
 """Change of the result without the outliers: doubtful and not reliable above."""
@@ -50,21 +58,76 @@ APART = 0.1
 """Difference of the logarithms of ratio of sums and geometric mean: doubtful above."""
 
 
+Kind = Literal["none", "few", "load", "outliers", "drift", "spread", "means", "unchecked"]
+
+
+class Finding(NamedTuple):
+    """Something that a verdict is based on.
+
+    Args:
+        kind: "none", no unit has times; "few" units; "load" by other processes; "outliers"; "drift"; "spread" of the
+            time of the same forwards; "means" that are apart; "unchecked", what could not be judged.
+        severity: 0 for what could not be checked, 1 for doubtful, 2 for not reliable.
+        reason: as text.
+    """
+
+    kind: Kind
+    severity: int
+    reason: str
+
+
 @dataclass(frozen=True)
 class TimingVerdict:
     """Whether times can be trusted.
 
     Args:
         word: the verdict.
-        reasons: why not; of a reliable result, what could not be checked.
+        findings: why not; of a reliable result, what could not be checked. The worst first.
     """
 
     word: Word
-    reasons: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The findings as texts."""
+        return tuple(finding.reason for finding in self.findings)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of the findings."""
+        return tuple(finding.kind for finding in self.findings)
 
     def summary(self) -> dict[str, str | list[str]]:
         """Return the entries of ``summary.json`` and ``manifest.json``."""
         return {"verdict": self.word, "verdict_reasons": list(self.reasons)}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a run computes with.
+
+    Args:
+        threads: of the CPU that a forward uses; on a GPU, the one that starts its kernels.
+        cores: that the process may use.
+        gpu: whether forwards run on a GPU.
+        ranks: number of processes that compute together.
+    """
+
+    threads: int
+    cores: int
+    gpu: bool = False
+    ranks: int = 1
+
+    @staticmethod
+    def of(manifest: Mapping[str, Any]) -> Resources:
+        """Return those of a run. Manifests of older runs lack the device; there the configured one counts."""
+        limits = (manifest.get("roofline") or {}).get("limits") or {}
+        threads = int(limits.get("threads") or manifest["threads"])
+        cores = int(limits.get("cores") or manifest.get("machine", {}).get("cores") or threads)
+        device = manifest.get("device") or (manifest["config"].get("target") or {}).get("device") or "cpu"
+        gpu = not str(device).startswith("cpu")
+        return Resources(1 if gpu else threads, cores, gpu, int(manifest.get("ranks") or 1))
 
 
 def in_words(word: str, reasons: Sequence[str]) -> str:
@@ -74,8 +137,7 @@ def in_words(word: str, reasons: Sequence[str]) -> str:
 
 def timing_verdict(
     arms: Mapping[str, pd.DataFrame],
-    threads: int,
-    cores: int,
+    resources: Resources,
     baseline: str = "baseline",
     unit: str = "group",
     names: Mapping[str, str] | None = None,
@@ -85,8 +147,7 @@ def timing_verdict(
 
     Args:
         arms: the table of each arm (``units``).
-        threads: of the CPU that a forward uses.
-        cores: that the process may use.
+        resources: what the run computes with.
         baseline: the arm that others are compared with; without it, speeds are judged.
         unit: what a row is, for the reasons.
         names: under which arms are shown.
@@ -95,27 +156,31 @@ def timing_verdict(
     names = {arm: (names or {}).get(arm, arm) for arm in arms}
     arms = {arm: table for arm, table in arms.items() if len(table)}
     if not arms:
-        return TimingVerdict("not reliable", (f"no {unit} has times in every arm",))
+        return TimingVerdict("not reliable", (Finding("none", 2, f"no {unit} has times in every arm"),))
     findings = [
         *_few(arms, unit),
-        *_load(arms, threads, cores),
+        *_load(arms, resources),
         *_outliers(arms, baseline, unit, names, speed),
         *_drift(arms, baseline, unit, names),
+        *_spread(arms, names),
         *_apart(arms, baseline, unit, names),
     ]
     words: tuple[Word, ...] = ("reliable", "doubtful", "not reliable")
-    worst = max((severity for severity, _ in findings), default=0)
-    reasons = [reason for severity, reason in sorted(findings, key=lambda finding: -finding[0])]
-    return TimingVerdict(words[worst], tuple(reasons))
+    findings.sort(key=lambda finding: -finding.severity)
+    return TimingVerdict(words[findings[0].severity if findings else 0], tuple(findings))
 
 
-def disturbed(arms: Mapping[str, pd.DataFrame], threads: int, cores: int) -> list[int]:
-    """Return the units that are outliers in some arm, or meanwhile lost more cores than a reliable result may."""
-    found = {unit for slow in slow_units(arms).values() for unit in slow.index}
-    for table in arms.values():
-        taken = (table["other_cores"] - max(cores - threads, 0)) / threads
-        found |= set(table.index[taken > TAKEN[1]])
-    return sorted(found)
+def disturbed(arms: Mapping[str, pd.DataFrame], resources: Resources) -> list[int]:
+    """Return the units that are outliers in some arm, or meanwhile lost more cores than a reliable result may.
+
+    The load is not judged of units shorter than ``LONG`` seconds, nor where several ranks compute.
+    """
+    units = {unit for slow in slow_units(arms).values() for unit in slow.index}
+    if resources.ranks == 1:
+        for table in arms.values():
+            taken = _taken(table["other_cores"], resources)
+            units |= set(table.index[(taken > TAKEN[1]) & (table["seconds"] >= LONG)])
+    return sorted(units)
 
 
 def slow_units(arms: Mapping[str, pd.DataFrame]) -> dict[str, pd.Series]:
@@ -123,13 +188,13 @@ def slow_units(arms: Mapping[str, pd.DataFrame]) -> dict[str, pd.Series]:
 
     Units of fewer tokens than the median one vary more, and are allowed to.
     """
-    found = {}
+    factors = {}
     for arm, table in arms.items():
         excess = table["slowness"] - table["slowness"].median()
         deviation = 1.4826 * excess.abs().median()
         allowed = DEVIATIONS * deviation * np.sqrt((table["tokens"].median() / table["tokens"]).clip(lower=1.0))
-        found[arm] = np.exp(excess[excess > np.maximum(allowed, np.log(SLOW))])
-    return found
+        factors[arm] = np.exp(excess[excess > np.maximum(allowed, np.log(SLOW))])
+    return factors
 
 
 def run_verdict(tables: Tables, manifest: Mapping[str, Any], names: Mapping[str, str] | None = None) -> TimingVerdict:
@@ -140,22 +205,10 @@ def run_verdict(tables: Tables, manifest: Mapping[str, Any], names: Mapping[str,
         manifest: of the run.
         names: under which arms are shown.
     """
-    return timing_verdict(units_of_run(tables), *threads_and_cores(manifest), names=names)
-
-
-def threads_and_cores(manifest: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many cores a run needs, on a GPU one, and how many it could use."""
-    limits = (manifest.get("roofline") or {}).get("limits") or {}
-    threads = int(limits.get("threads") or manifest["threads"])
-    cores = int(limits.get("cores") or manifest.get("machine", {}).get("cores") or threads)
-    device = (manifest["config"].get("target") or {}).get("device")
-    return 1 if str(device).startswith("cuda") else threads, cores
+    return timing_verdict(units_of_run(tables), Resources.of(manifest), names=names)
 
 
 # Reasons -----------------------------------------------------------------------------------------------------------
-
-Finding = tuple[int, str]
-"""How bad it is, 0 for what could not be checked, 1 for doubtful, 2 for not reliable; and the reason."""
 
 
 def _severity(value: float, limits: tuple[float, float]) -> int:
@@ -166,24 +219,52 @@ def _few(arms: Mapping[str, pd.DataFrame], unit: str) -> list[Finding]:
     count = min(map(len, arms.values()))
     if count >= MIN_CLUSTERS:
         return []
-    return [(1, f"{count} {unit}{'s' * (count != 1)}, fewer than the {MIN_CLUSTERS} that an interval requires")]
+    reason = f"{count} {unit}{'s' * (count != 1)}, fewer than the {MIN_CLUSTERS} that an interval requires"
+    return [Finding("few", 1, reason)]
 
 
-def _load(arms: Mapping[str, pd.DataFrame], threads: int, cores: int) -> list[Finding]:
-    """Judge the load by other processes, of the arm with the most."""
+def _taken(load: Any, resources: Resources) -> Any:
+    """Return the share of the needed cores that others took; negative where cores are left."""
+    return (load - max(resources.cores - resources.threads, 0)) / resources.threads
+
+
+def _load(arms: Mapping[str, pd.DataFrame], resources: Resources) -> list[Finding]:
+    """Judge the load by other processes, of the arm with the most; name what is not known."""
+    findings, cores, threads = [], resources.cores, resources.threads
+    if resources.gpu:
+        findings.append(Finding("unchecked", 0, "whether other processes used the GPU was not checked"))
+    if resources.ranks > 1:
+        reason = "the CPU time of other processes is not told apart from that of the other ranks"
+        return [*findings, Finding("unchecked", 0, reason)]
     loads = []
     for table in arms.values():
         known = table.dropna(subset="other_cores")
         loads.append(ratio((known["other_cores"] * known["seconds"]).sum(), known["seconds"].sum()))
     if np.isnan(loads).all():
-        return [(0, "the CPU time of other processes was not recorded")]
-    load = min(float(np.nanmax(loads)), float(cores))  # over moments as short as ticks it may seem to be more
-    taken = _severity((load - max(cores - threads, 0)) / threads, TAKEN)
-    severity = max(taken, int(load > BESIDE * cores))
-    if not severity:
-        return []
-    own = f"{threads} thread{'s' * (threads != 1)}"
-    return [(severity, f"other processes used {load:.1f} of {cores} cores meanwhile, this one has {own}")]
+        return [*findings, Finding("unchecked", 0, "the CPU time of other processes was not recorded")]
+    # Of moments as short as ticks, each value may be below 0 or above the number of cores.
+    load = min(max(float(np.nanmax(loads)), 0.0), float(cores))
+    severity = max(_severity(_taken(load, resources), TAKEN), int(load > BESIDE * cores))
+    if severity:
+        needed = f"{threads} thread{'s' * (threads != 1)}"
+        reason = f"other processes used {load:.1f} of {cores} cores meanwhile, this one has {needed}"
+        findings.append(Finding("load", severity, reason))
+    return findings
+
+
+def _spread(arms: Mapping[str, pd.DataFrame], names: Mapping[str, str]) -> list[Finding]:
+    """Judge how much the time of the same forwards varies between units."""
+    findings, slow = [], slow_units(arms)
+    for arm, table in arms.items():
+        rest = table[table["same_forwards"]].drop(slow[arm].index, errors="ignore")["slowness"].dropna()
+        if len(rest) < MIN_CLUSTERS:
+            continue
+        low, high = rest.quantile([0.1, 0.9])
+        deviation = (high - low) / 2.563  # of a normal distribution the quantiles are so many deviations apart
+        if deviation > SPREAD:
+            reason = f"the time of the same forwards of {names[arm]} varies by {100 * deviation:.0f} % between units"
+            findings.append(Finding("spread", 1, reason))
+    return findings
 
 
 def _outliers(
@@ -201,7 +282,7 @@ def _outliers(
         if arm == baseline and len(arms) > 1:
             continue
         every = _result(arms, arm, baseline)
-        rest = _result({name: one.drop(units, errors="ignore") for name, one in arms.items()}, arm, baseline)
+        rest = _result({name: table.drop(units, errors="ignore") for name, table in arms.items()}, arm, baseline)
         severity = max(severity, _severity(abs(np.log(rest / every)) if rest > 0 else np.inf, EFFECT))
         changes.append(f"{names[arm]} {rest:.2f} instead of {every:.2f}" if rest > 0 else f"{names[arm]} none")
     if not severity:
@@ -210,7 +291,8 @@ def _outliers(
     listed = [f"{unit} {number} of {names[arm]} {factor:.3g} times" for factor, number, arm in worst[:2]]
     more = ", ..." if len(worst) > len(listed) else ""
     return [
-        (
+        Finding(
+            "outliers",
             severity,
             f"{len(units)} of {total} {unit}s {'was' if len(units) == 1 else 'were'} slower than the same forwards "
             f"usually are ({', '.join(listed)}{more}); without, the {figure} is {', '.join(changes)}",
@@ -220,10 +302,12 @@ def _outliers(
 
 def _result(arms: Mapping[str, pd.DataFrame], arm: str, baseline: str) -> float:
     """Return the arm's speed-up over the baseline on common units; its tokens per second without a baseline."""
-    own = arms[arm]
+    table = arms[arm]
     if baseline not in arms or arm == baseline:
-        return ratio(own["tokens"].sum(), own["seconds"].sum())
-    both = own.join(arms[baseline].add_suffix("_base"), how="inner").sum()
+        return ratio(table["tokens"].sum(), table["seconds"].sum())
+    both = (
+        table[["tokens", "seconds"]].join(arms[baseline][["tokens", "seconds"]].add_suffix("_base"), how="inner").sum()
+    )
     return ratio(both["tokens"] * both["seconds_base"], both["seconds"] * both["tokens_base"])
 
 
@@ -246,9 +330,9 @@ def _drift(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Ma
         error = 1.2533 * 1.4826 * float(rest.abs().median()) * np.sqrt(1 / half + 1 / (len(each) - half))
         severity = _severity(abs(change), tuple(np.log1p(DRIFT)))
         if severity and abs(change) > DRIFT_ERRORS * error:
-            kind = "slower" if change > 0 else "faster"
+            how = "slower" if change > 0 else "faster"
             percent = 100 * np.expm1(abs(change))
-            findings.append((severity, f"{who} became {percent:.0f} % {kind} from the first half of the {unit}s to the "
+            findings.append(Finding("drift", severity, f"{who} became {percent:.0f} % {how} from the first half of the {unit}s to the "
                              "second"))  # fmt: skip
     return findings
 
@@ -256,13 +340,13 @@ def _drift(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Ma
 def _apart(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Mapping[str, str]) -> list[Finding]:
     """Judge how far the ratio of sums and the geometric mean are apart."""
     findings = []
-    for arm, own in arms.items():
+    for arm, table in arms.items():
         if baseline not in arms or arm == baseline:
             continue
-        both = own.join(arms[baseline].add_suffix("_base"), how="inner")
+        both = table.join(arms[baseline].add_suffix("_base"), how="inner")
         each = both["tokens"] / both["seconds"] * both["seconds_base"] / both["tokens_base"]
         sums, mean = _result(arms, arm, baseline), float(np.exp(np.log(each).mean()))
         if abs(np.log(sums / mean)) > np.log1p(APART):
-            findings.append((1, f"the speed-up of {names[arm]} is {sums:.2f} as a ratio of sums and {mean:.2f} as a "
+            findings.append(Finding("means", 1, f"the speed-up of {names[arm]} is {sums:.2f} as a ratio of sums and {mean:.2f} as a "
                              f"geometric mean: it depends on how {unit}s are weighted"))  # fmt: skip
     return findings

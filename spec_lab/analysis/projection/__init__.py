@@ -14,7 +14,7 @@ from spec_lab.analysis.figures.projection import best_designs, speedups_by_batch
 from spec_lab.analysis.projection.acceptance import Acceptance, RecordedDesign, recorded
 from spec_lab.analysis.projection.deployments import deployments_of, measured_deployment
 from spec_lab.analysis.projection.project import Deployment, Prefill, break_even, project, speedup
-from spec_lab.analysis.projection.run_costs import measured_forwards
+from spec_lab.analysis.projection.run_costs import measured_forwards, verdict_of_costs
 from spec_lab.analysis.projection.show import notes, show
 from spec_lab.core.files import Unreadable, expect, own_folder, read_json, write_json, write_text
 from spec_lab.core.options import brief
@@ -34,6 +34,7 @@ __all__ = [
     "recorded",
     "show",
     "speedup",
+    "verdict_of_costs",
     "write",
 ]
 

@@ -14,6 +14,7 @@ from spec_lab.analysis.metrics.phases import since_last_step
 from spec_lab.analysis.names import names_in_manifest, with_names
 from spec_lab.analysis.projection.costs import COLUMNS, LEAST, PROPOSER, TABLE, MeasuredForward, grids, measured
 from spec_lab.analysis.projection.drafting import passes
+from spec_lab.analysis.text import verdict_line
 from spec_lab.results.manifest import begun
 
 BASELINE = "baseline"
@@ -32,6 +33,22 @@ def measured_forwards(path: Path) -> dict[str, MeasuredForward]:
     if not path.is_dir():
         return measured(path)
     return measured(path / TABLE) if (path / TABLE).exists() else grids(forwards_of_run(path), path)
+
+
+def verdict_of_costs(path: Path) -> str:
+    """Return the verdict on the times of measured forwards, as a line; empty of a table alone, which has none.
+
+    Args:
+        path: as of ``measured_forwards``.
+
+    Raises:
+        ValueError: a malformed manifest.
+        OSError: it cannot be read.
+    """
+    manifest = begun(path) if path.is_dir() else None
+    if manifest is None:
+        return ""
+    return f"Of the measured forwards: {verdict_line(manifest)}"
 
 
 def forwards_of_run(folder: Path) -> pd.DataFrame:

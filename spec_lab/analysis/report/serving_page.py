@@ -13,7 +13,7 @@ from spec_lab.analysis import figures
 from spec_lab.analysis.report.facts import ended_summary, page_of_run
 from spec_lab.analysis.report.page import Cell, DataTable, Section, render, value_cell
 from spec_lab.analysis.roofline_text import roofline_notes
-from spec_lab.analysis.serving import PERCENTILES, latencies
+from spec_lab.analysis.serving import PERCENTILES, latencies, serving_verdict
 from spec_lab.analysis.text import cache_notes, kv_notes, verdict_line
 from spec_lab.core.files import Unreadable
 from spec_lab.core.tables import read_table
@@ -40,6 +40,9 @@ COLUMNS = {
 }  # fmt: skip
 """Columns that are read of ``served.parquet``, and their types."""
 
+OTHER = "other_cores"
+"""A column that older files lack."""
+
 ARMS = (
     "Continuous batching of the same requests by every arm. Speed-up: total tokens/s over the baseline's on the same "
     "segments, with its 95 % interval over segments. Goodput: requests per second within the bounds of both "
@@ -55,6 +58,9 @@ def page(folder: Path) -> str:
     """
     manifest, summary = begun(folder) or {}, ended_summary(folder, SUMMARY)
     rows = _rows(folder)
+    judged: Mapping[str, Any] = summary
+    if "verdict" not in summary and manifest:  # an older run
+        judged = serving_verdict(rows, manifest, "baseline" if "baseline" in summary["arms"] else "").summary()
     warnings = [f"In {summary['broken_segments']} of {summary['segments']} segments a request broke: they are left out "
                 "of the figures of all arms."] * bool(summary["broken_segments"])  # fmt: skip
     content = page_of_run(
@@ -63,7 +69,7 @@ def page(folder: Path) -> str:
         lead=f"Arrivals: {summary['arrivals']}, at most {summary['max_batch_size']} requests at once, temperature "
         f"{summary['temperature']:g}, {summary['segments']} segments",
         warnings=warnings + summary.get("errors", [])[:5],
-        verdict=verdict_line(summary),
+        verdict=verdict_line(judged),
         drawn={"latency": figures.latency(latencies(rows))} if len(rows) else {},
     )
     shares = {
@@ -92,7 +98,7 @@ def _rows(folder: Path) -> pd.DataFrame:
     try:
         rows = read_table(file).to_pandas().astype(COLUMNS)
         broken = rows.loc[rows["error"] != "", "segment"].unique()
-        return rows.loc[~rows["segment"].isin(broken), list(COLUMNS)]
+        return rows.loc[~rows["segment"].isin(broken), [*COLUMNS, *[OTHER] * (OTHER in rows)]]
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise Unreadable(f"{file} is not the table of a served stream ({error})") from error
 

@@ -102,6 +102,9 @@ def forwards(frame: pd.DataFrame, arms: Mapping[str, tuple[str, str]]) -> pd.Dat
         arms: the arms that draft: the name under which each is shown, and its proposer's.
     """
     frame, point = without_drift(frame), ["batch", "context"]
+    if "depth" not in frame:  # an older run: as deep as a chain of so many nodes
+        frame = frame.assign(depth=frame["nodes"])
+    frame = frame.assign(depth=frame["depth"].fillna(frame["nodes"]))
     frame = frame.assign(own=frame[list(OF_ARM)].sum(axis=1), shared=frame[list(OF_NODES)].sum(axis=1))
     fixed = frame[frame["fixed"]]
     usual = fixed[fixed["nodes"] == 0].groupby(point)["own"].median()

@@ -58,11 +58,20 @@ def verdict(frame: pd.DataFrame, manifest: Mapping[str, Any]) -> metrics.TimingV
         manifest: of the run.
     """
     rows = frame.groupby(["turn", "batch", "context"])
-    table = rows.agg(seconds=("whole", "sum"), tokens=("whole", "size"), other_cores=("other_cores", "mean"))
-    usual = table["seconds"].groupby(["batch", "context"]).transform("median")
-    table = table.assign(slowness=np.log(table["seconds"] / usual)).reset_index(drop=True)
-    threads, cores = metrics.threads_and_cores(manifest)
-    return metrics.timing_verdict({"all arms": table}, threads, cores, unit="measurement", speed="steps/s")
+    table = rows.agg(seconds=("whole", "sum"), tokens=("whole", "size"))
+    table["other_cores"] = rows["other_cores"].mean() if "other_cores" in frame else np.nan  # older runs lack it
+    usual = table["seconds"].groupby(["batch", "context"]).transform(median_of_others)
+    table = table.assign(slowness=np.log(table["seconds"] / usual), same_forwards=True).reset_index(drop=True)
+    resources = metrics.Resources.of(manifest)
+    return metrics.timing_verdict({"all arms": table}, resources, unit="measurement", speed="steps/s")
+
+
+def median_of_others(values: pd.Series) -> pd.Series:
+    """Return for each value the median of the others; itself if it is the only one.
+
+    The median of few values is one of them, which would seem not to vary.
+    """
+    return pd.Series([values.drop(index).median() for index in values.index], values.index).fillna(values)
 
 
 def print_summary(summary: Mapping[str, Any], console: Console) -> None:

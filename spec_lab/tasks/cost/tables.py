@@ -21,9 +21,7 @@ COST = {
     "arm": (_TEXT, "an arm of the lab, or 'nodes N' for a fixed tree of N nodes"),
     "fixed": (_FLAG, "whether it was a fixed tree"),
     "turn": (_WHOLE, "number of the repeat, from 0; each repeat times every arm at every batch size and context"),
-    "other_cores": (_REAL, "cores that other processes used meanwhile, of all arms' steps together; null if not known"),
     "nodes": (_REAL, "draft nodes of each sequence, mean over the timed steps"),
-    "depth": (_REAL, "depth of the deepest draft, mean over the timed steps"),
     "propose": (_REAL, "seconds of drafting; like all seconds here, the median over the timed steps"),
     "target": (_REAL, "seconds of the target's forward, packing and KV bookkeeping included"),
     "target_forward": (_REAL, "of these, seconds inside its module calls"),
@@ -35,10 +33,16 @@ COST = {
 }
 """One row for each repeat, batch size, context and arm."""
 
+NEWER = {
+    "other_cores": (_REAL, "cores that other processes used meanwhile, of all arms' steps together; null if not known"),
+    "depth": (_REAL, "depth of the deepest draft, mean over the timed steps"),
+}
+"""The optional columns that every run writes; older ones lack them."""
+
 
 def parts(out: str | Path) -> TableParts:
     """Return the table of a measurement in its directory."""
-    return TableParts(Path(out), {"cost": COST})
+    return TableParts(Path(out), {"cost": COST}, optional={"cost": NEWER}, written=list(NEWER))
 
 
 def load(out: str | Path) -> pd.DataFrame:

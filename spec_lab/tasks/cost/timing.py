@@ -147,8 +147,8 @@ def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int
         load = other_load(start, Usage.now())  # an arm's few steps are shorter than the ticks that it is counted in
         return [row | {"other_cores": load} for row in rows]
     finally:
-        for name, own in states.items():
-            for state in own:
+        for name, of_requests in states.items():
+            for state in of_requests:
                 arms[name].proposer.close(state)
         for sequence in sequences:
             sequence.kv.close()
@@ -158,12 +158,12 @@ def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int
 def _seconds(done: Sequence[StepInfo]) -> dict[str, float]:
     """Return mean nodes and depth and the median seconds of an arm's timed steps: all but the first and the last."""
     clock, timed = done[0].clock, done[1:-1]
-    phases = [one.seconds() for one in timed]
-    for own, one, after in zip(phases, timed, done[2:], strict=True):
-        own["between"] = clock.seconds(one.ended, after.began)
-        own["whole"] = clock.seconds(one.began, after.began)
-    nodes = [one.draft.shape.nodes / one.draft.shape.roots for one in timed]
-    depths = [float(one.draft.shape.depth.max()) for one in timed]
+    phases = [info.seconds() for info in timed]
+    for seconds, info, after in zip(phases, timed, done[2:], strict=True):
+        seconds["between"] = clock.seconds(info.ended, after.began)
+        seconds["whole"] = clock.seconds(info.began, after.began)
+    nodes = [info.draft.shape.nodes / info.draft.shape.roots for info in timed]
+    depths = [float(info.draft.shape.depth.max()) for info in timed]
     names = (*PARTS, "target_forward", "whole")
     drafted = {"nodes": sum(nodes) / len(nodes), "depth": sum(depths) / len(depths)}
-    return drafted | {name: median(own[name] for own in phases) for name in names}
+    return drafted | {name: median(seconds[name] for seconds in phases) for name in names}
