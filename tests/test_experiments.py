@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from experiments.gpu import timing
+from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Interval
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
@@ -145,9 +146,27 @@ def test_the_study_of_the_verdict_counts_which_are_right(tmp_path, monkeypatch, 
     found = iter(words)
 
     def measure(out, way, prompts, seed, seconds, options):
-        return {"run": out.name, "load": way, "verdict": names[next(found)], "speedup": 1.5, "reasons": "why"}
+        return {"run": out.name, "way": way, "verdict": names[next(found)], "speedup": 1.5, "reasons": "why"}
 
     monkeypatch.setattr(study, "measure", measure)
     table = study.main([f"--{kind}", "--runs", "3", "--ways", "all", "stop", "--out", str(tmp_path)])
-    assert table["load"].tolist() == (["quiet"] * 3 if kind == "quiet" else ["all", "stop", "all"])
-    assert f"right: {right} of 3" in capsys.readouterr().out and (tmp_path / f"{kind}.csv").is_file()
+    assert table["way"].tolist() == (["quiet"] * 3 if kind == "quiet" else ["all", "stop", "all"])
+    assert f"right: {right} of 3" in capsys.readouterr().out and len(pd.read_csv(tmp_path / "results.csv")) == 3
+
+
+def test_the_study_of_the_verdict_keeps_the_quiet_runs_when_it_adds_loaded_ones(tmp_path, monkeypatch):
+    study = script("verdict")
+    row = {"verdict": "doubtful", "speedup": 1.5, "seconds": 2.0, "reasons": "why"}
+    monkeypatch.setattr(study, "measure", lambda out, way, *rest: {"run": out.name, "way": way, **row})
+    for kind in ("quiet", "loaded", "loaded"):
+        study.main([f"--{kind}", "--runs", "4", "--out", str(tmp_path)])
+    assert pd.read_csv(tmp_path / "results.csv")["way"].tolist() == ["quiet"] * 4 + [*study.WAYS]
+
+
+@pytest.mark.parametrize(("threads", "cores"), [(1, 1), (2, 2), (1, 8), (6, 8), (16, 16)])
+def test_some_busy_processes_are_enough_that_a_run_is_not_reliable(threads, cores):
+    study = script("verdict")
+    machine = metrics.Resources(threads, cores)
+    groups = pd.DataFrame({"tokens": 1, "seconds": 1.0, "slowness": 0.0, "same_forwards": True}, index=range(8))
+    found = metrics.timing_verdict({"a": groups.assign(other_cores=float(study.few(threads, cores)))}, machine)
+    assert found.word != "reliable"

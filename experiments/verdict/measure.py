@@ -3,9 +3,9 @@
 Quiet runs should be reliable. Loaded ones should not; each in turn is loaded in one of four ways while it decodes:
 
 - all: a busy process for every core, all the time;
-- one: one busy process, all the time;
-- burst: two busy processes for every core, for some seconds from a random moment on;
-- stop: the run itself is stopped for a second at a random moment, as by a machine that swaps or a debugger.
+- some: a busy process for each core that the run leaves idle and for every second one of the others, all the time;
+- burst: two busy processes for every core, for some seconds (2) from a random moment on;
+- stop: the run itself is stopped for as long at a random moment, as by a machine that swaps or a debugger.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pandas as pd
 
-WAYS = ("all", "one", "burst", "stop")
+WAYS = ("all", "some", "burst", "stop")
 
 OPTIONS = ("proposer=medusa", "proposer.tree=2x1", "max_new_tokens=64", "verbose=false", "record=none")
 """Of each benchmark: the bundled model, with a tree that no measurement chooses."""
@@ -46,16 +46,31 @@ def finished(out: Path) -> int:
     return len(list(out.glob("parts/requests-*.parquet")))
 
 
+def few(threads: int, cores: int) -> int:
+    """Return how many busy processes take half of its cores from a run: on all idle cores, and on half of the others."""
+    return max(cores - threads, 0) + (threads + 1) // 2
+
+
+def threads_of(out: Path) -> int | None:
+    """Return how many threads a run has; None before it has written its manifest."""
+    file = out / "manifest.json"
+    return int(json.loads(file.read_text())["threads"]) if file.is_file() else None
+
+
 def disturb(run: subprocess.Popen[bytes], out: Path, way: str, group: int, delay: float, seconds: float) -> None:
     """Disturb a run, ``delay`` seconds after it has decoded ``group`` groups; return when it has ended."""
     cores, processes = len(os.sched_getaffinity(0)), []
     try:
+        while way == "some" and run.poll() is None and threads_of(out) is None:
+            time.sleep(0.005)
         while run.poll() is None and finished(out) < (group if way in ("burst", "stop") else 0):
             time.sleep(0.005)
         if way in ("burst", "stop"):
             time.sleep(delay)  # the next group's prefill is over
-        if way in ("all", "one"):
-            processes = busy(cores if way == "all" else 1)
+        if way == "all":
+            processes = busy(cores)
+        elif way == "some" and (threads := threads_of(out)) is not None:
+            processes = busy(few(threads, cores))
         elif way == "burst":
             processes = busy(2 * cores)
             time.sleep(seconds)
@@ -95,7 +110,7 @@ def measure(out: Path, way: str, prompts: int, seed: int, seconds: float, option
     speedup = summary["speedup"]
     return {
         "run": out.name,
-        "load": way,
+        "way": way,
         "moment": moment if way in ("burst", "stop") else None,
         "verdict": summary["verdict"],
         "speedup": speedup["mean"],
@@ -108,9 +123,9 @@ def measure(out: Path, way: str, prompts: int, seed: int, seconds: float, option
 
 def main(argv: Sequence[str] | None = None) -> pd.DataFrame:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kind = parser.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--quiet", action="store_true", help="disturb no run")
-    kind.add_argument("--loaded", action="store_true", help="disturb every run")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--quiet", action="store_true", help="disturb no run")
+    which.add_argument("--loaded", action="store_true", help="disturb every run")
     parser.add_argument("--runs", type=int, default=20, help="number of runs (20)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="how runs are disturbed, in turn (all)")
     parser.add_argument("--prompts", type=int, default=20, help="prompts of a run, a group each (20)")
@@ -127,10 +142,14 @@ def main(argv: Sequence[str] | None = None) -> pd.DataFrame:
         rows.append(row)
         print(f"{row['run']}: {row['speedup']:.2f}, {row['verdict']}: {row['reasons']}", flush=True)
     table = pd.DataFrame(rows)
-    table.to_csv(chosen.out / f"{'loaded' if chosen.loaded else 'quiet'}.csv", index=False)
-    for way, own in table.groupby("load", sort=False):
-        count = Counter(own["verdict"])
-        print(f"{way:>6}: {', '.join(f'{times} {word}' for word, times in count.items())}, of {len(own)} runs")
+    file, before = chosen.out / "results.csv", pd.DataFrame()
+    if file.is_file():  # the other half stays
+        before = pd.read_csv(file)
+        before = before[before["way"].eq("quiet") if chosen.loaded else before["way"].ne("quiet")]
+    pd.concat([before, table]).to_csv(file, index=False)
+    for way, runs in table.groupby("way", sort=False):
+        count = Counter(runs["verdict"])
+        print(f"{way:>6}: {', '.join(f'{times} {word}' for word, times in count.items())}, of {len(runs)} runs")
     right = (table["verdict"] == "reliable") == chosen.quiet
     print(f"right: {right.sum()} of {len(table)}")
     return table

@@ -58,6 +58,7 @@ def test_a_disturbed_group_is_named_above_the_table_and_stays_without_the_option
     summary, manifest, requests = written(tmp_path)
     assert code == 0 and requests["decode_seconds"].max() == 9.0 and (requests["attempt"] == 0).all()
     assert summary["verdict"] == manifest["verdict"] == "not reliable" and summary["repeated_groups"] == {}
+    assert manifest["device"] == "cpu", "by which the verdict judges the load"
     assert any("group 3" in reason for reason in summary["verdict_reasons"])
     assert summary["verdict_reasons"] == manifest["verdict_reasons"]
     assert printed.index("Verdict: not reliable") < printed.index("tokens/s")

@@ -332,8 +332,8 @@ def _drift(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Ma
         if severity and abs(change) > DRIFT_ERRORS * error:
             how = "slower" if change > 0 else "faster"
             percent = 100 * np.expm1(abs(change))
-            findings.append(Finding("drift", severity, f"{who} became {percent:.0f} % {how} from the first half of the {unit}s to the "
-                             "second"))  # fmt: skip
+            reason = f"{who} became {percent:.0f} % {how} from the first half of the {unit}s to the second"
+            findings.append(Finding("drift", severity, reason))
     return findings
 
 
@@ -347,6 +347,9 @@ def _apart(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Ma
         each = both["tokens"] / both["seconds"] * both["seconds_base"] / both["tokens_base"]
         sums, mean = _result(arms, arm, baseline), float(np.exp(np.log(each).mean()))
         if abs(np.log(sums / mean)) > np.log1p(APART):
-            findings.append(Finding("means", 1, f"the speed-up of {names[arm]} is {sums:.2f} as a ratio of sums and {mean:.2f} as a "
-                             f"geometric mean: it depends on how {unit}s are weighted"))  # fmt: skip
+            reason = (
+                f"the speed-up of {names[arm]} is {sums:.2f} as a ratio of sums and {mean:.2f} as a geometric mean: "
+                f"it depends on how {unit}s are weighted"
+            )
+            findings.append(Finding("means", 1, reason))
     return findings

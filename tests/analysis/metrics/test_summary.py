@@ -50,6 +50,21 @@ def test_summary_names_what_the_design_asks_for(chain, requests, rounds):
     assert metrics.arms(metrics.Tables(twice, chain, both)) == ["speculative", "baseline"]
 
 
+def test_figures_from_seconds_are_over_the_groups_of_the_speeds(tables):
+    """A last group with fewer prompts counts in none of them, however slow it was."""
+    whole = metrics.summarise(tables, "speculative")
+    last = {"group": 2, "request": 9}
+    requests = tables.requests.drop_duplicates("arm").assign(**last, decode_seconds=1000.0)
+    rounds = tables.rounds[tables.rounds["group"] == 0].assign(group=2)
+    rounds[["start", "whole"]] *= 1000
+    more = metrics.Tables(
+        pd.concat([tables.rounds, rounds]), tables.steps, pd.concat([tables.requests, requests], ignore_index=True)
+    )
+    found = metrics.summarise(more, "speculative")
+    for name in ("decode_seconds", "phase_seconds", "overhead", "spec_bench_speedup", "speedup", "medusa_overhead"):
+        assert found[name] == pytest.approx(whole[name], nan_ok=True), name
+
+
 @pytest.fixture
 def tables(chain, requests, rounds) -> metrics.Tables:
     twice = pd.concat([rounds, rounds.assign(arm="baseline")])

@@ -119,7 +119,7 @@ def test_the_load_is_not_judged_where_other_ranks_count_as_other_processes():
 
 
 def test_errors_of_short_times_cancel_each_other():
-    """Of groups shorter than the ticks that processor time is counted in, the load is far below 0 or above the truth."""
+    """Over times as short as the ticks that processor time is counted in, the load is far below 0 or too large."""
     tables = run()
     tables.requests["other_cores"] = np.where(tables.requests["group"] % 2, 1.5, -1.5)
     assert verdict(tables).word == "reliable"

@@ -250,7 +250,9 @@ def test_a_run_is_projected_to_its_own_costs(folder, tmp_path, capsys):
     assert command(["project", str(folder), "--costs", str(folder), "--out", str(tmp_path)]) == 0
     cells = pd.read_csv(tmp_path / "projection.csv")
     assert set(cells["batch"]) == {2} and cells["fits"].all() and len(cells) == 2 + 4 + 3
-    assert f"Measured forwards: {folder}, at a context of" in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"Measured forwards: {folder}, at a context of" in printed
+    assert f"Verdict: {json.loads((folder / 'summary.json').read_text())['verdict']}" in printed
     tables = {name: (one.seconds(1, 2, 10), one.grid) for name, one in measured_forwards(folder).items()}
     target, plain = tables["target"][1], tables["target"][0]
     (design,) = [one for one in recorded([folder])[0] if one.name == "longer"]

@@ -118,6 +118,11 @@ def pages(tmp_path_factory) -> dict[str, Path]:
             for place, task in enumerate(SUMMARIES)}  # fmt: skip
 
 
+@pytest.mark.parametrize(("task", "shown"), [(SERVE, "Verdict: doubtful: 1 segment"), (COST, "Verdict: not recorded.")])
+def test_an_older_page_has_the_verdict_that_its_rows_tell(pages, task, shown):
+    assert shown in " ".join(Parsed(pages[task]).text.split())
+
+
 @pytest.mark.one_in(12)
 @pytest.mark.parametrize("task", SUMMARIES)
 def test_a_task_has_a_page_with_its_numbers_and_figures(pages, task):
