@@ -47,7 +47,7 @@ def finished(out: Path) -> int:
 
 
 def few(threads: int, cores: int) -> int:
-    """Return how many busy processes take half of its cores from a run: on all idle cores, and on half of the others."""
+    """Return how many busy processes take half of its cores from a run: on idle cores, and on half of the others."""
     return max(cores - threads, 0) + (threads + 1) // 2
 
 

@@ -73,6 +73,7 @@ from spec_lab.analysis.metrics.speed import (
     geometric_mean,
     group_speeds,
     group_totals,
+    of_timed_groups,
     prefill_seconds,
     short_groups,
     speedup,

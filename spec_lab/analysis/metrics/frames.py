@@ -18,7 +18,7 @@ from spec_lab.analysis.metrics.intervals import ratio
 from spec_lab.analysis.metrics.phases import PHASES, decode_seconds, overhead, phase_seconds
 from spec_lab.analysis.metrics.spans import TextSpan as TextSpan
 from spec_lab.analysis.metrics.spans import spans as spans
-from spec_lab.analysis.metrics.speed import group_speeds, speedup, walltime_speedup_paired
+from spec_lab.analysis.metrics.speed import group_speeds, of_timed_groups, speedup, walltime_speedup_paired
 from spec_lab.analysis.metrics.summary import arms
 from spec_lab.results.writer import Tables
 
@@ -93,8 +93,9 @@ def tokens_per_step(tables: Tables) -> pd.DataFrame:
 def time_by_phase(tables: Tables) -> pd.DataFrame:
     """Return decode time per emitted token: arm, phase, label, ms_per_token, share, overhead (of the arm).
 
-    The milliseconds of an arm add up to its decode seconds over its decode tokens.
+    The milliseconds of an arm add up to its decode seconds over its decode tokens, of the ``timed_groups``.
     """
+    tables = of_timed_groups(tables)
     tokens = tables.requests.groupby("arm")["decode_tokens"].sum()
     rows = []
     for arm in arms(tables):

@@ -101,8 +101,8 @@ def points(tables: Tables, max_points: int = MAX_POINTS) -> Iterator[Point]:
 
 
 def mean_seconds(tables: Tables) -> Point:
-    """Return the mean of each ``time/PHASE`` over the steps of the batch, as figures of the run."""
-    found = {}
+    """Return the mean of each ``time/PHASE`` over the steps of the batch in timed groups, as figures of the run."""
+    found, tables = {}, metrics.of_timed_groups(tables)
     for arm in metrics.arms(tables):
         count = int(((tables.rounds["arm"] == arm) & ~tables.rounds["prefill"]).sum())
         for phase, seconds in metrics.phase_seconds(tables.rounds, arm).items():

@@ -71,6 +71,7 @@ def test_shares_of_tokens_add_up_to_tau(tables):
 
 
 def test_phases_add_up_to_the_decode_time(tables):
+    tables = metrics.of_timed_groups(tables)
     frame = frames.time_by_phase(tables)
     for arm, own in frame.groupby("arm"):
         tokens = tables.requests[tables.requests["arm"] == arm]["decode_tokens"].sum()
