@@ -87,6 +87,7 @@ def test_acceptance_draws_the_metrics(tables):
 def test_phases_stack_up_to_the_decode_time(tables):
     axes = figures.phases(tables).axes[0]
     total = sum(bar.get_width() for bars in axes.containers for bar in bars)
+    tables = metrics.of_timed_groups(tables)
     expected = sum(
         1e3 * metrics.decode_seconds(tables.rounds, arm) / tokens
         for arm, tokens in tables.requests.groupby("arm")["decode_tokens"].sum().items()
