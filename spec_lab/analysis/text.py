@@ -10,7 +10,6 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from spec_lab.analysis.metrics.verdict import in_words
 from spec_lab.core.terminal import visible
 
 WIDE = 130
@@ -156,7 +155,8 @@ def verdict_line(summary: Mapping[str, Any]) -> str:
     word, reasons = summary.get("verdict"), summary.get("verdict_reasons") or ()
     if not word:
         return "Verdict: not recorded."
-    return f"Verdict: {in_words(str(word), [visible(str(reason)) for reason in reasons])}."
+    why = "; ".join(visible(str(reason)) for reason in reasons)
+    return f"Verdict: {word}{': ' * bool(why)}{why}."
 
 
 def cache_notes(shares: Mapping[str, float | None]) -> list[str]:

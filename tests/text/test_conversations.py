@@ -194,7 +194,9 @@ def test_a_template_cannot_write_more_than_a_prompt_may_have(monkeypatch):
 
 
 def test_a_template_above_a_limit_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat_template, "LIMITS", chat_template.Limits(cpu_seconds=0.2, memory=2**30, seconds=100.0))
+    monkeypatch.setattr(
+        chat_template, "LIMITS", chat_template.ProcessLimits(cpu_seconds=0.2, memory=2**30, seconds=100.0)
+    )
     endless = "{% set n = range(90000) | list %}" + "{% for a in n %}" * 4 + "{% endfor %}" * 4
     (tmp_path / "own.jinja").write_text(endless)
     (one,) = chat(write(tmp_path, {"prompt": "a"}), template=str(tmp_path / "own.jinja"))

@@ -95,11 +95,10 @@ from spec_lab.analysis.metrics.texts import (
 )
 from spec_lab.analysis.metrics.units import other_cores, token_slowness, units_of_run
 from spec_lab.analysis.metrics.verdict import (
-    Finding,
     Resources,
+    TimingReason,
     TimingVerdict,
     disturbed,
-    in_words,
     run_verdict,
     timing_verdict,
 )

@@ -7,7 +7,7 @@ What makes a result doubtful or not reliable is stated in ``docs/concepts/measur
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -61,7 +61,7 @@ APART = 0.1
 Kind = Literal["none", "few", "load", "outliers", "drift", "spread", "means", "unchecked"]
 
 
-class Finding(NamedTuple):
+class TimingReason(NamedTuple):
     """Something that a verdict is based on.
 
     Args:
@@ -86,7 +86,7 @@ class TimingVerdict:
     """
 
     word: Word
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[TimingReason, ...] = ()
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -130,11 +130,6 @@ class Resources:
         return Resources(1 if gpu else threads, cores, gpu, int(manifest.get("ranks") or 1))
 
 
-def in_words(word: str, reasons: Sequence[str]) -> str:
-    """Return a verdict as text, such as "doubtful: 4 groups, fewer than the 8 that an interval requires"."""
-    return f"{word}: {'; '.join(reasons)}" if reasons else word
-
-
 def timing_verdict(
     arms: Mapping[str, pd.DataFrame],
     resources: Resources,
@@ -156,7 +151,7 @@ def timing_verdict(
     names = {arm: (names or {}).get(arm, arm) for arm in arms}
     arms = {arm: table for arm, table in arms.items() if len(table)}
     if not arms:
-        return TimingVerdict("not reliable", (Finding("none", 2, f"no {unit} has times in every arm"),))
+        return TimingVerdict("not reliable", (TimingReason("none", 2, f"no {unit} has times in every arm"),))
     findings = [
         *_few(arms, unit),
         *_load(arms, resources),
@@ -215,12 +210,12 @@ def _severity(value: float, limits: tuple[float, float]) -> int:
     return sum(value > limit for limit in limits)
 
 
-def _few(arms: Mapping[str, pd.DataFrame], unit: str) -> list[Finding]:
+def _few(arms: Mapping[str, pd.DataFrame], unit: str) -> list[TimingReason]:
     count = min(map(len, arms.values()))
     if count >= MIN_CLUSTERS:
         return []
     reason = f"{count} {unit}{'s' * (count != 1)}, fewer than the {MIN_CLUSTERS} that an interval requires"
-    return [Finding("few", 1, reason)]
+    return [TimingReason("few", 1, reason)]
 
 
 def _taken(load: Any, resources: Resources) -> Any:
@@ -228,31 +223,31 @@ def _taken(load: Any, resources: Resources) -> Any:
     return (load - max(resources.cores - resources.threads, 0)) / resources.threads
 
 
-def _load(arms: Mapping[str, pd.DataFrame], resources: Resources) -> list[Finding]:
+def _load(arms: Mapping[str, pd.DataFrame], resources: Resources) -> list[TimingReason]:
     """Judge the load by other processes, of the arm with the most; name what is not known."""
     findings, cores, threads = [], resources.cores, resources.threads
     if resources.gpu:
-        findings.append(Finding("unchecked", 0, "whether other processes used the GPU was not checked"))
+        findings.append(TimingReason("unchecked", 0, "whether other processes used the GPU was not checked"))
     if resources.ranks > 1:
         reason = "the CPU time of other processes is not told apart from that of the other ranks"
-        return [*findings, Finding("unchecked", 0, reason)]
+        return [*findings, TimingReason("unchecked", 0, reason)]
     loads = []
     for table in arms.values():
         known = table.dropna(subset="other_cores")
         loads.append(ratio((known["other_cores"] * known["seconds"]).sum(), known["seconds"].sum()))
     if np.isnan(loads).all():
-        return [*findings, Finding("unchecked", 0, "the CPU time of other processes was not recorded")]
+        return [*findings, TimingReason("unchecked", 0, "the CPU time of other processes was not recorded")]
     # Of moments as short as ticks, each value may be below 0 or above the number of cores.
     load = min(max(float(np.nanmax(loads)), 0.0), float(cores))
     severity = max(_severity(_taken(load, resources), TAKEN), int(load > BESIDE * cores))
     if severity:
         needed = f"{threads} thread{'s' * (threads != 1)}"
         reason = f"other processes used {load:.1f} of {cores} cores meanwhile, this one has {needed}"
-        findings.append(Finding("load", severity, reason))
+        findings.append(TimingReason("load", severity, reason))
     return findings
 
 
-def _spread(arms: Mapping[str, pd.DataFrame], names: Mapping[str, str]) -> list[Finding]:
+def _spread(arms: Mapping[str, pd.DataFrame], names: Mapping[str, str]) -> list[TimingReason]:
     """Judge how much the time of the same forwards varies between units."""
     findings, slow = [], slow_units(arms)
     for arm, table in arms.items():
@@ -263,13 +258,13 @@ def _spread(arms: Mapping[str, pd.DataFrame], names: Mapping[str, str]) -> list[
         deviation = (high - low) / 2.563  # of a normal distribution the quantiles are so many deviations apart
         if deviation > SPREAD:
             reason = f"the time of the same forwards of {names[arm]} varies by {100 * deviation:.0f} % between units"
-            findings.append(Finding("spread", 1, reason))
+            findings.append(TimingReason("spread", 1, reason))
     return findings
 
 
 def _outliers(
     arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Mapping[str, str], speed: str
-) -> list[Finding]:
+) -> list[TimingReason]:
     """Judge units that are slower than the others of their arm, by what they change."""
     slow = slow_units(arms)
     units = sorted({number for each in slow.values() for number in each.index})
@@ -291,7 +286,7 @@ def _outliers(
     listed = [f"{unit} {number} of {names[arm]} {factor:.3g} times" for factor, number, arm in worst[:2]]
     more = ", ..." if len(worst) > len(listed) else ""
     return [
-        Finding(
+        TimingReason(
             "outliers",
             severity,
             f"{len(units)} of {total} {unit}s {'was' if len(units) == 1 else 'were'} slower than the same forwards "
@@ -311,7 +306,7 @@ def _result(arms: Mapping[str, pd.DataFrame], arm: str, baseline: str) -> float:
     return ratio(both["tokens"] * both["seconds_base"], both["seconds"] * both["tokens_base"])
 
 
-def _drift(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Mapping[str, str]) -> list[Finding]:
+def _drift(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Mapping[str, str]) -> list[TimingReason]:
     """Judge a change of the machine's speed between the first and the second half of the units."""
     first = baseline if baseline in arms else next(iter(arms))
     base = arms[first]["slowness"]
@@ -333,11 +328,11 @@ def _drift(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Ma
             how = "slower" if change > 0 else "faster"
             percent = 100 * np.expm1(abs(change))
             reason = f"{who} became {percent:.0f} % {how} from the first half of the {unit}s to the second"
-            findings.append(Finding("drift", severity, reason))
+            findings.append(TimingReason("drift", severity, reason))
     return findings
 
 
-def _apart(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Mapping[str, str]) -> list[Finding]:
+def _apart(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Mapping[str, str]) -> list[TimingReason]:
     """Judge how far the ratio of sums and the geometric mean are apart."""
     findings = []
     for arm, table in arms.items():
@@ -351,5 +346,5 @@ def _apart(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Ma
                 f"the speed-up of {names[arm]} is {sums:.2f} as a ratio of sums and {mean:.2f} as a geometric mean: "
                 f"it depends on how {unit}s are weighted"
             )
-            findings.append(Finding("means", 1, reason))
+            findings.append(TimingReason("means", 1, reason))
     return findings

@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 
 from spec_lab.analysis import metrics
+from spec_lab.analysis.text import verdict_line
 from spec_lab.results.writer import Tables
 
 MANIFEST = {"threads": 2, "machine": {"cores": 2}, "config": {}}
@@ -234,6 +235,6 @@ def test_names_of_arms_are_those_that_readers_see():
     assert "group 4 of medusa" in found.reasons[0] and not any("speculative" in reason for reason in found.reasons)
 
 
-def test_a_verdict_in_words():
-    assert metrics.in_words("reliable", []) == "reliable"
-    assert metrics.in_words("doubtful", ["a", "b"]) == "doubtful: a; b"
+def test_a_verdict_as_text():
+    assert verdict_line({"verdict": "reliable", "verdict_reasons": []}) == "Verdict: reliable."
+    assert verdict_line({"verdict": "doubtful", "verdict_reasons": ["a", "b"]}) == "Verdict: doubtful: a; b."
