@@ -37,7 +37,7 @@ deviation."""
 LONG = 0.2
 """Seconds of the shortest unit whose own load by other processes is judged: processor time is counted in ticks."""
 
-SPREAD = 0.15
+SPREAD = 0.2
 """Standard deviation of the logarithm of the time of the same forwards, outliers left out: doubtful above. It is
 estimated from the 10 % and the 90 % quantile, so a machine that is slow for most of the units is seen as well."""
 
@@ -47,7 +47,7 @@ EFFECT = (0.01, 0.1)
 OUTLIERS = (0.1, 0.25)
 """Share of units that are outliers in some arm: doubtful and not reliable above."""
 
-DRIFT = (0.1, 0.5)
+DRIFT = (0.15, 0.5)
 """Change of the baseline's time from the first half of the units to the second, or of another arm's over the
 baseline's: doubtful and not reliable above, if it exceeds ``DRIFT_ERRORS`` standard errors of medians. Each half must
 have ``MIN_CLUSTERS`` units."""
