@@ -52,8 +52,8 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, chain, forest
 from spec_lab.core.options import whole
-from spec_lab.engine.proposer import Lifecycle
-from spec_lab.engine.sequence import Batch
+from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 
 
@@ -203,7 +203,7 @@ found[["reference_value", "other_value", "change", "simultaneous_low", "simultan
 # - A proposer that samples: `drawn` is `iid` or `without`, and the draft carries the draft distributions (`q`, `q_row`
 #   of `spec_lab/core/draft.py`). `certify` finds drafts that were not drawn from the `q` that they carry.
 # - A proposer that learns from the target: `requires` names the hidden states or logits it needs, `init(request)` makes
-#   the state of a sequence, and `observe` receives what each step computed; `spec_lab/engine/proposer.py` documents the
+#   the state of a sequence, and `observe` receives what each step computed; `spec_lab/decode/proposer.py` documents the
 #   life cycle.
 # - A proposer with weights: `load` receives the options of the YAML; a method `toy(target, draft, tree)` makes the same
 #   proposer for a toy target, so that it can be enumerated.

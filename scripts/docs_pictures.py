@@ -29,7 +29,7 @@ from matplotlib.patches import FancyBboxPatch
 from spec_lab.analysis.figures import BASELINE, COLOURS, GREY, STYLE
 from spec_lab.analysis.figures.palette import DARK_PAGE, GRID, PROPOSERS, on_dark
 from spec_lab.core.terminal import visible
-from spec_lab.engine.recording import unpack_ids
+from spec_lab.decode.recording import unpack_ids
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 5.3  # inches: at 390 pixels letters are still as large as in the text

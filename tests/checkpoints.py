@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.propose.eagle_heads import eagle3, written
-from tests.propose.hydra_heads import hydra
+from tests.drafters.eagle_heads import eagle3, written
+from tests.drafters.hydra_heads import hydra
 from tests.tiny import tiny_model
 
 LETTERS = string.ascii_letters + " .,:\n"

@@ -9,8 +9,8 @@ from spec_lab.analysis.tracking import Files
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.process_cache import ProcessCache
-from spec_lab.engine.proposer import Lifecycle
-from spec_lab.engine.sequence import Batch
+from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.sequence import Batch
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.text.prompts import Prompt
 from spec_lab.verify import Token

@@ -42,7 +42,7 @@ def test_every_part_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
         entry["error"] for entry in entries.values()
     )
     tests, blocking, decoding, growth, rows, drafters = (entries[part.name]["results"] for part in gpu_check.PARTS)
-    assert tests["files"] == ["tests/engine/test_cuda.py"] and sum(tests["counts"].values()) == len(tests["tests"]) > 0
+    assert tests["files"] == ["tests/runners/test_cuda.py"] and sum(tests["counts"].values()) == len(tests["tests"]) > 0
 
     steps = blocking["eager, greedy"]
     assert set(steps) == set(PROPOSERS) and all(step["calls"] == 0 for step in steps.values())
@@ -184,7 +184,7 @@ def test_a_blocking_call_is_counted_at_the_line_of_the_project_that_led_to_it():
     with watched(calls):
         for _ in range(3):
             names["finish"]()
-    assert calls == {("spec_lab/engine/prepare.py:4 finish", "torch/_tensor.py:1 cpu"): 3}
+    assert calls == {("spec_lab/runners/prepare.py:4 finish", "torch/_tensor.py:1 cpu"): 3}
 
 
 def test_the_wheels_are_packages_of_the_project():

@@ -19,7 +19,7 @@ from scripts.zoo.records import HELD_OUT_SEED, record
 from spec_lab.cli.main import conf, main, zoo
 from spec_lab.constrain.load import json_schema, lark, regex
 from spec_lab.constrain.protocol import ConstraintError, allows, single_token, unpack
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 from tests import checkpoints
 from tests.constrain.parts import bundled
 

@@ -21,13 +21,13 @@ from experiments import plots, runs
 from spec_lab.analysis import metrics
 from spec_lab.analysis.figures.palette import PROPOSERS, VERIFIERS
 from spec_lab.cli.main import conf, main, zoo
+from spec_lab.drafters.draft_model.train import DraftRecipe
+from spec_lab.drafters.hydra.train import HydraRecipe
 from spec_lab.models.target import Target
 from spec_lab.propose.step_costs import StepCosts
 from spec_lab.propose.trees import parse
-from spec_lab.train.draft import DraftRecipe
-from spec_lab.train.hydra import HydraRecipe
 from tests import checkpoints
-from tests.propose.eagle_heads import eagle3, written
+from tests.drafters.eagle_heads import eagle3, written
 
 ROOT = Path(__file__).parents[1]
 QUESTIONS = ROOT / "tests" / "data" / "questions.jsonl"

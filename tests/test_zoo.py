@@ -151,8 +151,8 @@ def test_weights_are_small_and_of_one_family():
 
 def test_taps_of_the_eagle3_head_in_another_order_change_nothing(tmp_path, shipped):
     """Accepted tokens by step fell where they were concatenated as listed."""
+    from spec_lab.drafters.eagle import propose as eagle
     from spec_lab.models.target import Target
-    from spec_lab.propose import eagle
     from tests.propose.lab import decode, emitted, requests
 
     config = json.loads((ZOO / "eagle3" / "config.json").read_text())

@@ -6,9 +6,9 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spec_lab.engine.attention import Attention
-from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.models.target import Target
+from spec_lab.runners.attention import Attention
+from spec_lab.runners.causal_lm import CausalLM
 
 VOCABULARY = 61
 CONTEXT = 256

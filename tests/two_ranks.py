@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from spec_lab.core.draft import Draft, Shape
-from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.drafters.medusa.network import Heads
 from spec_lab.models import loading, ranks, tensor_parallel
 from spec_lab.models.loading import follow
 from spec_lab.models.target import Target
-from spec_lab.propose.heads import Heads
+from spec_lab.runners.causal_lm import CausalLM
 
 HERE = Path(sys.argv[1])
 

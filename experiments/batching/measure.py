@@ -12,11 +12,11 @@ from tqdm import tqdm
 import spec_lab
 from spec_lab.analysis.metrics import Interval, interval
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.proposer import Proposer
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Proposer
+from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
-from spec_lab.propose.medusa import Medusa
 from spec_lab.tasks.lab import Loop, requests_of
 from spec_lab.text.prompts import jsonl
 from spec_lab.verify import Token

@@ -29,10 +29,10 @@ from spec_lab.analysis import metrics
 from spec_lab.analysis.figures import COLOURS, GREY, STYLE
 from spec_lab.analysis.tracking import Files
 from spec_lab.core.probabilities import Sampling
+from spec_lab.drafters.draft_model.propose import DraftModel
+from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer
-from spec_lab.propose.draft_model import DraftModel
-from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram
 from spec_lab.tasks import cost as costs
 from spec_lab.tasks.benchmark import run

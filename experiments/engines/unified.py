@@ -21,8 +21,8 @@ import numpy as np
 
 import spec_lab
 from spec_lab.analysis.metrics.intervals import cluster_interval
-from spec_lab.engine.llama_library import Model, load_library
 from spec_lab.models.gguf_export import convert
+from spec_lab.runners.llama_library import Model, load_library
 
 ZOO = Path(spec_lab.__file__).parent / "zoo"
 

@@ -21,13 +21,13 @@ import spec_lab
 from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.proposer import Proposer
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import fixed_group
+from spec_lab.decode.proposer import Proposer
+from spec_lab.drafters.draft_model.propose import DraftModel
+from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
-from spec_lab.propose.draft_model import DraftModel
-from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.tasks.lab import requests_of
 from spec_lab.text.prompts import Prompt, jsonl

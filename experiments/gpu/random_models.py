@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_lab.core.machine_limits import measure
 from spec_lab.core.roofline import Roofline
-from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.model_work import work_of
 from spec_lab.models.target import Target
+from spec_lab.runners.causal_lm import CausalLM
+from spec_lab.runners.model_work import work_of
 
 SHAPES: Mapping[str, Mapping[str, int]] = {
     "tiny": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512),

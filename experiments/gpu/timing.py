@@ -17,14 +17,14 @@ from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Draft, Shape, empty, forest
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.request import Request
 from spec_lab.core.roofline import Roofline
-from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.graphs import Capture
-from spec_lab.engine.request import Request
-from spec_lab.engine.step_info import StepInfo
+from spec_lab.decode.engine import fixed_group
+from spec_lab.decode.step_info import StepInfo
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
+from spec_lab.runners.causal_lm import CausalLM
+from spec_lab.runners.graphs import Capture
 from spec_lab.verify import Token
 
 WARM_UP = 8
@@ -87,7 +87,7 @@ class Captures:
         return captures
 
     def __call__(self, forward: Callable[[], Any]) -> Callable[[], Any]:
-        """See ``engine.graphs.Capture``."""
+        """See ``runners.graphs.Capture``."""
         clock = Clock(self.device)
         clock.synchronise()
         began = time.perf_counter()

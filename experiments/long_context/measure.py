@@ -20,17 +20,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.draft import Draft, Shape, chain, forest, tree
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.proposer import Lifecycle, Proposer
-from spec_lab.engine.request import Request
-from spec_lab.engine.sequence import Batch, SequenceState
-from spec_lab.engine.step import Parts, step
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Lifecycle, Proposer
+from spec_lab.decode.sequence import Batch, SequenceState
+from spec_lab.decode.step import Parts, step
+from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
-from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.ngram import Ngram
 from spec_lab.propose.tree_plan import TreePlan
+from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.verify import Token
 
 Now = Callable[[], float]

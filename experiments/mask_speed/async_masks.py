@@ -20,8 +20,8 @@ from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.engines.grammar import json_schema
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.probabilities import Sampling
+from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.target import Target
-from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.results import writer
 from spec_lab.tasks.lab import Loop, requests_of

@@ -21,7 +21,7 @@ from spec_lab.constrain.engines.tree_masks import GrammarState
 from spec_lab.constrain.protocol import unpack, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Shape, chain, forest, tree
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 from spec_lab.results.manifest import machine
 
 ZOO = Path(spec_lab.__file__).parent / "zoo"

@@ -19,14 +19,14 @@ import torch
 import spec_lab
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.proposer import Proposer
-from spec_lab.engine.request import Request
-from spec_lab.engine.step_info import StepInfo
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import fixed_group
+from spec_lab.decode.proposer import Proposer
+from spec_lab.decode.step_info import StepInfo
+from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.models import gguf
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
-from spec_lab.propose.medusa import Medusa
 from spec_lab.text.prompts import encode, jsonl
 from spec_lab.verify import Token
 

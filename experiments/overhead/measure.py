@@ -26,8 +26,8 @@ from spec_lab.analysis.metrics.intervals import cluster_interval
 from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import fixed_group
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.tasks.peers import as_transformers_runs_it

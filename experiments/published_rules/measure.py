@@ -22,10 +22,10 @@ from experiments.published_rules.rules import last_tokens, next_tokens, rules
 from spec_lab.core.draft import Draft
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.proposer import Proposer
+from spec_lab.decode.engine import fixed_group
+from spec_lab.decode.proposer import Proposer
+from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.models.target import Target
-from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.recycling import Recycling
 from spec_lab.propose.suffix import Suffix
 from spec_lab.tasks.certify.certificate import prove

@@ -23,11 +23,11 @@ from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Draft, Shape, chain, forest
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Draws
-from spec_lab.engine.sequence import SequenceState
-from spec_lab.engine.step import Parts, step
-from spec_lab.engine.study import Capture
+from spec_lab.decode.sequence import SequenceState
+from spec_lab.decode.step import Parts, step
+from spec_lab.decode.study import Capture
+from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.target import Target
-from spec_lab.propose.draft_model import DraftModel
 from spec_lab.results.manifest import machine
 from spec_lab.tasks.lab import requests_of
 from spec_lab.text.prompts import jsonl

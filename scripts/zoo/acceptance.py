@@ -12,15 +12,15 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
-from spec_lab.models.eagle import Eagle3
-from spec_lab.models.eagle_files import read_eagle
-from spec_lab.models.hydra_files import read_hydra
+from spec_lab.drafters.eagle.files import read_eagle
+from spec_lab.drafters.eagle.network import Eagle3
+from spec_lab.drafters.eagle.train import Eagle3Objective
+from spec_lab.drafters.hydra.files import read_hydra
+from spec_lab.drafters.hydra.train import HydraDrafts
 from spec_lab.models.target import Target
 from spec_lab.train.chain import ChainObjective
-from spec_lab.train.eagle import Eagle3Objective
 from spec_lab.train.fit import Objective
 from spec_lab.train.generate import continue_text
-from spec_lab.train.hydra import HydraDrafts
 from spec_lab.train.recipe import TargetHead
 from spec_lab.train.texts import Texts
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from spec_lab.drafters.medusa.network import Heads
 from spec_lab.models.target import Target
-from spec_lab.propose.heads import Heads
 from spec_lab.train.export import file_sha256
 from spec_lab.train.generate import continue_text
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from spec_lab.analysis.metrics import repeated_8gram_share
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
+from spec_lab.decode.engine import fixed_group
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.tasks.lab import requests_of

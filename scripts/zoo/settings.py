@@ -10,16 +10,16 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from spec_lab.drafters.draft_model.train import DraftRecipe
+from spec_lab.drafters.eagle.train import Eagle3Recipe
+from spec_lab.drafters.eagle.train_eagle1 import Eagle1Recipe
+from spec_lab.drafters.hydra.train import HydraRecipe
+from spec_lab.drafters.medusa.train import MedusaRecipe
+from spec_lab.drafters.mtp.train import MtpRecipe
+from spec_lab.drafters.pard.train import PardRecipe
 from spec_lab.train.distill import Distillation
-from spec_lab.train.draft import DraftRecipe
-from spec_lab.train.eagle import Eagle3Recipe
-from spec_lab.train.eagle1 import Eagle1Recipe
 from spec_lab.train.fit import FitPlan
 from spec_lab.train.generate import Generation
-from spec_lab.train.hydra import HydraRecipe
-from spec_lab.train.medusa import MedusaRecipe
-from spec_lab.train.mtp import MtpRecipe
-from spec_lab.train.pard import PardRecipe
 from spec_lab.train.recipe import Recipe
 from spec_lab.train.trainer import Plan
 

@@ -31,12 +31,13 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from spec_lab.core.tensors import save_tensors
+from spec_lab.drafters.medusa.measure import measure
+from spec_lab.drafters.medusa.network import Heads
+from spec_lab.drafters.medusa.train import export_medusa
 from spec_lab.models.target import Target
-from spec_lab.propose.accuracy import measure
-from spec_lab.propose.heads import Heads
 from spec_lab.train import distill as distillation
-from spec_lab.train import export as files
 from spec_lab.train import generate as writing
+from spec_lab.train.export import export_model, file_sha256
 from spec_lab.train.fit import FitPlan, fit
 from spec_lab.train.objectives import Measured
 from spec_lab.train.recipe import Beginning, Recipe, settings_of
@@ -196,7 +197,7 @@ def _learn(settings: Settings, phases: Sequence[tuple[Recipe, FitPlan]], trainin
         weights = {name: one.detach() for name, one in trainer.masters.items()}
         tokens += trainer.step * plan.rows * settings.generation.length
     facts = {
-        "target_sha256": files.file_sha256(settings.zoo / "target" / "model.safetensors"),
+        "target_sha256": file_sha256(settings.zoo / "target" / "model.safetensors"),
         "seed": str(phases[0][1].plan.seed),
         "texts": str(len(paths) * settings.generation.batch * settings.generation.length),
         "tokens": str(tokens),
@@ -222,9 +223,7 @@ def distill(settings: Settings) -> None:
         "plain_tokens": plan.plain_steps * plan.rows * row,
         "written_tokens": len(list(generated.glob("part-*.safetensors"))) * settings.generation.batch * row,
         "passes": plan.passes,
-        "draft_sha256": files.file_sha256(
-            out / "draft.safetensors"
-        ),  # distinguishes distillations with the same settings
+        "draft_sha256": file_sha256(out / "draft.safetensors"),  # distinguishes distillations with the same settings
     }
     (out / "facts.json").write_text(json.dumps(facts))
 
@@ -232,11 +231,11 @@ def distill(settings: Settings) -> None:
 def export(settings: Settings) -> None:
     """Write the three models into the zoo."""
     tokenizer, trained = settings.tokenizer(), settings.work / "distilled"
-    sha256 = files.export_model(settings.trained_target(), tokenizer, settings.zoo / "target")
+    sha256 = export_model(settings.trained_target(), tokenizer, settings.zoo / "target")
     student = load(trained / "draft.safetensors", settings.draft, settings.draft_plan)
-    files.export_model(student.model, tokenizer, settings.zoo / "draft")
+    export_model(student.model, tokenizer, settings.zoo / "draft")
     heads = load_file(trained / "heads.safetensors")
-    files.export_medusa(heads, settings.target.vocab, sha256, settings.zoo / "medusa")
+    export_medusa(heads, settings.target.vocab, sha256, settings.zoo / "medusa")
     settings.history()
 
 
@@ -263,7 +262,7 @@ def calibrate(settings: Settings) -> None:
         found.write(
             settings.zoo / "medusa",
             text=f"{tokens} tokens after each of {count} windows of {length} tokens of held-out code",
-            target_sha256=files.file_sha256(settings.zoo / "target" / "model.safetensors"),
+            target_sha256=file_sha256(settings.zoo / "target" / "model.safetensors"),
         )
 
 

@@ -39,7 +39,7 @@ REUSED = ProcessCache()
 
 CONTRACTS = {
     "target": "spec_lab.models.target.Target",
-    "proposer": "spec_lab.engine.proposer.Proposer",
+    "proposer": "spec_lab.decode.proposer.Proposer",
     "policy": "spec_lab.policy.policy.Policy",
     "verifier": "spec_lab.verify.Verifier",
     "constraint": "spec_lab.constrain.protocol.Constraint",
@@ -51,7 +51,7 @@ CONTRACTS = {
 """The class whose members (``core.protocols.members``) each part of a run must have."""
 
 DECLARED = {
-    "proposer": "spec_lab.engine.proposer.DECLARED",
+    "proposer": "spec_lab.decode.proposer.DECLARED",
     "policy": "spec_lab.policy.policy.DECLARED",
     "verifier": "spec_lab.verify.verdict.DECLARED",
     "constraint": "spec_lab.constrain.protocol.DECLARED",

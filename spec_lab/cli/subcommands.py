@@ -280,7 +280,7 @@ def _dashboard(given: argparse.Namespace, console: Console) -> int:
 
 def _convert(given: argparse.Namespace, console: Console) -> int:
     """Write a Llama-like checkpoint as GGUF (requires the extra 'llamacpp'), or a drafter's .pt file as safetensors."""
-    from spec_lab.models.pickled import convert_pickled, pickled_files
+    from spec_lab.drafters.pickled import convert_pickled, pickled_files
 
     source = Path(given.checkpoint)
     whole = source.is_dir() and given.out.suffix == ".gguf"  # a model, whatever its weights are saved as

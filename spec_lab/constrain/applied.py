@@ -30,7 +30,7 @@ from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.protocols import facts_of
 from spec_lab.core.readback import Readback
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 
 PLACES = ("target", "draft", "both", "none")
 DISTRIBUTIONS = ("local", "global")

@@ -9,7 +9,7 @@ import numpy as np
 
 from spec_lab.constrain.healing import BytePrefix
 from spec_lab.constrain.protocol import Continuation, full_mask, mask_of
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 from spec_lab.text.strings import StringMatch, Strings, Watcher
 
 

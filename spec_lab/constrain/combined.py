@@ -21,7 +21,7 @@ from spec_lab.constrain.protocol import (
 )
 from spec_lab.core.draft import Shape
 from spec_lab.core.protocols import facts_of
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from spec_lab.constrain.protocol import ConstraintError, ConstraintState, Continuation, mask_of, width
 from spec_lab.core.options import brief
-from spec_lab.engine.request import Ended, Request
+from spec_lab.core.request import Ended, Request
 
 ANY: Final = "any"
 """Allows every token."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spec_lab.constrain.protocol import ConstraintError, pack
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 
 
 def heal(request: Request, pieces: Sequence[bytes], tokens: int = 1, begin: int | None = None) -> Request:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spec_lab.constrain.protocol import full_mask, mask_of
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 
 
 @dataclass(frozen=True)

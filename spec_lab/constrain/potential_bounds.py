@@ -35,7 +35,7 @@ from spec_lab.constrain.protocol import (
     mask_of,
     tokens_of,
 )
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 
 SAMPLERS = ("rejection", "expected_futures")
 

@@ -19,7 +19,7 @@ import numpy as np
 from spec_lab.core.draft import Shape
 from spec_lab.core.faults import attributed
 from spec_lab.core.protocols import COUNT, FACTS, FLAG, TEXT
-from spec_lab.engine.request import Ended, Request
+from spec_lab.core.request import Ended, Request
 
 if TYPE_CHECKING:
     from spec_lab.constrain.vocabulary import Vocabulary

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from spec_lab.core.memory import available
-from spec_lab.engine.layer_ranges import find_layers
-from spec_lab.engine.model_work import parameters_of
 from spec_lab.models.packed import PackedLinear, dense_copy
-from spec_lab.models.quantized import is_quantized
+from spec_lab.runners.layer_ranges import find_layers
+from spec_lab.runners.model_work import parameters_of
+from spec_lab.runners.quantized import is_quantized
 
 WHOLE = 2**28
 """Most parameters of a model on a CPU that is copied as a whole: the forwards of a self-check then take seconds."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Shape
-from spec_lab.engine.runner import Runner
+from spec_lab.runners.runner import Runner
 
 TREES = (2, (0, 0, 3, 1, 5), (1, 2)), (2, (0, 0, 2, 1, 1, 6), ()), *((1, (), ()),) * 5, (1, (0, 0, 1), ())
 CHAINS = (2, (0, 1, 2, 3, 4), ()), (2, (0, 2, 1, 3), (0, 1)), (2, (1, 0), ()), (1, (), ()), (1, (0, 1), ())

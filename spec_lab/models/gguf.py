@@ -19,10 +19,6 @@ from spec_lab.core.draft import empty
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.core.roofline import AttentionWork, ForwardWork
-from spec_lab.engine.llama_context import KV_DTYPES, LlamaSettings
-from spec_lab.engine.llama_cpp import LlamaCpp
-from spec_lab.engine.llama_library import Library, Model, load_library
-from spec_lab.engine.llama_recurrent import MOST_SNAPSHOTS, LlamaRecurrent
 from spec_lab.models.forests import RATIO, Checked, decode_forests, largest_error, rounding_error
 from spec_lab.models.gguf_file import GGUFFile, read_gguf
 from spec_lab.models.gguf_tokenizer import PROBES, read_gguf_tokenizer, reads_as_llama_cpp
@@ -30,6 +26,10 @@ from spec_lab.models.plain_forwards import EXACT
 from spec_lab.models.services import GGUFServices
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
+from spec_lab.runners.llama_context import KV_DTYPES, LlamaSettings
+from spec_lab.runners.llama_cpp import LlamaCpp
+from spec_lab.runners.llama_library import Library, Model, load_library
+from spec_lab.runners.llama_recurrent import MOST_SNAPSHOTS, LlamaRecurrent
 
 LOG = logging.getLogger(__name__)
 

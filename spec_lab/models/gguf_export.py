@@ -21,12 +21,12 @@ from torch import Tensor
 from spec_lab.core.files import replacing
 from spec_lab.core.options import brief, one_of
 from spec_lab.core.progress import Progress
-from spec_lab.engine.attention import layer_kinds
 from spec_lab.models import checkpoint
 from spec_lab.models.gguf_file import SOURCE, gguf_package
 from spec_lab.models.gguf_tokenizer import write_tokenizer
 from spec_lab.models.loading import describe, read_texts
 from spec_lab.models.support import Unsupported, model_context
+from spec_lab.runners.attention import layer_kinds
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """llama.cpp's architecture of a model type of transformers."""

@@ -12,13 +12,13 @@ import torch
 
 from spec_lab.core.draft import Draft, chain, forest, tree
 from spec_lab.core.options import whole
-from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.draft_pass import Route, RunsLayerRanges, Sublayer
-from spec_lab.engine.runner import Runner
 from spec_lab.models.forests import Checked, Rows, largest_error, rows_of
 from spec_lab.models.plain_forwards import EXACT, Mismatch, PlainForwards
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
+from spec_lab.runners.causal_lm import CausalLM
+from spec_lab.runners.draft_pass import Route, RunsLayerRanges, Sublayer
+from spec_lab.runners.runner import Runner
 
 FOREST = forest((tree(((0,), (1,), (0, 0), (0, 1), (0, 0, 0))), chain(2)))
 FIRST = forest((tree(((0,), (1,))), chain(1)))

@@ -16,7 +16,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from spec_lab.core import memory
-from spec_lab.models import checkpoint, quantized, ranks
+from spec_lab.models import checkpoint, ranks
 from spec_lab.models import tensor_parallel as parallel
 from spec_lab.models.checkpoint import weight_files, weights_hash
 from spec_lab.models.configs import Config, read_model_config
@@ -42,6 +42,7 @@ from spec_lab.models.support import Unsupported
 from spec_lab.models.text_part import text_modules, text_tensors
 from spec_lab.models.tokenizer import check_stop_tokens, check_vocabulary, read_tokenizer
 from spec_lab.models.torchao_files import read_torchao
+from spec_lab.runners import quantized
 
 LOG = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_lab.models.quantized import is_plain
+from spec_lab.runners.quantized import is_plain
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names that transformers gives to layers with the same input, in the order in which its modules call them."""

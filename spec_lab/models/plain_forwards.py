@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.own_attention import own_attention
-from spec_lab.engine.attention import SPANS, recurrent_layers
-from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.models.float32_copy import comparable
 from spec_lab.models.forests import Checked, Rows, largest_error, rounding_error
-from spec_lab.models.quantized import recorded
+from spec_lab.runners.attention import SPANS, recurrent_layers
+from spec_lab.runners.causal_lm import CausalLM
+from spec_lab.runners.quantized import recorded
 
 LOG = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from spec_lab.core.draft import empty
 from spec_lab.core.process_cache import ProcessCache
-from spec_lab.engine.attention import Attention, layer_kinds
-from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.models.forests import Checked, decode_forests
 from spec_lab.models.plain_forwards import EXACT, FAILURES, Mismatch, PlainForwards, plain_forward
 from spec_lab.models.support import Unsupported, model_context
+from spec_lab.runners.attention import Attention, layer_kinds
+from spec_lab.runners.causal_lm import CausalLM
 
 LOG = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from spec_lab.core.own_attention import own_attention
-from spec_lab.engine.attention import RECURRENT, SPANS, WITHOUT_ATTENTION, layer_kinds, recurrent_layers
+from spec_lab.runners.attention import RECURRENT, SPANS, WITHOUT_ATTENTION, layer_kinds, recurrent_layers
 
 CHANGING_ROPE = {"dynamic", "longrope"}
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", *RECURRENT, *WITHOUT_ATTENTION}

@@ -15,9 +15,6 @@ from torch import Tensor
 from spec_lab.core.draft import empty
 from spec_lab.core.options import whole
 from spec_lab.core.process_cache import ProcessCache
-from spec_lab.engine.attention import Attention
-from spec_lab.engine.causal_lm import CausalLM, why_no_kv_dtype
-from spec_lab.engine.runner import Runner
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.forests import Checked
 from spec_lab.models.hub import loaded_folder
@@ -25,10 +22,13 @@ from spec_lab.models.loading import load_model
 from spec_lab.models.merged import merge
 from spec_lab.models.packed import pack, unpack
 from spec_lab.models.placement import kv_dtype_of
-from spec_lab.models.quantized import recorded
 from spec_lab.models.self_check import MaybePacking, checked
 from spec_lab.models.services import ModelServices, TargetServices
 from spec_lab.models.support import Unsupported, is_recurrent, model_context, one_rotation
+from spec_lab.runners.attention import Attention
+from spec_lab.runners.causal_lm import CausalLM, why_no_kv_dtype
+from spec_lab.runners.quantized import recorded
+from spec_lab.runners.runner import Runner
 
 LOG = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class Target:
                 kind of model. Each rank uses the GPU of its number, or the CPU with a CPU build of torch. Call it on
                 rank 0 while the other ranks run ``loading.follow``. (Tested with gloo on the CPU; not yet tested on
                 several GPUs.)
-            graphs: run decoding steps in fixed shapes, which a GPU captures as CUDA graphs (``engine.graphs``), with
+            graphs: run decoding steps in fixed shapes, which a GPU captures as CUDA graphs (``runners.graphs``), with
                 linear layers of the same input merged. On a CPU nothing is captured, and padding makes steps slower.
                 (All but the capture itself is tested on the CPU; not yet run on a GPU.)
             quantization: quantizes the linear layers of an unquantized checkpoint while it is loaded: "torchao_int8",

@@ -28,10 +28,10 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from spec_lab.core.cache_argument import cache_argument
-from spec_lab.engine.adaptors import adapt
-from spec_lab.engine.attention import AttentionKind, Pack, Segment
-from spec_lab.engine.kv_cache import Cells
 from spec_lab.models.ranks import rank
+from spec_lab.runners.adaptors import adapt
+from spec_lab.runners.attention import AttentionKind, Pack, Segment
+from spec_lab.runners.kv_cache import Cells
 
 IDLE = timedelta(days=7)
 """How long the other ranks wait for rank 0's next call."""

@@ -15,14 +15,14 @@ from spec_lab.core.limit import Limit, StopRule
 from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.protocols import facts_of
-from spec_lab.engine.proposer import ChoosesPart, LearnsAcrossRequests, Observation, Proposer, Requires, StopsEarly
-from spec_lab.engine.request import Request
-from spec_lab.engine.runner import DraftRunner
-from spec_lab.engine.sequence import Batch
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import ChoosesPart, LearnsAcrossRequests, Observation, Proposer, Requires, StopsEarly
+from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.policy.policy import DraftOutcome, Policy
 from spec_lab.propose.parts import PartStates, ProposerParts
 from spec_lab.propose.trees import Choices
+from spec_lab.runners.runner import DraftRunner
 
 
 def adapt(proposer: Proposer, policy: Policy) -> Adaptive:

@@ -15,9 +15,9 @@ from scipy.special import log_ndtr
 from spec_lab.core.limit import Limit, StopRule
 from spec_lab.core.options import brief, number, one_of, share, whole
 from spec_lab.core.randomness import Draws, Key, Purpose
-from spec_lab.engine.proposer import Proposer
-from spec_lab.engine.request import Request
-from spec_lab.engine.sequence import Batch
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Proposer
+from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.policy import toys
 from spec_lab.policy.adaptive import check_pair

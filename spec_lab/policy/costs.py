@@ -15,7 +15,7 @@ import torch
 from spec_lab.core.options import temperature_or_none, true_or_false, whole
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.protocols import Hashed, facts_of
-from spec_lab.engine.proposer import Proposer, StopsEarly, forget
+from spec_lab.decode.proposer import Proposer, StopsEarly, forget
 from spec_lab.models.target import Target
 from spec_lab.policy.adaptive import Adaptive
 from spec_lab.policy.depths import FixedDepth

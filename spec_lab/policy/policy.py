@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from spec_lab.core.limit import Limit, StopRule
 from spec_lab.core.protocols import FACTS, TEXT, TEXTS, Declared
-from spec_lab.engine.request import Request
-from spec_lab.engine.sequence import Batch
+from spec_lab.core.request import Request
+from spec_lab.decode.sequence import Batch
 
 
 @dataclass(frozen=True)

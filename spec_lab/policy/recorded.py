@@ -9,9 +9,9 @@ from typing import Any
 
 from spec_lab.core.limit import Limit, StopRule
 from spec_lab.core.options import brief
-from spec_lab.engine.proposer import Proposer
-from spec_lab.engine.request import Request
-from spec_lab.engine.sequence import Batch
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Proposer
+from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.policy import toys
 from spec_lab.policy.policy import DraftOutcome

@@ -1,6 +1,6 @@
 """Proposers: who drafts. One file each; they know neither verifiers nor each other."""
 
-from spec_lab.engine.proposer import (
+from spec_lab.decode.proposer import (
     Branching,
     CertifiableProposer,
     ChecksSampling,

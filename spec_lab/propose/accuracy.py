@@ -1,7 +1,6 @@
 """How often Medusa heads are right, measured on the target's own continuations and stored in the heads' folder.
 
-``measure(target, heads, prompts).write(folder)`` measures published heads, and ``of_texts`` those that are trained by
-``train``, on answers that were held out; ``Accuracy.read`` runs whenever heads load.
+``drafters.medusa.measure`` measures them; ``Accuracy.read`` runs whenever heads load.
 """
 
 from __future__ import annotations
@@ -9,32 +8,18 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path as File
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, empty
 from spec_lab.core.files import expect, read_json, write_text
-from spec_lab.core.probabilities import Sampling
-from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.proposer import Lifecycle, Observation, Requires
-from spec_lab.engine.request import Request
-from spec_lab.engine.sequence import Batch
-from spec_lab.engine.study import Capture
 from spec_lab.models.checkpoint import one_line
-from spec_lab.models.target import Target
-from spec_lab.propose.heads import Heads
 from spec_lab.propose.trees import Ranks, by_rank, write
 
 FILE = "calibration.json"
 SHAPE = {"accuracy": [[float]], "?temperature": float, "?samples": int, "?paths": {str: int}}  # of the file
 ENOUGH = 200  # samples for a conditional accuracy; below, the marginal one is taken
-SAMPLES = 64  # measured at once: their logits [S, K, V] are in memory together
 PRIOR = 20.0  # samples that a path's accuracy by rank is worth next to the path's own count
 
 
@@ -132,7 +117,8 @@ class Accuracy:
                 "proposer.tree=calibrated and proposer.tree=likeliest require accuracies measured for the heads, "
                 f"but the folder {file.parent} holds no {file.name}: name a tree (proposer.tree=vicuna_7b_stage1, or "
                 "widths such as 3x2x1), or measure once, in Python, with "
-                "spec_lab.propose.accuracy.measure(target, heads, prompts), and write() the result into that folder"
+                "spec_lab.drafters.medusa.measure.measure(target, heads, prompts), and write() the result "
+                "into that folder"
             )
         try:
             expect(value, SHAPE, "")
@@ -149,99 +135,3 @@ class Accuracy:
         if not accuracy or not all(accuracy) or not all(0 <= p <= 1 for head in accuracy for p in head):
             raise ValueError(f"{file} is malformed: 'accuracy' must hold lists of probabilities, one per head")
         return Accuracy(accuracy, paths, samples, temperature)
-
-
-@torch.inference_mode()
-def measure(
-    target: Target,
-    heads: Heads,
-    prompts: Sequence[Sequence[int]],
-    tokens: int = 128,
-    width: int = 10,
-    temperature: float = 0.0,
-) -> Accuracy:
-    """Continue prompts without a draft, and find the rank that each head gave to the token that followed.
-
-    Args:
-        target: continues.
-        heads: are measured.
-        prompts: token ids; decoded together, so pass some dozens at a time. The end of the context ends a text.
-        tokens: to emit per prompt.
-        width: ranks told apart.
-        temperature: of the continuations.
-
-    Raises:
-        ValueError: no prompts, or continuations too short for the heads.
-    """
-    collect = Collect()
-    requests = [
-        Request(number, f"prompt {number}", tuple(prompt), Sampling(temperature), tokens)
-        for number, prompt in enumerate(prompts)
-    ]
-    for _ in fixed_group(target, collect, Capture(), requests, CounterDraws(0)):
-        pass
-    texts = [tuple(zip(*text, strict=True)) for text in collect.texts if text]
-    answers = [(torch.stack(hidden), torch.tensor(tokens, device=target.lm.device)) for hidden, tokens in texts]
-    return of_texts(heads, answers, width, temperature)
-
-
-@torch.inference_mode()
-def of_texts(
-    heads: Heads, answers: Iterable[tuple[Tensor, Tensor]], width: int = 10, temperature: float = 0.0
-) -> Accuracy:
-    """Find the rank that each head gave to the token that followed, in answers of the target.
-
-    Args:
-        heads: are measured.
-        answers: of each answer the states after the final norm from which its tokens were chosen ``[n, H]``, and these
-            tokens ``[n]``, both on the heads' device.
-        width: ranks told apart.
-        temperature: of the answers.
-
-    Raises:
-        ValueError: no answers, or answers too short for the heads.
-    """
-    ranks = [np.empty((0, len(heads)), dtype=np.int64)]
-    for hidden, tokens in answers:
-        samples = max(0, len(tokens) - len(heads))
-        for start in range(0, samples, SAMPLES):
-            end = min(start + SAMPLES, samples)
-            # From the state that chose token t, head k predicts token t + 1 + k.
-            right = tokens[start + 1 : end + len(heads)].unfold(0, len(heads), 1)[..., None]  # [S, K, 1]
-            logits = heads(hidden[start:end], tokens[start:end]).float()
-            score = logits.gather(-1, right)
-            order = torch.arange(logits.shape[-1], device=logits.device)
-            ahead = (logits > score) | ((logits == score) & (order < right))
-            ranks.append(ahead.sum(-1).cpu().numpy())
-    return Accuracy.of(np.concatenate(ranks), width, temperature)
-
-
-class Collect(Lifecycle):
-    """A null proposer that collects the hidden states from which tokens were chosen, and these tokens.
-
-    It expects one emitted token for each sequence in each step. ``texts`` has a list for each sequence, also after it
-    has ended: the state ``[H]`` and the token that was chosen from it, step by step.
-    """
-
-    name = "collect"
-    drawn: Drawn = "point"
-    nodes = 0
-    requires = Requires(hidden=(-1,))
-
-    def __init__(self) -> None:
-        self.texts: list[list[tuple[Tensor, int]]] = []
-
-    def init(self, request: Request) -> list[tuple[Tensor, int]]:
-        """An empty list."""
-        self.texts.append([])
-        return self.texts[-1]
-
-    def propose(self, batch: Batch) -> Draft:
-        """An empty forest."""
-        return empty(len(batch.sequences), batch.device)
-
-    def observe(self, observed: Sequence[Observation]) -> None:
-        """See ``Proposer``."""
-        for one in observed:
-            if one.hidden is not None:
-                one.sequence.state.append((one.hidden[-1].clone(), one.tokens[-1]))

@@ -24,7 +24,7 @@ from spec_lab.core.draft import Draft, Drawn, Shape
 from spec_lab.core.probabilities import Sampling, finite_, likeliest, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Draws, Key, Purpose
 from spec_lab.core.readback import Readback
-from spec_lab.engine.sequence import DraftMasks
+from spec_lab.decode.sequence import DraftMasks
 from spec_lab.propose.expansion import Expand
 from spec_lab.propose.growth import Stop
 from spec_lab.propose.siblings import BROKEN, exists, sample_siblings

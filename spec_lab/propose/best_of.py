@@ -17,13 +17,13 @@ from typing import Any, Protocol, runtime_checkable
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.options import brief, number, share
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.proposer import Observation, Proposer, Requires, draws_of
-from spec_lab.engine.request import Request
-from spec_lab.engine.runner import DraftRunner
-from spec_lab.engine.sequence import Batch
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Observation, Proposer, Requires, draws_of
+from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.parts import PartStates, ProposerParts, join, note
 from spec_lab.propose.trees import Choices
+from spec_lab.runners.runner import DraftRunner
 
 RECOVERY = 0.01
 """In a step in which another part drafts, an expectation below ``start`` moves this share of the way back to it, so

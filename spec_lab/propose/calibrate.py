@@ -26,12 +26,12 @@ from spec_lab.core.machine import cores, processor
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.protocols import facts_of
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.commit import Committed, Decision, commit
-from spec_lab.engine.proposer import Proposer
-from spec_lab.engine.request import Request
-from spec_lab.engine.sequence import SequenceState
-from spec_lab.engine.step import Memory, Parts, step
-from spec_lab.engine.study import Capture
+from spec_lab.core.request import Request
+from spec_lab.decode.commit import Committed, Decision, commit
+from spec_lab.decode.proposer import Proposer
+from spec_lab.decode.sequence import SequenceState
+from spec_lab.decode.step import Memory, Parts, step
+from spec_lab.decode.study import Capture
 from spec_lab.models import ranks
 from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import Accuracy

@@ -22,7 +22,7 @@ from spec_lab.core.probabilities import (
     probs_dtype,
 )
 from spec_lab.core.randomness import Key, Purpose
-from spec_lab.engine.sequence import Batch, by_row
+from spec_lab.decode.sequence import Batch, by_row
 from spec_lab.propose.expansion import Computed, Expand
 from spec_lab.propose.siblings import BROKEN, exists, sample_siblings
 

@@ -19,13 +19,13 @@ import torch
 
 from spec_lab.core.draft import ComputedOnly, Draft, Drawn, Shape, forest
 from spec_lab.core.options import whole
-from spec_lab.engine.proposer import Lifecycle, Observation, Requires
-from spec_lab.engine.request import Request
-from spec_lab.engine.runner import DraftRunner
-from spec_lab.engine.sequence import Batch
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.continuations import merged
 from spec_lab.propose.trees import Choices
+from spec_lab.runners.runner import DraftRunner
 
 MOST = 64
 """Maximum of each of the options."""

@@ -16,9 +16,9 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
 from spec_lab.core.options import one_of, whole
-from spec_lab.engine.proposer import Lifecycle
-from spec_lab.engine.request import Request
-from spec_lab.engine.sequence import Batch
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.continuations import continuation, merged
 from spec_lab.propose.trees import MOST_NODES

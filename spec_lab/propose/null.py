@@ -9,8 +9,8 @@ from functools import lru_cache
 import torch
 
 from spec_lab.core.draft import Draft, Drawn, empty
-from spec_lab.engine.proposer import Lifecycle
-from spec_lab.engine.sequence import Batch
+from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 
 

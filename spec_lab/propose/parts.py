@@ -18,7 +18,8 @@ import torch
 from spec_lab.core.draft import WAYS, ComputedOnly, Draft, Drawn, Shape
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.protocols import Hashed, facts_of
-from spec_lab.engine.proposer import (
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import (
     CertifiableProposer,
     DraftsForcedTokens,
     LearnsAcrossRequests,
@@ -32,11 +33,10 @@ from spec_lab.engine.proposer import (
     forget,
     kv_bytes,
 )
-from spec_lab.engine.request import Request
-from spec_lab.engine.runner import DraftRunner
-from spec_lab.engine.sequence import Batch
+from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.trees import Choices
+from spec_lab.runners.runner import DraftRunner
 
 
 @dataclass

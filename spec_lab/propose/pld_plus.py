@@ -18,13 +18,13 @@ from torch.nn.functional import normalize
 from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
 from spec_lab.core.inference import inference
 from spec_lab.core.options import whole
-from spec_lab.engine.proposer import Lifecycle, Observation, Requires
-from spec_lab.engine.request import Request
-from spec_lab.engine.runner import DraftRunner
-from spec_lab.engine.sequence import Batch
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.continuations import continuation
 from spec_lab.propose.trees import MOST_DEPTH, Choices
+from spec_lab.runners.runner import DraftRunner
 
 SCAN = 256
 """Maximum number of occurrences that are compared, the most recent first: comparing them costs time in every step."""

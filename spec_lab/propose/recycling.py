@@ -19,12 +19,12 @@ import torch
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.draft import tree as shape_of
 from spec_lab.core.options import one_of
-from spec_lab.engine.proposer import Observation, Requires
-from spec_lab.engine.request import Request
-from spec_lab.engine.runner import DraftRunner
-from spec_lab.engine.sequence import Batch
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Observation, Requires
+from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.trees import Choices, parse, width_of, write
+from spec_lab.runners.runner import DraftRunner
 
 UNKNOWN = -1
 """An entry of a token that no row has had yet."""

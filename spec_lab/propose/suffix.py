@@ -19,16 +19,16 @@ import torch
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.options import brief, file_name, share, whole
 from spec_lab.core.protocols import facts_of
-from spec_lab.engine.proposer import Lifecycle, Observation
-from spec_lab.engine.request import Request
-from spec_lab.engine.runner import DraftRunner
-from spec_lab.engine.sequence import Batch, SequenceState
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Lifecycle, Observation
+from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
 from spec_lab.propose.suffix_counts import NO_DRAFT, SuffixDraft, SuffixRules
 from spec_lab.propose.suffix_index import SuffixIndex
 from spec_lab.propose.suffix_search import SuffixSource
 from spec_lab.propose.suffix_store import TokenStore
 from spec_lab.propose.trees import MOST_NODES, Choices
+from spec_lab.runners.runner import DraftRunner
 
 LONGEST = 64
 """Maximum length of a match."""

@@ -14,7 +14,7 @@ from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.draft import tree as shape_of
 from spec_lab.core.options import brief, one_of, share, temperature_or_none, whole
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.sequence import Batch
+from spec_lab.decode.sequence import Batch
 from spec_lab.propose.best_first import BestFirst, Budget
 from spec_lab.propose.expansion import Computed, Expand, RowLogits
 from spec_lab.propose.growth import Growth, Stop

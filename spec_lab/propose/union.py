@@ -19,13 +19,13 @@ import torch
 from spec_lab.core.draft import ComputedOnly, Draft, Drawn, Shape
 from spec_lab.core.options import true_or_false, whole
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.proposer import Observation, Proposer, Requires, draws_of
-from spec_lab.engine.request import Request
-from spec_lab.engine.runner import DraftRunner
-from spec_lab.engine.sequence import Batch, DraftMasks
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Observation, Proposer, Requires, draws_of
+from spec_lab.decode.sequence import Batch, DraftMasks
 from spec_lab.models.target import Target
 from spec_lab.propose.parts import PartStates, ProposerParts, join, note
 from spec_lab.propose.trees import MOST_NODES, Choices
+from spec_lab.runners.runner import DraftRunner
 
 
 class Trie(NamedTuple):

@@ -18,7 +18,7 @@ import pandas as pd
 
 from spec_lab.core.draft import WAYS, Drawn, Shape
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.recording import ID_BYTES, unpack_ids
+from spec_lab.decode.recording import ID_BYTES, unpack_ids
 from spec_lab.replay.memory import check_memory
 from spec_lab.results import study, sweep
 from spec_lab.results.manifest import begun

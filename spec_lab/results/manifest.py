@@ -28,7 +28,7 @@ from spec_lab.results.redact import without_secrets
 from spec_lab.results.sweep import PLACES
 
 PACKAGES = ("spec-lab", "torch", "transformers", "numpy", "hydra-core", "tokenizers", "safetensors")
-MEDUSA = "spec_lab.propose.medusa.Medusa.load"
+MEDUSA = "spec_lab.drafters.medusa.propose.Medusa.load"
 MEASURING = ("recalibrate", "cache")
 """Options of ``MEDUSA`` that only choose the tree when a run begins. The chosen tree itself is compared."""
 

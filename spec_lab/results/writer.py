@@ -18,9 +18,9 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
-from spec_lab.engine.request import BROKEN, Request, without_name
-from spec_lab.engine.sequence import SequenceState
-from spec_lab.engine.step import StepInfo
+from spec_lab.core.request import BROKEN, Request, without_name
+from spec_lab.decode.sequence import SequenceState
+from spec_lab.decode.step import StepInfo
 from spec_lab.results import parts
 from spec_lab.results.parts import Rows, TableParts
 from spec_lab.results.schema import OPTIONAL, REPLAY, SCHEMAS, TOKENS

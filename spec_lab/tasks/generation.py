@@ -17,11 +17,11 @@ from spec_lab.constrain.vocabulary import Vocabulary, text_bytes
 from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import Engine, fixed_group
-from spec_lab.engine.prefix_cache import PrefixCache
-from spec_lab.engine.request import BROKEN
-from spec_lab.engine.sequence import SequenceState
-from spec_lab.engine.step import StepInfo
+from spec_lab.core.request import BROKEN
+from spec_lab.decode.engine import Engine, fixed_group
+from spec_lab.decode.prefix_cache import PrefixCache
+from spec_lab.decode.sequence import SequenceState
+from spec_lab.decode.step import StepInfo
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer, branches, check_sampling, draws_of
 from spec_lab.tasks.lab import Lab, Settings
@@ -122,7 +122,7 @@ def generate(
         max_new_tokens, stop_strings, banned_strings, min_new_tokens, token_healing, seed: as of ``lab.Settings``.
         vocabulary: of the target, if it is built already.
         prefix_cache: KV caches of earlier calls with the same target, as between the turns of a chat, which keep theirs
-            in it (``engine.prefix_cache``). None: every prompt is computed.
+            in it (``decode.prefix_cache``). None: every prompt is computed.
 
     Raises:
         ValueError: at the call, an option that cannot be, parts that do not fit each other, or a prompt that does not

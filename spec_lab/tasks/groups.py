@@ -13,7 +13,7 @@ from typing import Any
 
 from spec_lab.analysis import metrics
 from spec_lab.core.machine import Usage, other_load
-from spec_lab.engine.request import BROKEN
+from spec_lab.core.request import BROKEN
 from spec_lab.results import writer
 from spec_lab.results.writer import Outcome
 from spec_lab.tasks.lab import Arm, Lab, Settings, Turn, shared_store

@@ -23,13 +23,13 @@ from spec_lab.core import machine_limits
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.protocols import Hashed, Threaded, facts_of
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.request import Request
 from spec_lab.core.roofline import Roofline
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.prefix_cache import PrefixCache, check_prefix_cache
-from spec_lab.engine.proposer import forget
-from spec_lab.engine.recording import Recording
-from spec_lab.engine.request import Request
-from spec_lab.engine.step import StepInfo
+from spec_lab.decode.engine import fixed_group
+from spec_lab.decode.prefix_cache import PrefixCache, check_prefix_cache
+from spec_lab.decode.proposer import forget
+from spec_lab.decode.recording import Recording
+from spec_lab.decode.step import StepInfo
 from spec_lab.models.target import Target
 from spec_lab.propose import LearnsAcrossRequests, Null, Proposer, branches, check_requires, check_sampling, draws_of
 from spec_lab.results import writer

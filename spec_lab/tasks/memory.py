@@ -7,9 +7,9 @@ from typing import Any
 
 from spec_lab.core import memory
 from spec_lab.core.memory import readable
-from spec_lab.engine.memory import Decoding, MemoryNeed, ModelMemory, StatesMemory, need, what_fits
-from spec_lab.engine.proposer import Proposer, kv_bytes, most_cells, most_rows
+from spec_lab.decode.proposer import Proposer, kv_bytes, most_cells, most_rows
 from spec_lab.propose.null import Null
+from spec_lab.runners.memory import Decoding, MemoryNeed, ModelMemory, StatesMemory, need, what_fits
 from spec_lab.tasks.lab import Lab, Settings
 
 

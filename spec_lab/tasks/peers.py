@@ -20,14 +20,14 @@ from transformers.generation.streamers import BaseStreamer
 from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.options import share, whole
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
+from spec_lab.drafters.draft_model.loading import check_same_tokens
 from spec_lab.models import ranks
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
 from spec_lab.models.packed import pack
 from spec_lab.models.support import use_own_attention
 from spec_lab.models.target import Target
-from spec_lab.propose.draft_loading import check_same_tokens
 from spec_lab.results.writer import Outcome
 from spec_lab.tasks.lab import Decoded
 

@@ -18,12 +18,12 @@ import numpy as np
 
 from spec_lab.core.options import whole
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
+from spec_lab.drafters.draft_model.loading import check_same_tokens
 from spec_lab.models.gguf import llama_of, require_llama_cpp
 from spec_lab.models.gguf_file import read_gguf
 from spec_lab.models.gguf_tokenizer import read_gguf_tokenizer
 from spec_lab.models.target import Target
-from spec_lab.propose.draft_loading import check_same_tokens
 from spec_lab.results.writer import Outcome
 from spec_lab.tasks.lab import Decoded
 from spec_lab.tasks.peers import MOST_NGRAM, MOST_TOKENS, finish, one_by_one, room

@@ -28,11 +28,11 @@ from spec_lab.core.memory import Peak
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.progress import Progress
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.request import BROKEN, Request
 from spec_lab.core.roofline import Roofline
-from spec_lab.engine.engine import Engine, Limits
-from spec_lab.engine.request import BROKEN, Request
-from spec_lab.engine.sequence import SequenceState
-from spec_lab.engine.step import StepInfo
+from spec_lab.decode.engine import Engine, Limits
+from spec_lab.decode.sequence import SequenceState
+from spec_lab.decode.step import StepInfo
 from spec_lab.results.parts import Rows, TableParts
 from spec_lab.results.schema import OPTIONAL, REQUESTS
 from spec_lab.results.writer import computed_shares

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from spec_lab.core.options import brief, file_name, one_of, share, strings, whole
-from spec_lab.engine.prefix_cache import PrefixCache
-from spec_lab.engine.recording import Recording
+from spec_lab.decode.prefix_cache import PrefixCache
+from spec_lab.decode.recording import Recording
 from spec_lab.text.strings import check_strings
 
 SMALL_RUN = 2**15

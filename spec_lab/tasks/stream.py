@@ -17,11 +17,11 @@ from rich.style import Style
 from rich.text import Text as Line
 
 from spec_lab.constrain.vocabulary import text_bytes
+from spec_lab.core.request import BROKEN
 from spec_lab.core.terminal import CONTROLS
-from spec_lab.engine.engine import Engine
-from spec_lab.engine.request import BROKEN
-from spec_lab.engine.sequence import ORIGINS
-from spec_lab.engine.step import StepInfo
+from spec_lab.decode.engine import Engine
+from spec_lab.decode.sequence import ORIGINS
+from spec_lab.decode.step import StepInfo
 from spec_lab.results.sweep import INTERRUPTED
 from spec_lab.tasks.generation import SequenceEvent, Share, engine_with_events, steps_with_events
 from spec_lab.tasks.lab import Lab, Settings

@@ -1,15 +1,12 @@
 """Write trained weights as bfloat16 safetensors, with config and tokenizer, as ``from_pretrained`` reads them."""
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from spec_lab.core.tensors import save_tensors
 from spec_lab.models.checkpoint import SINGLE, one_line
-from spec_lab.models.drafter_files import write_drafter
 
 
 def file_sha256(path: Path) -> str:
@@ -40,35 +37,3 @@ def export_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fo
     except Exception as error:  # tokenizers raises plain Exceptions
         raise OSError(f"config and tokenizer cannot be written to {folder} ({one_line(error)})") from error
     return file_sha256(folder / SINGLE)
-
-
-def export_medusa(
-    tensors: dict[str, torch.Tensor], vocab_size: int, target_sha256: str, folder: Path, facts: Mapping[str, str] = {}
-) -> str:
-    """Write heads in this package's layout (``models.medusa_files``); return the SHA-256 of the weights file.
-
-    Args:
-        tensors: of the layout.
-        vocab_size: of the target.
-        target_sha256: of its weights.
-        folder: is made.
-        facts: for the file's metadata.
-    """
-    heads, layers, hidden, _ = tensors["weight"].shape
-    config = {
-        "hidden_size": hidden,
-        "vocab_size": vocab_size,
-        "num_heads": heads,
-        "num_layers": layers,
-        "trunk_size": len(tensors.get("trunk_in.bias", ())),
-        "shared_lm_head": True,
-        "target_sha256": target_sha256,
-    }
-    return export_heads(tensors, config, folder, facts)
-
-
-def export_heads(
-    tensors: Mapping[str, torch.Tensor], config: Mapping[str, object], folder: Path, facts: Mapping[str, str]
-) -> str:
-    """Write tensors in bfloat16, and a config; return the SHA-256 of the weights file."""
-    return write_drafter(folder, config, {name: tensor.bfloat16() for name, tensor in tensors.items()}, facts)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, empty
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.proposer import Lifecycle, Observation, Requires
-from spec_lab.engine.request import Request
-from spec_lab.engine.sequence import Batch, SequenceState
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import fixed_group
+from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
 from spec_lab.train.texts import Texts
 from spec_lab.verify import Match

@@ -12,7 +12,7 @@ from rich.console import Console
 from spec_lab.analysis import metrics
 from spec_lab.analysis.compare import as_frame, compare, show
 from spec_lab.analysis.text import WIDE
-from spec_lab.engine.request import BROKEN
+from spec_lab.core.request import BROKEN
 from spec_lab.results import sweep
 from spec_lab.results.schema import SCHEMAS
 from spec_lab.results.writer import Recorder

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from spec_lab.cli.build import CONTRACTS, Refused, build, check_drawing, check_gguf, conf, reason, under_policy
 from spec_lab.core.options import brief
 from spec_lab.core.protocols import check_declared, members
-from spec_lab.engine.proposer import DECLARED, Requires
+from spec_lab.decode.proposer import DECLARED, Requires
 from spec_lab.propose.ngram import Ngram
 from spec_lab.verify import KSeq, Token
 
@@ -169,7 +169,7 @@ class Chains(Token):
 
 
 def drafted(**options):
-    draft = {"_target_": "spec_lab.propose.draft_model.DraftModel.load", "drawn": "point"}
+    draft = {"_target_": "spec_lab.drafters.draft_model.propose.DraftModel.load", "drawn": "point"}
     task = {"_target_": "spec_lab.tasks.benchmark.run"}
     none = {"_target_": "spec_lab.propose.Null.load"}
     return OmegaConf.create({"task": task, "proposer": none, "arms": {"other": draft | options}})

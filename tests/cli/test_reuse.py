@@ -16,18 +16,12 @@ import torch
 from pandas.testing import assert_frame_equal
 
 from spec_lab.analysis import metrics
-from spec_lab.results import schema, sweep
+from spec_lab.results import sweep
 from tests import checkpoints
 from tests.cli.composing import compose, remember_compositions
+from tests.cli.test_killed import TIMES
 
 pytestmark = pytest.mark.nightly
-
-TIMES = {
-    "rounds": [name for name, (kind, _) in schema.ROUNDS.items() if kind == "double"],
-    "steps": [],
-    "requests": [name for name in schema.REQUESTS if name.endswith("_seconds")],
-}
-"""Columns that differ between two equal runs."""
 
 RUNS = {
     "plain": ["override /proposer: ngram"],

@@ -17,7 +17,7 @@ from spec_lab.cli.main import zoo
 from spec_lab.constrain.protocol import ConstraintError, allows, masks_by_forking, unpack, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import chain, forest
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 from spec_lab.models.target import Target
 from tests.oracles import automaton, expressions, languages
 from tests.oracles.automaton import Automaton

@@ -14,8 +14,8 @@ from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.protocol import ConstraintError, pack
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import fixed_group
 from spec_lab.propose import Null
 from spec_lab.results.writer import outcomes
 from spec_lab.tasks.certify.exact import decoded

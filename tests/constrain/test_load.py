@@ -10,7 +10,7 @@ import pytest
 from spec_lab.constrain import ConstraintError, load
 from spec_lab.constrain.applied import AppliedConstraint
 from spec_lab.constrain.protocol import unpack
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 from tests.constrain.parts import A, B, bundled, toy
 from tests.labs import lab, settings
 

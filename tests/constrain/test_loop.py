@@ -10,8 +10,8 @@ from spec_lab.constrain.applied import PLACES
 from spec_lab.constrain.combined import Combined
 from spec_lab.core.faults import PartError
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import fixed_group
 from spec_lab.tasks.certify.exact import decoded
 from spec_lab.tasks.certify.ground_truth import truth
 from spec_lab.tasks.certify.instances import Instance

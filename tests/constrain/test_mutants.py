@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import spec_lab.constrain.applied
-import spec_lab.engine.commit
-import spec_lab.engine.step
+import spec_lab.decode.commit
+import spec_lab.decode.step
 from spec_lab.constrain.applied import DraftTreeMasks
 from spec_lab.constrain.protocol import ConstraintState, Masks, allows, full_mask, masks_by_forking
 from spec_lab.tasks.certify.enumeration import Reused
@@ -52,11 +52,11 @@ def _first_allowed(state):
     return None if mask is None else next((token for token in range(5) if allows(mask, token)), None)
 
 
-def _same_stream(sequence, number, fork_state, fork=spec_lab.engine.commit.fork):
+def _same_stream(sequence, number, fork_state, fork=spec_lab.decode.commit.fork):
     return replace(fork(sequence, number, fork_state), lineage=sequence.lineage)
 
 
-def _one_less(sequence, count, remove=spec_lab.engine.commit.remove):
+def _one_less(sequence, count, remove=spec_lab.decode.commit.remove):
     return remove(sequence, max(count - 1, 0))
 
 
@@ -74,9 +74,9 @@ MUTANTS = {
     "the target is not masked": lambda: masks_changed(
         lambda masks, shape: replace(masks, bits=np.where(masks.barrier[:, None], masks.bits, full_mask(5)))
     ),
-    "forced means first allowed": lambda: mock.patch.object(spec_lab.engine.commit, "forced_token", _first_allowed),
-    "forks share their noise": lambda: mock.patch.object(spec_lab.engine.commit, "fork", _same_stream),
-    "a token too few is removed": lambda: mock.patch.object(spec_lab.engine.commit, "remove", _one_less),
+    "forced means first allowed": lambda: mock.patch.object(spec_lab.decode.commit, "forced_token", _first_allowed),
+    "forks share their noise": lambda: mock.patch.object(spec_lab.decode.commit, "fork", _same_stream),
+    "a token too few is removed": lambda: mock.patch.object(spec_lab.decode.commit, "remove", _one_less),
 }
 
 

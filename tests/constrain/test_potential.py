@@ -20,7 +20,7 @@ from spec_lab.constrain.potential import (
 )
 from spec_lab.constrain.protocol import Constraint, allows, unpack
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 from spec_lab.tasks.certify.instances import PIECES
 from spec_lab.tasks.certify.toy_models import RandomToy, code
 from tests.constrain.toys import At, Table, uneven

@@ -8,14 +8,14 @@ import pytest
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.potential_bounds import ExpectedFutures, LearnedConstraint
 from spec_lab.constrain.protocol import ConstraintError, unpack
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 from spec_lab.tasks.certify.exact import decoded
 from spec_lab.tasks.certify.instances import Instance
 from spec_lab.tasks.certify.toy_models import RandomToy, code
 from spec_lab.verify import Match, Token, Traversal
 from tests.constrain.test_potential import Cliffs, words
 from tests.constrain.toys import Table, distance
-from tests.engine.test_global_constraint import branching, by_enumeration
+from tests.decode.test_global_constraint import branching, by_enumeration
 
 TOY = RandomToy(5, support=2, plain=True)
 STOP, LENGTH = 3, 3

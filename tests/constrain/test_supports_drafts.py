@@ -6,14 +6,14 @@ from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine import commit
-from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.request import Request
-from spec_lab.propose.draft_model import DraftModel
+from spec_lab.core.request import Request
+from spec_lab.decode import commit
+from spec_lab.decode.engine import fixed_group
+from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.propose.null import Null
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
+from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.verify import Token
 from tests.constrain.toys import Table
 from tests.labs import Repeat

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 from spec_lab.cli.main import zoo
 from spec_lab.constrain.vocabulary import Vocabulary, token_bytes
 from spec_lab.text.detokenizer import Rules, plain
-from tests.propose.small_tokenizers import PROSE, byte_level, sentencepiece
+from tests.drafters.small_tokenizers import PROSE, byte_level, sentencepiece
 
 BYTES = [bytes([byte]) for byte in range(256)]
 BYTE_LEVEL = {"bundled": lambda: AutoTokenizer.from_pretrained(zoo("target")), "small": lambda: byte_level(PROSE, 40)}

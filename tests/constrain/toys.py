@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spec_lab.constrain.protocol import ConstraintState, Continuation, mask_of
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 
 
 @dataclass(frozen=True)

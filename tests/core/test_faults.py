@@ -13,7 +13,7 @@ from hydra.errors import InstantiationException
 from spec_lab.cli.build import fault
 from spec_lab.core.draft import ComputedOnly, Draft, chain, forest
 from spec_lab.core.faults import PartError, Passing, attributed, causes, of_a_part
-from spec_lab.engine.step import propose
+from spec_lab.decode.step import propose
 from spec_lab.verify import Match
 from tests import checkpoints
 
@@ -125,7 +125,7 @@ def test_errors_that_are_their_own_cause_end_the_search():
 
 
 MODULE = """
-from spec_lab.engine.proposer import Lifecycle
+from spec_lab.decode.proposer import Lifecycle
 
 
 class Faulty(Lifecycle):

@@ -6,7 +6,7 @@ import pytest
 
 from spec_lab.constrain.controllers import candidates, template
 from spec_lab.core.options import MAX_CHARACTERS, MAX_STRINGS, strings, whole
-from spec_lab.engine.proposer import Lifecycle
+from spec_lab.decode.proposer import Lifecycle
 from spec_lab.tasks.lab import MOST_NODES, Lab
 from spec_lab.verify import Lenient, Relaxed
 from tests.constrain.parts import toy

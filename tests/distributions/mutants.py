@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import spec_lab.engine.commit
+import spec_lab.decode.commit
 import spec_lab.propose.growth
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import logits_to_probs
 from spec_lab.core.randomness import Draws, Key, Purpose
-from spec_lab.engine.proposer import Observation, Requires
-from spec_lab.engine.request import Request
-from spec_lab.engine.sequence import Batch, SequenceState
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Observation, Requires
+from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.propose import Proposer
 from spec_lab.tasks.certify import exact
 from spec_lab.tasks.certify.certificate import Control, prove
@@ -371,7 +371,7 @@ def same_step() -> AbstractContextManager[Any]:
 
 def late_stop(first: int) -> AbstractContextManager[Any]:
     """Stop tokens are searched in ``emitted[first:]``, and nothing is cut after them."""
-    right = spec_lab.engine.commit._commit
+    right = spec_lab.decode.commit._commit
 
     def late(sequence: Any, *rest: Any) -> Any:
         asked, before = sequence.request, len(sequence.tokens)
@@ -382,7 +382,7 @@ def late_stop(first: int) -> AbstractContextManager[Any]:
             sequence.finish = "stop"
         return done
 
-    return mock.patch.object(spec_lab.engine.commit, "_commit", late)
+    return mock.patch.object(spec_lab.decode.commit, "_commit", late)
 
 
 # The table

@@ -5,14 +5,14 @@ from collections import Counter
 import pytest
 import torch
 
-import spec_lab.engine.rows
+import spec_lab.decode.rows
 from spec_lab.core.probabilities import Sampling, logits_to_probs
-from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.request import Request
-from spec_lab.propose.draft_model import DraftModel
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import fixed_group
+from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
+from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.verify import Token, Traversal
 from tests.distributions.tabular import explore
 from tests.tiny import tiny_model, tiny_target
@@ -131,10 +131,10 @@ def test_a_stop_token_ends_the_text_and_keeps_its_distribution(target, draft, tr
 
 
 def test_a_loop_that_omits_the_warps_is_detected(target, draft, monkeypatch):
-    right = spec_lab.engine.rows.logits_to_probs
+    right = spec_lab.decode.rows.logits_to_probs
 
     def bare(logits, samplings, seen=None, mask=None, **more):
         return right(logits, [Sampling(s.temperature) for s in samplings], None, mask, **more)
 
-    monkeypatch.setattr(spec_lab.engine.rows, "logits_to_probs", bare)
+    monkeypatch.setattr(spec_lab.decode.rows, "logits_to_probs", bare)
     assert distance(target, draft, "1", "iid", Token(), WARPED) > 1e-3

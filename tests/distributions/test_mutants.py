@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spec_lab.core.randomness import Purpose
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 from spec_lab.tasks.certify.certificate import Control, prove
 from spec_lab.tasks.certify.exact import toy_parts
 from spec_lab.tasks.certify.instances import LOOPS, PLAIN, QUICK, STEPS, Instance

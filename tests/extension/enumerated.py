@@ -14,8 +14,8 @@ import torch
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Key
-from spec_lab.engine.engine import Engine, Limits
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import Engine, Limits
 from spec_lab.models.target import Target
 from spec_lab.tasks.certify.enumeration import explore, side_by_side
 from spec_lab.tasks.certify.ground_truth import truth

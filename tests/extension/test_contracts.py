@@ -14,45 +14,45 @@ from spec_lab.constrain.engines.grammar import regex
 from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.draft_pass import Sublayer
-from spec_lab.engine.engine import Limits, fixed_group
-from spec_lab.engine.request import Request
-from spec_lab.models.block import BlockSettings
-from spec_lab.models.block import random_network as block_network
-from spec_lab.models.draft_layers import small_layer
-from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
-from spec_lab.models.hydra import HydraSettings, random_heads
-from spec_lab.models.kangaroo import KangarooSettings, random_kangaroo
-from spec_lab.models.mtp import MtpSettings, random_mtp
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import Limits, fixed_group
+from spec_lab.drafters.block.network import BlockSettings
+from spec_lab.drafters.block.network import random_network as block_network
+from spec_lab.drafters.block.propose import BlockDrafter
+from spec_lab.drafters.draft_layers import small_layer
+from spec_lab.drafters.draft_model.propose import DraftModel
+from spec_lab.drafters.draft_model.retokenized import Retokenized, Tokens
+from spec_lab.drafters.draft_model.vocabularies import SharedTokens
+from spec_lab.drafters.eagle.network import Eagle3Settings, EagleSettings, random_network
+from spec_lab.drafters.early_exit import EarlyExit
+from spec_lab.drafters.feature_drafter import FeatureDrafter
+from spec_lab.drafters.hydra.network import HydraSettings, random_heads
+from spec_lab.drafters.hydra.propose import Hydra
+from spec_lab.drafters.kangaroo.network import KangarooSettings, random_kangaroo
+from spec_lab.drafters.kangaroo.propose import KangarooHead
+from spec_lab.drafters.medusa.network import Heads
+from spec_lab.drafters.medusa.propose import Medusa
+from spec_lab.drafters.mtp.network import MtpSettings, random_mtp
+from spec_lab.drafters.pard.propose import Pard
+from spec_lab.drafters.skip.propose import Skip
+from spec_lab.drafters.skip.search import SkipSearch
 from spec_lab.policy.adaptive import adapt
 from spec_lab.policy.depths import Heuristic
 from spec_lab.policy.thresholds import Threshold
 from spec_lab.propose.best_first import Budget
-from spec_lab.propose.block import BlockDrafter
-from spec_lab.propose.draft_model import DraftModel
-from spec_lab.propose.early_exit import EarlyExit
-from spec_lab.propose.feature_drafter import FeatureDrafter
-from spec_lab.propose.heads import Heads
-from spec_lab.propose.hydra import Hydra
-from spec_lab.propose.kangaroo import KangarooHead
-from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram
-from spec_lab.propose.pard import Pard
 from spec_lab.propose.pld_plus import PldPlus
-from spec_lab.propose.retokenized import Retokenized, Tokens
-from spec_lab.propose.skip import Skip
-from spec_lab.propose.skip_search import SkipSearch
 from spec_lab.propose.stop_rules import AdaEdl
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.propose.union import Union
-from spec_lab.propose.vocabularies import SharedTokens
+from spec_lab.runners.causal_lm import CausalLM
+from spec_lab.runners.draft_pass import Sublayer
 from spec_lab.tasks.certify.instances import PIECES, Forking
 from spec_lab.tasks.certify.toy_models import PROMPT
 from spec_lab.verify import Gumbel, KSeq, Misfit, Token, Traversal
+from tests.drafters.small_tokenizers import letters
 from tests.extension.enumerated import SAMPLING, V, decoded, distance, model, wanted
-from tests.propose.small_tokenizers import letters
 from tests.tiny import tiny_model
 
 EXACT = 1e-12

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spec_lab.engine.attention import FULL, AttentionKind, layer_kinds
+from spec_lab.runners.attention import FULL, AttentionKind, layer_kinds
 from tests import recurrent
 from tests.models import families_positions
 from tests.tiny import COMMON, CONTEXT

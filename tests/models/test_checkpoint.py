@@ -18,16 +18,16 @@ from transformers import AutoModelForCausalLM
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.attention import SPANS
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
+from spec_lab.drafters.draft_model.propose import DraftModel
+from spec_lab.drafters.medusa.network import Heads
 from spec_lab.models import checkpoint as files
 from spec_lab.models import hub as hub_files
 from spec_lab.models import loading
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
 from spec_lab.models.target import Target
-from spec_lab.propose.draft_model import DraftModel
-from spec_lab.propose.heads import Heads
+from spec_lab.runners.attention import SPANS
 from spec_lab.tasks.peers import Generate
 from tests.checkpoints import checkpoint, zoo
 from tests.tiny import tiny_model

@@ -12,24 +12,24 @@ from transformers import AutoTokenizer
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.core.protocols import Threaded
-from spec_lab.engine.llama_context import LlamaSettings
-from spec_lab.engine.llama_cpp import LlamaCpp
-from spec_lab.engine.llama_recurrent import LlamaRecurrent
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
+from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models import gguf
 from spec_lab.models.gguf_export import convert
 from spec_lab.models.gguf_file import read_gguf
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
-from spec_lab.propose.draft_model import DraftModel
+from spec_lab.runners.llama_context import LlamaSettings
+from spec_lab.runners.llama_cpp import LlamaCpp
+from spec_lab.runners.llama_recurrent import LlamaRecurrent
 from spec_lab.tasks.peers_llama import LlamaGenerate
 from tests.checkpoints import checkpoint
-from tests.engine.fake_llama import FakeLlama, logits_of, numbers
-from tests.engine.fake_recurrent import FakeRecurrent, RecurrentMemory
+from tests.drafters.small_tokenizers import PROSE, byte_level
 from tests.gguf_files import field, header, with_zoo_tokenizer
 from tests.propose.lab import decode, emitted, requests
-from tests.propose.small_tokenizers import PROSE, byte_level
+from tests.runners.fake_llama import FakeLlama, logits_of, numbers
+from tests.runners.fake_recurrent import FakeRecurrent, RecurrentMemory
 
 pytest.importorskip("gguf", reason="requires the extra llamacpp")
 
@@ -303,7 +303,7 @@ class KeepsNoSnapshots(RecurrentMemory):
 
 
 def test_the_self_check_refuses_a_library_whose_states_are_not_rolled_back(files, monkeypatch):
-    monkeypatch.setattr("tests.engine.fake_recurrent.RecurrentMemory", KeepsNoSnapshots)
+    monkeypatch.setattr("tests.runners.fake_recurrent.RecurrentMemory", KeepsNoSnapshots)
     with pytest.raises(Unsupported, match=r"wrongly in llama\.cpp: .* standard deviations"):
         load(files, library=recurrent())
 

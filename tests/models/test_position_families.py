@@ -8,24 +8,24 @@ from transformers import GenerationConfig
 
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.engine import Engine, Limits
+from spec_lab.decode.engine import Engine, Limits
+from spec_lab.drafters.draft_model.propose import DraftModel
+from spec_lab.drafters.early_exit import EarlyExit
+from spec_lab.drafters.skip.propose import Skip
+from spec_lab.drafters.skip.search import parse_sublayers
 from spec_lab.models.packed import pack, unpack
 from spec_lab.models.plain_forwards import EXACT
 from spec_lab.models.self_check import self_check
 from spec_lab.models.support import Unsupported, model_context, refuse_by_name
 from spec_lab.models.target import Target
-from spec_lab.propose.draft_model import DraftModel
-from spec_lab.propose.early_exit import EarlyExit
-from spec_lab.propose.skip import Skip
-from spec_lab.propose.skip_search import parse_sublayers
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
+from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.verify import Token
-from tests.engine.foretold import TREE, Foretold
-from tests.engine.replays import replayed
+from tests.decode.foretold import TREE, Foretold
 from tests.models.families_positions import FAMILIES, tiny_family
 from tests.propose.lab import decode, emitted, requests
+from tests.runners.replays import replayed
 
 PROMPTS = ((3, 14, 15, 9, 26, 5, 35, 8, 9), (2, 7, 18), (31, 41, 5, 9, 2, 6), (8,))
 NEW = 16

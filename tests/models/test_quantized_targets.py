@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from experiments.exactness.greedy import decoded
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
+from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
-from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.ngram import Ngram
 from spec_lab.verify import Token
 from tests.checkpoints import checkpoint

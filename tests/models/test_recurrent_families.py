@@ -8,17 +8,17 @@ import torch
 
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.attention import layers_without_cells
-from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.engine import Engine, Limits
-from spec_lab.engine.proposer import Lifecycle
-from spec_lab.engine.recurrent import Advance
+from spec_lab.decode.engine import Engine, Limits
+from spec_lab.decode.proposer import Lifecycle
+from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.self_check import self_check
 from spec_lab.models.support import NO_LIMIT, Unsupported
 from spec_lab.models.target import Target
-from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.ngram import Ngram
 from spec_lab.propose.suffix import Suffix
+from spec_lab.runners.attention import layers_without_cells
+from spec_lab.runners.causal_lm import CausalLM
+from spec_lab.runners.recurrent import Advance
 from spec_lab.verify import Token
 from tests.checkpoints import saved
 from tests.propose.lab import draft_model, requests

@@ -6,12 +6,6 @@ import torch
 from torch import nn
 
 from spec_lab.core.process_cache import ProcessCache
-from spec_lab.engine import causal_lm, prepare
-from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.kv_cache import Cells, CellSequence
-from spec_lab.engine.layer_ranges import find_layers
-from spec_lab.engine.model_work import parameters_of
-from spec_lab.engine.prepare import Packer
 from spec_lab.models import float32_copy, self_check
 from spec_lab.models import target as target_module
 from spec_lab.models.forests import Checked, Rows, decode_forests, rounding_error
@@ -20,6 +14,12 @@ from spec_lab.models.packed import PackedLinear, pack, packed_dtypes
 from spec_lab.models.plain_forwards import PlainForwards, plain_forward
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
+from spec_lab.runners import causal_lm, prepare
+from spec_lab.runners.causal_lm import CausalLM
+from spec_lab.runners.kv_cache import Cells, CellSequence
+from spec_lab.runners.layer_ranges import find_layers
+from spec_lab.runners.model_work import parameters_of
+from spec_lab.runners.prepare import Packer
 from tests.checkpoints import checkpoint
 from tests.models.families import tiny_family
 from tests.tiny import tiny_model

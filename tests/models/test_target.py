@@ -10,8 +10,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from spec_lab.engine.attention import layer_kinds
-from spec_lab.engine.graphs import FixedPack
 from spec_lab.models import loading
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.placement import weight_bytes
@@ -19,6 +17,8 @@ from spec_lab.models.quantization import Quantization, check_quantized_fit, quan
 from spec_lab.models.self_check import self_check
 from spec_lab.models.support import Unsupported, model_context, refuse_by_name
 from spec_lab.models.target import Target
+from spec_lab.runners.attention import layer_kinds
+from spec_lab.runners.graphs import FixedPack
 from tests.models.families import tiny_family
 from tests.tiny import COMMON, CONTEXT, VOCABULARY, WINDOWED, tiny_model
 
@@ -420,7 +420,7 @@ def test_the_self_check_reaches_beyond_windows_of_any_size(monkeypatch, family, 
         assert {kind.sliding_window for kind in layer_kinds(model.config).values()} == {size}
     for attention in ("spans", "dense"):
         with monkeypatch.context() as patch:
-            patch.setattr("spec_lab.engine.causal_lm.layer_kinds", lambda config: {})
+            patch.setattr("spec_lab.runners.causal_lm.layer_kinds", lambda config: {})
             with pytest.raises(Unsupported, match=r"sliding_window=|by \d"):
                 self_check(model, attention)
 
@@ -439,6 +439,6 @@ def test_the_self_check_detects_queries_scaled_by_their_row(monkeypatch):
     """Llama 4 scales queries at positions beyond ``floor_scale``, here far beyond the text of the check."""
     model = tiny_model("llama4_text", floor_scale=64)
     assert self_check(model, "spans").error < 1e-5
-    monkeypatch.setattr("spec_lab.engine.causal_lm.counting_layers", lambda model: {})
+    monkeypatch.setattr("spec_lab.runners.causal_lm.counting_layers", lambda model: {})
     with pytest.raises(Unsupported, match="by 0"):
         self_check(model, "spans")

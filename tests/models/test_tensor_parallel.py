@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spec_lab.analysis.report.facts import device_text
 from spec_lab.core.draft import Draft, chain, empty, forest
-from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.drafters.medusa.network import Heads
 from spec_lab.models import loading, placement
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.placement import refuse_offloading
@@ -27,8 +27,8 @@ from spec_lab.models.self_check import self_check
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.models.tensor_parallel import Link
-from spec_lab.propose.heads import Heads
 from spec_lab.results.manifest import claim, manifest
+from spec_lab.runners.causal_lm import CausalLM
 from tests.checkpoints import checkpoint, prompts
 from tests.models import families_positions
 from tests.models.families import tiny_family

@@ -10,7 +10,7 @@ from spec_lab.cli.main import zoo
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.engines.grammar import json_schema
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 from spec_lab.tasks.certify.masks import compare_masks
 
 NODE = {

@@ -13,8 +13,8 @@ from spec_lab.constrain.controllers import banned, candidates, choices, pattern,
 from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import fixed_group
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.trees import parse, width_of
 from spec_lab.verify import Cascade, Lenient, Match, Relaxed, Token, Typical

@@ -24,9 +24,9 @@ import json, sys, threading, time
 from pathlib import Path
 import torch
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.memory import Decoding, need
-from spec_lab.engine.request import Request
+from spec_lab.decode.engine import fixed_group
+from spec_lab.runners.memory import Decoding, need
+from spec_lab.core.request import Request
 from spec_lab.models.loading import describe
 from spec_lab.models.placement import weight_bytes
 from spec_lab.models.target import Target

@@ -128,9 +128,9 @@ COMPUTES = """
 import sys
 from pathlib import Path
 from spec_lab.core.draft import empty
-from spec_lab.engine.llama_context import LlamaSettings
-from spec_lab.engine.llama_cpp import LlamaCpp
-from spec_lab.engine.llama_library import Model, load_library
+from spec_lab.runners.llama_context import LlamaSettings
+from spec_lab.runners.llama_cpp import LlamaCpp
+from spec_lab.runners.llama_library import Model, load_library
 from spec_lab.models.gguf_file import read_gguf
 
 library = load_library()

@@ -14,18 +14,18 @@ import spec_lab
 from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import Engine
-from spec_lab.engine.llama_context import LlamaSettings
-from spec_lab.engine.llama_cpp import LlamaCpp
-from spec_lab.engine.llama_library import Model, load_library
-from spec_lab.engine.prefix_cache import PrefixCache
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import Engine
+from spec_lab.decode.prefix_cache import PrefixCache
 from spec_lab.models import gguf
 from spec_lab.models.gguf_export import convert
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import NgramTree
+from spec_lab.runners.llama_context import LlamaSettings
+from spec_lab.runners.llama_cpp import LlamaCpp
+from spec_lab.runners.llama_library import Model, load_library
 from spec_lab.tasks.lab import requests_of
 from spec_lab.text.prompts import mixed
 from spec_lab.verify import Token

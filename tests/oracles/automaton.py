@@ -16,7 +16,7 @@ from spec_lab.constrain.engines.source import read_source, shown
 from spec_lab.constrain.protocol import ConstraintError, mask_of
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.options import one_of, whole
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 from tests.oracles import languages
 from tests.oracles.nfa import STATES, Language
 

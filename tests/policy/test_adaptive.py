@@ -9,7 +9,7 @@ import pytest
 from spec_lab.core.faults import PartError
 from spec_lab.core.limit import Limit
 from spec_lab.core.protocols import facts_of
-from spec_lab.engine.proposer import forget
+from spec_lab.decode.proposer import forget
 from spec_lab.policy.adaptive import adapt
 from spec_lab.policy.bandit import Bandit, Rewards
 from spec_lab.policy.costs import DraftCosts, Timing, draft_costs

@@ -7,16 +7,16 @@ import torch
 
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.engine import Engine, fixed_group
-from spec_lab.engine.proposer import Observation
-from spec_lab.engine.request import Request
-from spec_lab.engine.sequence import Batch, SequenceState
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import Engine, fixed_group
+from spec_lab.decode.proposer import Observation
+from spec_lab.decode.sequence import Batch, SequenceState
+from spec_lab.drafters.cascade import DraftCascade
+from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.target import Target
-from spec_lab.propose.cascade import DraftCascade
-from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
+from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.verify import Token
 from tests.tiny import CONTEXT, tiny_model
 

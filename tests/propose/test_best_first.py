@@ -11,17 +11,18 @@ import torch
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
-from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.engine import fixed_group
+from spec_lab.decode.engine import fixed_group
+from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.propose.best_first import BestFirst, Budget
-from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.tree_plan import TreePlan
+from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.tasks.certify.exact import examine
 from spec_lab.tasks.certify.instances import FEW, Instance, constrained
 from spec_lab.tasks.certify.toy_models import RandomToy
 from spec_lab.verify import Token, Traversal
 from tests.constrain import toys
+from tests.drafters.test_draft_model import WORDS, saved, tokenizer_of
 from tests.propose.lab import (
     COLD,
     WARM,
@@ -33,7 +34,6 @@ from tests.propose.lab import (
     plain_probabilities,
     requests,
 )
-from tests.propose.test_draft_model import WORDS, saved, tokenizer_of
 from tests.tiny import CONTEXT, VOCABULARY, tiny_model, tiny_target
 
 V = 7

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spec_lab.core.draft import Draft, chain, forest
-from spec_lab.engine.proposer import Lifecycle, Observation
+from spec_lab.decode.proposer import Lifecycle, Observation
 from spec_lab.propose.best_of import RECOVERY, BestOf
 from spec_lab.propose.ngram import Ngram
 from tests.propose.lab import COLD, WARM, batch_of, decode, draft_model, emitted, requests

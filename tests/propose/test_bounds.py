@@ -2,7 +2,7 @@
 
 import pytest
 
-from spec_lab.propose.draft_model import DraftModel
+from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.propose.ngram import LONGEST, Ngram, NgramTree
 from spec_lab.propose.trees import MOST_DEPTH, MOST_NODES, depth_of, parse
 

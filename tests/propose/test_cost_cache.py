@@ -12,12 +12,12 @@ import pytest
 import torch
 from filelock import FileLock
 
+from spec_lab.drafters.medusa.network import Heads
+from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.propose import calibrate as calibration
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.calibrate import calibrate, conditions
 from spec_lab.propose.cost_cache import MAX_AGE, CostCache, default_folder
-from spec_lab.propose.heads import Heads
-from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.step_costs import StepCosts
 from spec_lab.propose.trees import parse
 from tests.tiny import tiny_target

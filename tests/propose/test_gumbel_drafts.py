@@ -11,10 +11,10 @@ from scipy import stats
 
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
-from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.sequence import SequenceState
+from spec_lab.decode.engine import fixed_group
+from spec_lab.decode.sequence import SequenceState
 from spec_lab.propose.growth import Growth
+from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.verify import Gumbel, Match, Token, Traversal
 from tests.propose.lab import (
     COLD,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.proposer import Observation
+from spec_lab.decode.engine import fixed_group
+from spec_lab.decode.proposer import Observation
 from spec_lab.propose.jacobi import Guesses, Jacobi
 from spec_lab.verify import Token
 from tests.propose.lab import PROMPTS, decode, emitted, plain_logits, requests

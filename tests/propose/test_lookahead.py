@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
+from spec_lab.decode.engine import fixed_group
 from spec_lab.policy.adaptive import Adaptive
 from spec_lab.policy.depths import FixedDepth
 from spec_lab.propose.lookahead import Lookahead, Window

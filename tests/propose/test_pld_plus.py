@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.readback import Readback
-from spec_lab.engine.engine import Engine, Limits
-from spec_lab.engine.proposer import Observation, check_requires
-from spec_lab.engine.runner import Capabilities
-from spec_lab.propose.heads import Heads
-from spec_lab.propose.medusa import Medusa
+from spec_lab.decode.engine import Engine, Limits
+from spec_lab.decode.proposer import Observation, check_requires
+from spec_lab.drafters.medusa.network import Heads
+from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.propose.pld_plus import SCAN, PldPlus
 from spec_lab.propose.trees import parse
 from spec_lab.propose.union import Union
+from spec_lab.runners.runner import Capabilities
 from spec_lab.verify import Token, Traversal
 from tests.propose.lab import COLD, WARM, decode, emitted, path_tokens, requests, steps_after_texts
 from tests.tiny import VOCABULARY

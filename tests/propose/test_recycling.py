@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_lab.engine.proposer import Observation
+from spec_lab.decode.proposer import Observation
 from spec_lab.propose.recycling import Recycling
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token, Traversal

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spec_lab.core.draft import POINT, Shape, chain, forest
 from spec_lab.core.draft import Draft as CoreDraft
-from spec_lab.engine.proposer import Lifecycle, Requires
+from spec_lab.decode.proposer import Lifecycle, Requires
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.parts import ProposerParts, join
 from spec_lab.propose.union import Excluding, Trie, Union

@@ -6,8 +6,8 @@ import pandas as pd
 from spec_lab.core.draft import WAYS, Draft, Shape
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.recording import Recording
+from spec_lab.decode.engine import fixed_group
+from spec_lab.decode.recording import Recording
 from spec_lab.replay.trees import RecordedText, RecordedTrees, of_rows
 from spec_lab.results.writer import replay_rows_of, rows_of
 from spec_lab.verify import Token

@@ -17,7 +17,7 @@ from spec_lab.analysis.metrics.intervals import Interval
 from spec_lab.cli.commands import command
 from spec_lab.core.draft import Draft, tree
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.recording import Recording
+from spec_lab.decode.recording import Recording
 from spec_lab.propose.trees import parse
 from spec_lab.replay import bounds, pseudo_tokens
 from spec_lab.replay.bounds import acceptance, best_points, bounds_of, tree_gain

@@ -9,7 +9,7 @@ import torch
 from spec_lab.core.draft import Draft, forest, tree
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.recording import Recording, pack_ids, recorded_numbers, unpack_ids
+from spec_lab.decode.recording import Recording, pack_ids, recorded_numbers, unpack_ids
 from spec_lab.propose.trees import parse
 from spec_lab.results.parts import schema
 from spec_lab.results.schema import REPLAY

@@ -188,7 +188,7 @@ def test_a_proposer_may_state_any_facts(tmp_path):
     assert begun_trees(tmp_path, CONFIG) == {}
 
 
-MEDUSA = {"_target_": "spec_lab.propose.medusa.Medusa.load", "tree": "calibrated"}
+MEDUSA = {"_target_": "spec_lab.drafters.medusa.propose.Medusa.load", "tree": "calibrated"}
 MEASURED = {"recalibrate": True, "cache": "elsewhere"}
 
 

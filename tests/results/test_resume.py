@@ -51,7 +51,7 @@ def calibrating(monkeypatch, *trees: str) -> None:
         found = calibrate(*given, **named, timing=partial(time_steps, seconds=0.0))
         return replace(found, choices=left.pop(0))
 
-    monkeypatch.setattr("spec_lab.propose.medusa.calibrate", chosen)
+    monkeypatch.setattr("spec_lab.drafters.medusa.propose.calibrate", chosen)
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import Engine, Limits
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import Engine, Limits
 from spec_lab.propose import Null
 from spec_lab.results import schema, writer
 from spec_lab.results.writer import Recorder, load

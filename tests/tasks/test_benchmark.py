@@ -15,11 +15,11 @@ from rich.console import Console
 from spec_lab.analysis import metrics
 from spec_lab.analysis.report.run_page import page
 from spec_lab.core.roofline import Roofline
-from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.propose import Null
 from spec_lab.results.manifest import begun_trees
 from spec_lab.results.schema import DRAFT_COLUMNS
 from spec_lab.results.writer import load_token_texts
+from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.tasks.benchmark import margins, run
 from spec_lab.tasks.lab import Decoded, Loop
 from spec_lab.verify import Gumbel, Lenient, Match, Token

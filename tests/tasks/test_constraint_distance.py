@@ -16,8 +16,8 @@ from spec_lab.constrain import AppliedConstraint, ConstraintError
 from spec_lab.constrain.potential import explore
 from spec_lab.constrain.protocol import tokens_of
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.request import Request
-from spec_lab.propose.draft_model import DraftModel
+from spec_lab.core.request import Request
+from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.tasks.certify.significance import chi_square
@@ -29,7 +29,7 @@ from spec_lab.tasks.constraint_distance.task import measure
 from spec_lab.verify import Lenient, Traversal
 from tests.constrain.test_potential import words
 from tests.constrain.toys import Table
-from tests.engine.test_global_constraint import branching, by_enumeration
+from tests.decode.test_global_constraint import branching, by_enumeration
 from tests.labs import Letters, lab, settings
 from tests.tiny import VOCABULARY, tiny_target
 

@@ -25,7 +25,7 @@ from spec_lab.core.grid import Grid
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.roofline import AttentionWork, ForwardWork, MachineLimits, Roofline
-from spec_lab.engine.sequence import Batch
+from spec_lab.decode.sequence import Batch
 from spec_lab.propose import Null
 from spec_lab.tasks.benchmark import run
 from spec_lab.tasks.cost import Cost, load, measure, predict, predicted_and_measured, predicted_speedups, show

@@ -21,8 +21,8 @@ from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.constrain.load import regex
 from spec_lab.constrain.vocabulary import Vocabulary, text_bytes
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.prefix_cache import PrefixCache
-from spec_lab.engine.sequence import ORIGINS
+from spec_lab.decode.prefix_cache import PrefixCache
+from spec_lab.decode.sequence import ORIGINS
 from spec_lab.models.target import Target
 from spec_lab.propose.ngram import Ngram
 from spec_lab.tasks.generation import Dropped, net

@@ -10,9 +10,9 @@ import pytest
 from spec_lab.analysis import metrics
 from spec_lab.analysis.tracking import Files
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.attention import SPANS
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.target import Target
+from spec_lab.runners.attention import SPANS
 from spec_lab.tasks.benchmark import run
 from spec_lab.tasks.lab import Lab
 from spec_lab.tasks.peers import Bare, Generate

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 from spec_lab.tasks.peers_llama import GreedyDraft, GrowingLlama, LlamaGenerate, LlamaLoop, timed
 from tests.tiny import tiny_target
 

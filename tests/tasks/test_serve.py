@@ -16,10 +16,10 @@ from spec_lab.cli.main import main
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.request import Request
 from spec_lab.core.roofline import ForwardWork, MachineLimits, Roofline
-from spec_lab.engine.engine import Engine, Limits, fixed_group
-from spec_lab.engine.prefix_cache import PrefixCache
-from spec_lab.engine.request import Request
+from spec_lab.decode.engine import Engine, Limits, fixed_group
+from spec_lab.decode.prefix_cache import PrefixCache
 from spec_lab.propose import Null
 from spec_lab.tasks import serve as module
 from spec_lab.tasks.lab import Loop

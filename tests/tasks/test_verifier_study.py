@@ -18,7 +18,7 @@ from spec_lab.cli.main import main, zoo
 from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.proposer import Requires
+from spec_lab.decode.proposer import Requires
 from spec_lab.propose import Null
 from spec_lab.results.study import load
 from spec_lab.tasks.verifier_study import pooled, study_verifiers

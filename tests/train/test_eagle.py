@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spec_lab.engine.softmax import Softmax
-from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
-from spec_lab.models.eagle_files import published_name
-from spec_lab.train.eagle import Eagle3Objective, Eagle3Recipe, begin_as_target
+from spec_lab.drafters.eagle.files import published_name
+from spec_lab.drafters.eagle.losses import eagle1_losses, eagle3_losses
+from spec_lab.drafters.eagle.network import Eagle3Settings, EagleSettings, random_network
+from spec_lab.drafters.eagle.train import Eagle3Objective, Eagle3Recipe, begin_as_target
+from spec_lab.runners.softmax import Softmax
 from spec_lab.train.objectives import LOSSES, Truth, expected_length, measure
 from spec_lab.train.texts import Texts
-from spec_lab.train.unroll import UnrollAttention, eagle1_losses, eagle3_losses
+from spec_lab.train.unroll import UnrollAttention
 from tests.oracles import eagle as oracle
 from tests.tiny import tiny_model, tiny_target
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from spec_lab.train.eagle import frequent
+from spec_lab.drafters.eagle.train import frequent
 from spec_lab.train.fit import CHECKPOINT, FitPlan, fit, order_of, saved_steps
 from spec_lab.train.objectives import Measured
 from spec_lab.train.texts import Texts

@@ -12,25 +12,26 @@ from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 from spec_lab.core import tensors
-from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.drafters.draft_model.train import DraftRecipe
+from spec_lab.drafters.eagle.train import Eagle3Recipe
+from spec_lab.drafters.eagle.train_eagle1 import Eagle1Recipe
+from spec_lab.drafters.hydra.train import HydraRecipe
+from spec_lab.drafters.kangaroo.train import KangarooRecipe
+from spec_lab.drafters.medusa import train as medusa_training
+from spec_lab.drafters.medusa.measure import measure
+from spec_lab.drafters.medusa.network import Heads
+from spec_lab.drafters.medusa.train import MedusaRecipe
+from spec_lab.drafters.mtp.train import MtpRecipe
+from spec_lab.drafters.pard.train import PardRecipe
 from spec_lab.models.packed import unpack
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.propose import calibrate as calibration
-from spec_lab.propose.accuracy import Accuracy, measure
-from spec_lab.propose.heads import Heads
+from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.step_costs import StepCosts
-from spec_lab.train import medusa as medusa_training
-from spec_lab.train import task
-from spec_lab.train.draft import DraftRecipe
-from spec_lab.train.eagle import Eagle3Recipe
-from spec_lab.train.eagle1 import Eagle1Recipe
+from spec_lab.runners.causal_lm import CausalLM
+from spec_lab.tasks import train as task
 from spec_lab.train.fit import FitPlan, fit
-from spec_lab.train.hydra import HydraRecipe
-from spec_lab.train.kangaroo import KangarooRecipe
-from spec_lab.train.medusa import MedusaRecipe
-from spec_lab.train.mtp import MtpRecipe
-from spec_lab.train.pard import PardRecipe
 from spec_lab.train.recipe import TargetHead, settings_of
 from spec_lab.train.record import record
 from spec_lab.train.texts import Texts

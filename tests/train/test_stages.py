@@ -13,18 +13,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts.zoo import acceptance, corpus, pretrain, prompts, stages
 from scripts.zoo.settings import Settings
+from spec_lab.drafters.draft_model.train import DraftRecipe
+from spec_lab.drafters.eagle import propose as eagle
+from spec_lab.drafters.eagle.train import Eagle3Recipe
+from spec_lab.drafters.hydra.propose import Hydra
+from spec_lab.drafters.hydra.train import HydraRecipe
+from spec_lab.drafters.medusa.network import Heads, Trunk
 from spec_lab.models.target import Target
-from spec_lab.propose import eagle
 from spec_lab.propose.accuracy import Accuracy
-from spec_lab.propose.heads import Heads, Trunk
-from spec_lab.propose.hydra import Hydra
 from spec_lab.train import distill
-from spec_lab.train.draft import DraftRecipe
-from spec_lab.train.eagle import Eagle3Recipe
 from spec_lab.train.export import file_sha256
 from spec_lab.train.fit import FitPlan
 from spec_lab.train.generate import Generation, Part
-from spec_lab.train.hydra import HydraRecipe
 from spec_lab.train.objectives import Measured
 from spec_lab.train.trainer import Plan, Trainer, schedule
 

@@ -13,11 +13,11 @@ from spec_lab.analysis import metrics
 from spec_lab.core.draft import Draft, Shape, chain, forest, tree
 from spec_lab.core.probabilities import Sampling, argmax_of_finite, finite_, likeliest, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.proposer import Lifecycle
+from spec_lab.decode.engine import fixed_group
+from spec_lab.decode.proposer import Lifecycle
+from spec_lab.drafters.medusa.network import Heads
+from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.propose import Null
-from spec_lab.propose.heads import Heads
-from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.trees import parse
 from spec_lab.results import writer
 from spec_lab.results.writer import Recorder, load

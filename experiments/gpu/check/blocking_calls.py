@@ -20,8 +20,8 @@ from experiments.gpu.random_models import WAYS
 from experiments.gpu.timing import Captures
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import Engine
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import Engine
 from spec_lab.verify import Token
 
 ROOT = Path(__file__).resolve().parents[3]

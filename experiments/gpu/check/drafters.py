@@ -19,18 +19,18 @@ from experiments.gpu.timing import random_requests
 from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Shape
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.engine import Engine
-from spec_lab.engine.feature_lm import FeatureLM
-from spec_lab.models.draft_layers import load_weights
-from spec_lab.models.eagle import Eagle3Settings
+from spec_lab.decode.engine import Engine
+from spec_lab.drafters.draft_layers import load_weights
+from spec_lab.drafters.draft_model.propose import DraftModel
+from spec_lab.drafters.eagle.network import Eagle3Settings
+from spec_lab.drafters.feature_drafter import FeatureDrafter
 from spec_lab.models.merged import merge
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
-from spec_lab.propose.draft_model import DraftModel
-from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
+from spec_lab.runners.causal_lm import CausalLM
+from spec_lab.runners.feature_lm import FeatureLM
 from spec_lab.verify import Token
 
 CONTEXT, ROWS = 512, 10

@@ -14,13 +14,13 @@ from experiments.gpu.random_models import SHAPES, WAYS, llama, target_of
 from experiments.gpu.timing import Captures, random_requests
 from spec_lab.core.draft import empty
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.engine import Engine
-from spec_lab.engine.graphs import CudaGraphs
+from spec_lab.decode.engine import Engine
+from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.merged import merge
-from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
+from spec_lab.runners.causal_lm import CausalLM
+from spec_lab.runners.graphs import CudaGraphs
 from spec_lab.verify import Token
 
 MEDIUM = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, vocab_size=4096)

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from spec_lab.analysis.metrics.intervals import Interval, cluster_interval, cluster_variance, ratio
-from spec_lab.engine.request import BROKEN
+from spec_lab.core.request import BROKEN
 
 Summands = tuple[np.ndarray, np.ndarray]
 """The terms of a ratio of sums over steps: what each step adds to the top ``[N]`` and to the bottom ``[N]``."""

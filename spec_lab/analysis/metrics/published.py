@@ -19,7 +19,7 @@ from spec_lab.analysis.metrics.acceptance import Summands, depths, pooled
 from spec_lab.analysis.metrics.intervals import ratio
 from spec_lab.analysis.metrics.phases import decode_seconds
 from spec_lab.analysis.metrics.speed import broken_groups
-from spec_lab.engine.request import BROKEN
+from spec_lab.core.request import BROKEN
 from spec_lab.results.writer import Tables
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from spec_lab.analysis.metrics.intervals import Interval, interval, jackknife, ratio
-from spec_lab.engine.request import BROKEN
+from spec_lab.core.request import BROKEN
 from spec_lab.results.writer import Tables
 
 

@@ -27,7 +27,7 @@ from spec_lab.results import sweep
 from spec_lab.results.manifest import begun
 
 PAGES: Mapping[str, Callable[[Path], str]] = {
-    "spec_lab.train.task.train": training_page.page,
+    "spec_lab.tasks.train.train": training_page.page,
     "spec_lab.tasks.certify.task.certify": certificate_page.page,
     "spec_lab.tasks.cost.measure": cost_page.page,
     "spec_lab.tasks.verifier_study.study_verifiers": verifiers_page.page,

@@ -17,8 +17,8 @@ from spec_lab.analysis import figures
 from spec_lab.analysis.figures.palette import on_dark
 from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.report.step_tree import StepTree, Verification, read_tree, reason
+from spec_lab.core.request import BROKEN
 from spec_lab.core.terminal import visible
-from spec_lab.engine.request import BROKEN
 
 MAX_DATA = 4_000_000
 """Most characters of the JSON block of steps."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from spec_lab.engine.request import BROKEN, FINISHES
+from spec_lab.core.request import BROKEN, FINISHES
 
 SAME = 1e-3
 """Probabilities that differ by a smaller share are called equal: columns are float32."""

@@ -16,7 +16,7 @@ from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Tables, frames
 from spec_lab.analysis.report.step_data import embedded, output_key, step_data
 from spec_lab.analysis.report.step_tree import Verification
-from spec_lab.engine.request import FINISHES
+from spec_lab.core.request import FINISHES
 from spec_lab.results.writer import load_token_texts
 
 MAX_PROMPTS = 50

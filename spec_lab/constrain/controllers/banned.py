@@ -8,7 +8,7 @@ from spec_lab.constrain.control import ANY, Branch, ControllerConstraint, Event
 from spec_lab.constrain.protocol import full_mask, mask_of
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.options import strings
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 from spec_lab.text.detokenizer import Strings, Watcher
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from spec_lab.constrain.control import Branch, ControllerConstraint, Event
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.options import one_of, whole
-from spec_lab.engine.request import BROKEN, Ended
+from spec_lab.core.request import BROKEN, Ended
 
 MAX_COUNT = 64
 

@@ -6,7 +6,7 @@ from spec_lab.constrain import load as constraints
 from spec_lab.constrain.control import ANY, Branch, ControllerConstraint, Event
 from spec_lab.constrain.protocol import ConstraintState
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 
 
 class PatternController:

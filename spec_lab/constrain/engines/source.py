@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from spec_lab.constrain.protocol import ConstraintError
 from spec_lab.core.files import read_text
 from spec_lab.core.options import brief
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from spec_lab.constrain.protocol import ConstraintError, Masks, full_mask, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Shape
 from spec_lab.core.options import one_of, whole
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 
 KINDS = ("regex", "json_schema", "choice")
 

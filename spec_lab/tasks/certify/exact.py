@@ -29,16 +29,16 @@ from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.faults import attributed
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import Draws
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.runner import DraftRunner
-from spec_lab.engine.sequence import SequenceState
-from spec_lab.engine.step import Parts, step
-from spec_lab.engine.study import Capture, choose_nothing, commit_nothing
+from spec_lab.decode.engine import fixed_group
+from spec_lab.decode.sequence import SequenceState
+from spec_lab.decode.step import Parts, step
+from spec_lab.decode.study import Capture, choose_nothing, commit_nothing
+from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.target import Target
 from spec_lab.propose import CertifiableProposer, Proposer, branches, check_sampling, draws_of
-from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import Choices, depth_of, parse, widths
+from spec_lab.runners.runner import DraftRunner
 from spec_lab.tasks.certify.enumeration import side_by_side
 from spec_lab.tasks.certify.ground_truth import truth
 from spec_lab.tasks.certify.instances import PLAIN, Instance

@@ -12,7 +12,7 @@ import torch
 from spec_lab.constrain import Constraint, ConstraintState, Continuation
 from spec_lab.constrain.protocol import allows, unpack
 from spec_lab.core.probabilities import Sampling, logits_to_probs
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 from spec_lab.tasks.certify.instances import PLAIN, Instance
 from spec_lab.tasks.certify.outputs import Distribution, Output
 from spec_lab.tasks.certify.toy_models import code, logits

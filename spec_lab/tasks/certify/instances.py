@@ -14,7 +14,7 @@ from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.protocol import CertifiableConstraint
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 from spec_lab.propose.trees import parse, width_of
 from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy
 

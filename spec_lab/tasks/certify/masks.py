@@ -19,7 +19,7 @@ from spec_lab.constrain import AppliedConstraint, ConstraintError, ConstraintSta
 from spec_lab.constrain.applied import DraftTreeMasks, forced_token
 from spec_lab.constrain.protocol import allows, full_mask, masks_of, pack, supports_drafts, unpack, width
 from spec_lab.core.draft import Shape, chain, forest
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 
 BATCH = 4
 """Largest number of texts that get a draft in one step."""

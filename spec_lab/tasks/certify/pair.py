@@ -19,7 +19,7 @@ from spec_lab.core.draft import Drawn
 from spec_lab.core.faults import attributed
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.protocols import facts_of
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 from spec_lab.propose import Proposer, check_sampling
 from spec_lab.tasks.certify.certificate import Grade, Proof, grade, noise_reused, prove
 from spec_lab.tasks.certify.enumeration import Reused

@@ -21,12 +21,12 @@ from spec_lab.constrain.protocol import HasPotential, TokenWeights, full_mask, u
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Draws
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.global_constraint import conditioned
-from spec_lab.engine.request import Request
-from spec_lab.engine.rows import condition_
-from spec_lab.engine.sequence import SequenceState
-from spec_lab.engine.step import StepInfo
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import fixed_group
+from spec_lab.decode.global_constraint import conditioned
+from spec_lab.decode.rows import condition_
+from spec_lab.decode.sequence import SequenceState
+from spec_lab.decode.step import StepInfo
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.propose.trees import Choices, parse, write

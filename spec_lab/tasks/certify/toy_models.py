@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from spec_lab.core.probabilities import Sampling, logits_to_probs
-from spec_lab.engine.attention import Pack, cell_attention
-from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.models.target import Target
+from spec_lab.runners.attention import Pack, cell_attention
+from spec_lab.runners.causal_lm import CausalLM
 
 PROMPT = (0, 1, 2, 0, 1, 3, 2, 0, 1)
 """The prompt of every toy request. Its last tokens have occurred before, so that prompt lookup can draft."""

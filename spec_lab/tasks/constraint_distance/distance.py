@@ -21,8 +21,8 @@ from spec_lab.constrain import AppliedConstraint, ConstraintError
 from spec_lab.constrain.potential import Prefixes, Text, log_potential
 from spec_lab.constrain.potential_bounds import ExpectedFutures, LearnedConstraint
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import fixed_group
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.tasks.constraint_distance.scores import Scores, rows_after

@@ -10,8 +10,8 @@ import numpy as np
 
 from spec_lab.constrain.potential import NO_TOKENS, Text
 from spec_lab.constrain.protocol import Constraint, ConstraintError, ConstraintState, allows, tokens_of
-from spec_lab.engine.request import Request
-from spec_lab.engine.text_logits import ROWS, text_logits
+from spec_lab.core.request import Request
+from spec_lab.decode.text_logits import ROWS, text_logits
 from spec_lab.models.target import Target
 
 MOST_LOGITS = 2**23

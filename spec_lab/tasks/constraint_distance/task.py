@@ -12,8 +12,8 @@ from spec_lab.constrain.potential_bounds import SAMPLERS
 from spec_lab.constrain.protocol import ConstraintError
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.progress import Progress
-from spec_lab.engine.global_constraint import Conditional
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
+from spec_lab.decode.global_constraint import Conditional
 from spec_lab.tasks.constraint_distance import show, tables
 from spec_lab.tasks.constraint_distance.distance import Sampler, estimate, exact
 from spec_lab.tasks.lab import Lab, Settings

@@ -18,10 +18,10 @@ from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.machine import Usage, other_load
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.proposer import Lifecycle
-from spec_lab.engine.request import Request
-from spec_lab.engine.sequence import Batch, SequenceState
-from spec_lab.engine.step import Memory, Parts, StepInfo, step
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.sequence import Batch, SequenceState
+from spec_lab.decode.step import Memory, Parts, StepInfo, step
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, branches, draws_of
 from spec_lab.results.writer import Rows

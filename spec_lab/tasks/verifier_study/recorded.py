@@ -23,11 +23,11 @@ from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.faults import attributed
 from spec_lab.core.randomness import CounterDraws, Draws
-from spec_lab.engine.recording import Recording
-from spec_lab.engine.request import Request, without_name
-from spec_lab.engine.sequence import SequenceState
-from spec_lab.engine.step import Memory, Parts, StepInfo, step
-from spec_lab.engine.study import Capture, choose_nothing, commit_nothing
+from spec_lab.core.request import Request, without_name
+from spec_lab.decode.recording import Recording
+from spec_lab.decode.sequence import SequenceState
+from spec_lab.decode.step import Memory, Parts, StepInfo, step
+from spec_lab.decode.study import Capture, choose_nothing, commit_nothing
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer, branches, check_sampling, draws_of
 from spec_lab.results.parts import Rows

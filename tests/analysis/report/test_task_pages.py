@@ -26,7 +26,7 @@ TEST = {"name": "joint distribution of four tokens", "samples": 500, "p_value": 
 VALUE = {"mean": 1.25, "low": 1.0, "high": 1.5}
 TIMES = {"mean": 0.1, "p50": 0.08, "p90": 0.2, "p99": 0.3}
 TRAIN, CERTIFY, COST, VERIFIERS, DISTANCE, SERVE = (
-    "spec_lab.train.task.train", "spec_lab.tasks.certify.task.certify", "spec_lab.tasks.cost.measure",
+    "spec_lab.tasks.train.train", "spec_lab.tasks.certify.task.certify", "spec_lab.tasks.cost.measure",
     "spec_lab.tasks.verifier_study.study_verifiers", "spec_lab.tasks.constraint_distance.task.measure",
     "spec_lab.tasks.serve.serve",
 )  # fmt: skip

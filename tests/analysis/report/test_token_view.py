@@ -24,7 +24,7 @@ from spec_lab.text.chat_template import ChatTemplate
 from spec_lab.text.prompts import Prompt
 from spec_lab.verify import Match
 from tests.analysis.report.test_report import HOSTILE, Parsed, browse, needs_browser
-from tests.engine.test_copies import EvenTokens
+from tests.decode.test_copies import EvenTokens
 from tests.labs import Repeat, lab, settings
 from tests.propose.lab import draft_model
 from tests.tasks.test_serve import Forking

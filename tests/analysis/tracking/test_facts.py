@@ -12,7 +12,7 @@ MANIFEST = {
         "name": "toy",
         "target": {"_target_": "spec_lab.models.target.Target.load", "path": "/absolute/models/toy", "dtype": None},
         "proposer": {
-            "_target_": "spec_lab.propose.medusa.Medusa.load",
+            "_target_": "spec_lab.drafters.medusa.propose.Medusa.load",
             "depth": 4,
             "path": "org/heads",
             "api_key": "x",
@@ -91,7 +91,7 @@ def test_options_of_another_shape_are_left_out(wrong):
     [
         ("spec_lab.tasks.benchmark.run", "benchmark"),
         ("spec_lab.tasks.certify.task.certify", "certify"),
-        ("spec_lab.train.task.train", "train"),
+        ("spec_lab.tasks.train.train", "train"),
         ("mine", "mine"),
     ],
 )

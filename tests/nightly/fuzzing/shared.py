@@ -14,8 +14,8 @@ from spec_lab.cli.build import reason
 from spec_lab.cli.main import main
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import fixed_group
 from spec_lab.models.target import Target as Model
 from spec_lab.propose import Null
 from spec_lab.verify import Token

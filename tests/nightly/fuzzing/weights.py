@@ -9,26 +9,28 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from spec_lab.drafters.block.propose import BlockDrafter
+from spec_lab.drafters.draft_model.propose import DraftModel
+from spec_lab.drafters.eagle import propose as eagle
+from spec_lab.drafters.hydra.propose import Hydra
+from spec_lab.drafters.kangaroo import propose as kangaroo
+from spec_lab.drafters.medusa.propose import Medusa
+from spec_lab.drafters.mtp import propose as mtp
 from spec_lab.models import gguf_export
 from spec_lab.models.gguf_file import read_gguf
 from spec_lab.models.gguf_tokenizer import read_gguf_tokenizer
 from spec_lab.models.target import Target as Model
-from spec_lab.propose import eagle, kangaroo, mtp
-from spec_lab.propose.block import BlockDrafter
-from spec_lab.propose.draft_model import DraftModel
-from spec_lab.propose.hydra import Hydra
-from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.suffix import Suffix
 from tests import checkpoints
+from tests.drafters.block_drafters import dflash, dspark
+from tests.drafters.eagle_heads import eagle1, written
+from tests.drafters.kangaroo_adapters import adapter
+from tests.drafters.medusa_heads import authors, vllm
+from tests.drafters.mtp_modules import modules
 from tests.gguf_files import with_zoo_tokenizer
 from tests.nightly.fuzzing.edits import edits
 from tests.nightly.fuzzing.harness import Input, Target
 from tests.nightly.fuzzing.shared import WORDS, decode, exit_code, inputs, refusing, sound
-from tests.propose.block_drafters import dflash, dspark
-from tests.propose.eagle_heads import eagle1, written
-from tests.propose.kangaroo_adapters import adapter
-from tests.propose.medusa_heads import authors, vllm
-from tests.propose.mtp_modules import modules
 
 LOADED: dict[str, Callable[[Model, str], Any]] = {
     "draft": lambda target, path: DraftModel.load(target, path, depth=2),

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from spec_lab.cli.main import conf
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.randomness import Key, Purpose
-from spec_lab.engine.proposer import Lifecycle
+from spec_lab.decode.proposer import Lifecycle
 from spec_lab.verify import Lenient, Token, Verdict
 
 VERIFIERS = {file.stem: instantiate(OmegaConf.load(file)) for file in sorted(Path(conf(), "verifier").glob("*.yaml"))}

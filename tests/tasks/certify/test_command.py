@@ -238,7 +238,7 @@ import torch
 
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.randomness import Key, Purpose
-from spec_lab.engine.proposer import Lifecycle
+from spec_lab.decode.proposer import Lifecycle
 from spec_lab.verify import Lenient, Token
 
 

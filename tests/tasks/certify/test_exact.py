@@ -12,42 +12,42 @@ from omegaconf import OmegaConf
 from spec_lab.cli.main import conf
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Purpose
-from spec_lab.engine.draft_pass import Sublayer
-from spec_lab.engine.request import Request
-from spec_lab.engine.step import Parts
-from spec_lab.models.block import BlockSettings
-from spec_lab.models.block import random_network as block_network
-from spec_lab.models.draft_layers import small_layer
-from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
-from spec_lab.models.hydra import HydraSettings, random_heads
-from spec_lab.models.kangaroo import KangarooSettings, random_kangaroo
-from spec_lab.models.mtp import MtpSettings, random_mtp
+from spec_lab.core.request import Request
+from spec_lab.decode.step import Parts
+from spec_lab.drafters.block.network import BlockSettings
+from spec_lab.drafters.block.network import random_network as block_network
+from spec_lab.drafters.block.propose import BlockDrafter
+from spec_lab.drafters.cascade import DraftCascade
+from spec_lab.drafters.draft_layers import small_layer
+from spec_lab.drafters.draft_model.propose import DraftModel
+from spec_lab.drafters.draft_model.vocabularies import SharedTokens, one_to_one
+from spec_lab.drafters.eagle.network import Eagle3Settings, EagleSettings, random_network
+from spec_lab.drafters.early_exit import EarlyExit
+from spec_lab.drafters.feature_drafter import FeatureDrafter
+from spec_lab.drafters.hydra.network import HydraSettings, random_heads
+from spec_lab.drafters.hydra.propose import Hydra
+from spec_lab.drafters.kangaroo.network import KangarooSettings, random_kangaroo
+from spec_lab.drafters.kangaroo.propose import KangarooHead
+from spec_lab.drafters.medusa.network import Heads
+from spec_lab.drafters.medusa.propose import Medusa
+from spec_lab.drafters.mtp.network import MtpSettings, random_mtp
+from spec_lab.drafters.pard.propose import Pard
+from spec_lab.drafters.skip.propose import Skip
+from spec_lab.drafters.skip.search import SkipSearch
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.best_of import BestOf
-from spec_lab.propose.block import BlockDrafter
-from spec_lab.propose.cascade import DraftCascade
-from spec_lab.propose.draft_model import DraftModel
-from spec_lab.propose.early_exit import EarlyExit
-from spec_lab.propose.feature_drafter import FeatureDrafter
-from spec_lab.propose.heads import Heads
-from spec_lab.propose.hydra import Hydra
 from spec_lab.propose.jacobi import Jacobi
-from spec_lab.propose.kangaroo import KangarooHead
 from spec_lab.propose.lookahead import Lookahead
-from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
-from spec_lab.propose.pard import Pard
 from spec_lab.propose.pld_plus import PldPlus
 from spec_lab.propose.recycling import Recycling
-from spec_lab.propose.skip import Skip
-from spec_lab.propose.skip_search import SkipSearch
 from spec_lab.propose.suffix import Suffix
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.propose.union import Union
-from spec_lab.propose.vocabularies import SharedTokens, one_to_one
+from spec_lab.runners.draft_pass import Sublayer
 from spec_lab.tasks.certify.certificate import Control, Proof, grade, in_short, prove
 from spec_lab.tasks.certify.exact import Finding, examine
 from spec_lab.tasks.certify.instances import FEW, LOOPS, QUICK, STEPS, Instance

@@ -15,7 +15,7 @@ from spec_lab.constrain.engines.grammar import json_schema
 from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.protocol import Masks, allows, mask_of, masks_by_forking, width
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.instances import QUICK
 from spec_lab.tasks.certify.masks import compare_masks
@@ -292,7 +292,7 @@ def test_grammars_are_compared_with_states_that_only_fork():
 MODULE = """
 import numpy as np
 
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 from spec_lab.constrain.protocol import ConstraintError, masks_by_forking, full_mask
 from spec_lab.core.options import whole
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from spec_lab.core.probabilities import Sampling, logits_to_probs
-from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.kv_cache import Cells
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram
+from spec_lab.runners.causal_lm import CausalLM
+from spec_lab.runners.kv_cache import Cells
 from spec_lab.tasks.certify import sampled
 from spec_lab.tasks.certify.certificate import Control
 from spec_lab.tasks.certify.instances import Instance
@@ -192,7 +192,7 @@ def test_a_loop_that_forgets_a_warp_is_rejected_by_the_mode(monkeypatch, verifie
     def forgetful(logits, rows, *more, **options):
         return logits_to_probs(logits, [replace(row, top_k=0) for row in rows], *more, **options)
 
-    monkeypatch.setattr("spec_lab.engine.rows.logits_to_probs", forgetful)
+    monkeypatch.setattr("spec_lab.decode.rows.logits_to_probs", forgetful)
     assert "mode" in rejected(scored(draft_model("1x1"), verifier, requests(Sampling(1.0, top_k=4))))
 
 

@@ -10,12 +10,12 @@ import torch
 from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.request import Request
-from spec_lab.engine.sequence import SequenceState
-from spec_lab.engine.step import Parts, step
-from spec_lab.engine.study import Capture, choose_nothing, commit_nothing
-from spec_lab.propose.heads import Heads
-from spec_lab.propose.medusa import Medusa
+from spec_lab.core.request import Request
+from spec_lab.decode.sequence import SequenceState
+from spec_lab.decode.step import Parts, step
+from spec_lab.decode.study import Capture, choose_nothing, commit_nothing
+from spec_lab.drafters.medusa.network import Heads
+from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.tasks.certify.exact import toy_parts
 from spec_lab.tasks.certify.instances import Instance
 from spec_lab.tasks.certify.toy_models import IMPOSSIBLE, PROMPT, RandomToy, code, logits, table_models, text_of, warped

@@ -6,7 +6,7 @@ import numpy as np
 
 from spec_lab.constrain.protocol import full_mask, mask_of
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.engine.request import Request
+from spec_lab.core.request import Request
 
 
 @dataclass(frozen=True)

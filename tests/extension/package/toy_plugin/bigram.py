@@ -8,8 +8,8 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, chain, forest
 from spec_lab.core.options import whole
-from spec_lab.engine.proposer import Lifecycle  # it has no state between steps
-from spec_lab.engine.sequence import Batch
+from spec_lab.decode.proposer import Lifecycle  # it has no state between steps
+from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from spec_lab.core.draft import Drawn
-from spec_lab.models.draft_layers import DraftLayers, random_weights, small_layer
+from spec_lab.drafters.draft_layers import DraftLayers, random_weights, small_layer
+from spec_lab.drafters.feature_drafter import FeatureDrafter
 from spec_lab.models.target import Target
 from spec_lab.propose.best_first import Budget
-from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.tree_plan import TreePlan
 
 

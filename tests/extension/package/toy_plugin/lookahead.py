@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from spec_lab.core.draft import ComputedOnly, Draft, Drawn, chain, forest
-from spec_lab.engine.proposer import Lifecycle, Observation, Requires
-from spec_lab.engine.request import Request
-from spec_lab.engine.sequence import Batch
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.sequence import Batch
 
 
 @dataclass

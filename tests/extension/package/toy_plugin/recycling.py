@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
-from spec_lab.engine.proposer import Lifecycle, Observation, Requires
-from spec_lab.engine.request import Request
-from spec_lab.engine.sequence import Batch
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.sequence import Batch
 
 
 @dataclass(frozen=True)

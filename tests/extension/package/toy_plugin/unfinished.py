@@ -1,7 +1,7 @@
 """A proposer that cannot run: it does not declare what it requires of the target's forwards."""
 
 from spec_lab.core.draft import Draft, Drawn, empty
-from spec_lab.engine.sequence import Batch
+from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 
 

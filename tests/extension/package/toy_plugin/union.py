@@ -8,8 +8,8 @@ import torch
 from spec_lab.core.draft import WAYS, Draft, Drawn, Shape, forest
 from spec_lab.core.options import whole
 from spec_lab.core.randomness import Key, Purpose
-from spec_lab.engine.proposer import Lifecycle
-from spec_lab.engine.sequence import Batch
+from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 
 

@@ -1,0 +1,1 @@
+"""Decoding: sequences, the step and its commit, the engine, and what a proposer is."""

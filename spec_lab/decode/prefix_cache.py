@@ -1,0 +1,166 @@
+"""KV caches of earlier requests, whose cells are copied to later requests that begin with the same tokens.
+
+Prefix caching (vLLM's automatic prefix caching, SGLang's RadixAttention 2312.07104). Here a request gets a copy. In
+``CausalLM`` it has cells of its own, so that attention reads one span of cells for each request; in llama.cpp it shares
+the cells. What happens to one changes no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from spec_lab.core.options import whole
+from spec_lab.decode.proposer import Proposer
+from spec_lab.models.target import Target
+from spec_lab.runners.runner import ABILITIES, CopiesPrefix, KVSequence
+
+LEAST = 16
+"""Fewest tokens that are copied: fewer are computed as fast."""
+
+BLOCK = 256
+"""A kept text counts as a multiple of so many tokens, since the memory of a KV cache is allocated in blocks."""
+
+MOST = 2**31 - 1
+
+
+@dataclass(eq=False)
+class Kept:
+    """A text whose KV cache is kept.
+
+    Args:
+        tokens: its tokens, all computed.
+        kv: the KV cache.
+    """
+
+    tokens: list[int]
+    kv: KVSequence
+
+    @property
+    def size(self) -> int:
+        """What it counts against the limit."""
+        return _blocks(len(self.tokens))
+
+
+class PrefixCache:
+    """KV caches of finished requests of one target, those that were not used for the longest time dropped first.
+
+    It belongs to whoever made it: engines use it one after the other, and none of them empties it.
+
+    Args:
+        most_tokens: most tokens of all kept texts, each rounded up to blocks of 256.
+        least: fewest tokens worth copying.
+
+    Raises:
+        ValueError: fewer tokens than a block.
+    """
+
+    def __init__(self, most_tokens: int, least: int = LEAST) -> None:
+        self.most_tokens, self.least = whole("prefix_cache", most_tokens, BLOCK, ", or null", most=MOST), least
+        self.texts: list[Kept] = []  # the most recently used last
+
+    @property
+    def tokens(self) -> int:
+        """Tokens kept, in whole blocks."""
+        return sum(one.size for one in self.texts)
+
+    def open(
+        self, lm: CopiesPrefix, tokens: Sequence[int], reserve: int, live: Iterable[tuple[Sequence[int], Any]] = ()
+    ) -> KVSequence:
+        """Return a KV cache for ``tokens`` with as many of the first ones as are known, but not the last token.
+
+        Args:
+            lm: the target's runner.
+            tokens: of the sequence that begins.
+            reserve: positions that it may need.
+            live: tokens and KV caches of the sequences that are decoded.
+        """
+        self._forget_given_up()
+        found, length = None, max(self.least, 1) - 1
+        for one in self.texts:
+            if (common := _common(one.tokens, tokens[:-1])) > length:
+                found, length, source = one, common, one.kv
+        for other, kv in live:
+            if (common := _common(other[: len(kv)], tokens[:-1])) > length:
+                found, length, source = None, common, kv
+        if found is not None:
+            self.texts.remove(found)
+            self.texts.append(found)
+        return lm.open_copy(source, length, reserve) if length >= max(self.least, 1) else lm.open(reserve)
+
+    def keep(self, lm: CopiesPrefix, tokens: Sequence[int], kv: Any) -> None:
+        """Keep a copy of a sequence's KV cache, unless a text that is kept begins with it.
+
+        Args:
+            lm: the target's runner.
+            tokens: at least those that are computed.
+            kv: its KV cache, which stays the caller's.
+        """
+        self._forget_given_up()
+        own = list(tokens[: min(len(kv), self.most_tokens // BLOCK * BLOCK)])
+        if len(own) < self.least:
+            return
+        for one in self.texts:
+            if _common(one.tokens, own) == len(own):
+                self.texts.remove(one)
+                return self.texts.append(one)
+        for one in [one for one in self.texts if _common(one.tokens, own) == len(one.tokens)]:
+            self._drop(one)
+        while self.tokens + _blocks(len(own)) > self.most_tokens:
+            self._drop(self.texts[0])
+        if len(copy := lm.open_copy(kv, len(own), len(own), exact=True)):
+            self.texts.append(Kept(own, copy))
+
+    def clear(self) -> None:
+        """Drop all texts, and free their memory for other requests."""
+        for one in [*self.texts]:
+            self._drop(one)
+
+    def _forget_given_up(self) -> None:
+        """Forget the texts whose KV cache the runner gave up (``CopiesPrefix.open_copy``)."""
+        self.texts = [text for text in self.texts if len(text.kv)]
+
+    def _drop(self, one: Kept) -> None:
+        self.texts.remove(one)
+        one.kv.close()
+
+
+def check_prefix_cache(proposer: Proposer, target: Target) -> None:
+    """Refuse a prefix cache where the target cannot copy its KV cache, or the proposer must see every prompt computed.
+
+    Raises:
+        ValueError: names the target's runner, or the proposer.
+    """
+    copier(target)
+    requires = proposer.requires
+    if requires.hidden and requires.every_position:
+        raise ValueError(
+            f"proposer '{proposer.name}' requires hidden states of every position of a prompt, and a prefix cache "
+            "leaves out those that were computed before: set prefix_cache=null, or choose another proposer"
+        )
+
+
+def copier(target: Target) -> CopiesPrefix:
+    """Return the target's runner, which can copy the KV cache of a prefix.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    lm = target.lm
+    if "copied_prefix" in lm.capabilities.abilities and isinstance(lm, CopiesPrefix):
+        return lm
+    raise ValueError(
+        f"prefix_cache requires copied_prefix of the target ({ABILITIES['copied_prefix']}), which its runner "
+        f"{type(lm).__name__} lacks with these options: set prefix_cache=null"
+    )
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK) * BLOCK
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many of the first tokens of two texts agree."""
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))

@@ -1,0 +1,116 @@
+"""The target's logits after many texts of one prompt: their prefixes are computed as a draft tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.probabilities import finite_, logits_to_probs
+from spec_lab.core.request import Request
+from spec_lab.models.target import Target
+
+ROWS = 256
+"""Most texts of one forward; the prefixes that they share with the texts before come on top."""
+
+Text = tuple[int, ...]
+
+
+class TextLogits(NamedTuple):
+    """Logits after some texts.
+
+    Args:
+        numbers: ``[n]`` which texts.
+        logits: ``[n, V]`` float64, of the model.
+        seen: ``[n, V]`` bool, the tokens of prompt and text; None where the sampling has no repetition penalty.
+        request: whose sampling parameters apply.
+    """
+
+    numbers: np.ndarray
+    logits: Tensor
+    seen: Tensor | None
+    request: Request
+
+    def log_probabilities(self, mask: np.ndarray | None = None) -> np.ndarray:  # [n, V]
+        """Return log p as the request samples, float64; -inf is no mass.
+
+        Args:
+            mask: ``[n, V]`` bool, tokens that a constraint allows; None allows all.
+        """
+        allowed = None if mask is None else torch.from_numpy(mask).to(self.logits.device)
+        p = logits_to_probs(self.logits, [self.request.sampling], self.seen, allowed)
+        return p.log().cpu().numpy()
+
+
+def text_logits(target: Target, request: Request, texts: Sequence[Text], rows: int = ROWS) -> Iterator[TextLogits]:
+    """Yield the logits after every text, a forward at a time.
+
+    Texts are computed in lexicographic order, so that those of one forward share most of their prefixes.
+
+    Args:
+        target: computes them.
+        request: its prompt, and its sampling parameters.
+        texts: tokens after the prompt.
+        rows: most texts of one forward.
+
+    Raises:
+        ValueError: logits that are NaN or infinite.
+    """
+    lm = target.lm
+    lm.capture(())
+    chains = lm.capabilities.rollback is not None  # such a runner verifies one chain at a time
+    leaves = 1 if chains else lm.capabilities.leaves
+    order = sorted(range(len(texts)), key=lambda number: texts[number])
+    for some in _forwards([texts[number] for number in order], rows, leaves):
+        numbers = np.array(order[some.start : some.stop])
+        own = [texts[number] for number in numbers.tolist()]
+        row, draft = _tree(own, lm.device)
+        kv = lm.open(len(request.tokens) + draft.shape.nodes)
+        try:
+            with torch.inference_mode():
+                output = lm.run(lm.prepare([kv], [list(request.tokens)], draft))
+                logits = output.logits[torch.from_numpy(row).to(output.logits.device)].double()
+                broken = finite_(logits)
+        finally:
+            kv.close()
+        if broken is not None and bool(broken.any()):
+            raise ValueError(f"request '{request.name}': the target's logits are NaN or infinite")
+        seen = None
+        if request.sampling.repetition_penalty != 1:
+            seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+            for place, text in enumerate(own):
+                seen[place, [*request.tokens, *text]] = True
+        yield TextLogits(numbers, logits, seen, request)
+    lm.clock.take()
+
+
+def _forwards(texts: Sequence[Text], rows: int, leaves: int | None) -> Iterator[range]:
+    """Which of the sorted texts are computed together."""
+    start = ends = 0
+    for place, text in enumerate(texts):
+        starts_leaf = place == start or text[: len(texts[place - 1])] != texts[place - 1]
+        ends += starts_leaf
+        if place - start >= rows or (leaves is not None and ends > leaves):
+            yield range(start, place)
+            start, ends = place, 1
+    if start < len(texts):
+        yield range(start, len(texts))
+
+
+def _tree(texts: Sequence[Text], device: torch.device) -> tuple[np.ndarray, Draft]:
+    """The draft tree of all prefixes of some texts, and the row of each text."""
+    row: dict[Text, int] = {(): 0}
+    parent, token = [], []
+    for text in texts:
+        for length in range(1, len(text) + 1):
+            if text[:length] not in row:
+                parent.append(row[text[: length - 1]])
+                token.append(text[length - 1])
+                row[text[:length]] = len(row)
+    shape = Shape(1, np.array(parent, dtype=np.int64))
+    draft = Draft(shape, torch.tensor(token, dtype=torch.int64, device=device))
+    return np.array([row[text] for text in texts], dtype=np.int64), draft

@@ -1,0 +1,1 @@
+"""Drafters with networks of their own: one folder a family (network, published files, proposer, training)."""

@@ -1,0 +1,1 @@
+"""Drafters that fill a block of masked positions at once."""

@@ -1,0 +1,154 @@
+"""A block drafter: a few layers fill in a block of mask tokens, and read the target's features in every layer.
+
+Sources: DFlash (2602.06036) and, with a Markov head, DSpark (2607.05147). The network is ``block.network``. Without a
+Markov head a level's distribution does not depend on what is drafted above it, and along a path the tokens are
+independent; with one it depends on the token one level above. Either way every row states the q its children are drawn
+from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+
+from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.inference import inference
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.sequence import Batch
+from spec_lab.drafters.block.files import read_block
+from spec_lab.drafters.block.network import BlockNetwork
+from spec_lab.drafters.features import Features, FeatureState, observe_features
+from spec_lab.models.packed import pack
+from spec_lab.models.target import Target
+from spec_lab.propose.expansion import RowLogits
+from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+from spec_lab.propose.trees import Choices
+from spec_lab.runners.block_lm import BlockLM
+from spec_lab.runners.runner import DraftRunner
+
+
+class BlockDrafter(Lifecycle):
+    """Drafts below every sequence with one pending token and computed positions before it; nothing elsewhere.
+
+    So nothing is drafted in the first step of a request, whose prompt is not computed yet, nor where forced tokens are
+    pending: a block begins with one token whose predecessors have features.
+
+    Args:
+        network: its layers.
+        target: whose hidden states it reads.
+        plan: the trees, and how their tokens are drawn.
+        sha256: of the network's weights.
+
+    Raises:
+        ValueError: trees deeper than a block.
+    """
+
+    name = "block"
+
+    def __init__(self, network: BlockNetwork, target: Target, plan: TreePlan, sha256: str | None = "") -> None:
+        if plan.depth > network.levels:
+            raise ValueError(
+                f"the block drafter drafts {network.levels} tokens at a time, not {plan.depth}: set a smaller "
+                "proposer.depth or proposer.max_depth, or a tree that is not as deep"
+            )
+        self.network, self.plan, self.sha256 = network, plan, sha256
+        self.drawn: Drawn = plan.drawn
+        self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
+        self.requires, self.context = Requires(hidden=network.hidden), target.context
+        self.lm = BlockLM(network, network.layers, target.lm.device, target.lm.dtype)
+
+    @staticmethod
+    def load(target: Target, path: str, **options: Unpack[TreeOptions]) -> BlockDrafter:
+        """Read a block drafter and choose its trees.
+
+        Args:
+            target: whose hidden states it reads.
+            path: its folder, in one of the formats of ``drafters.block.files``.
+            options: of the trees.
+
+        Raises:
+            ValueError: a wrong option; trees deeper than a block; a drafter for another target; a malformed file.
+            OSError: a file is missing.
+        """
+        plan = TreePlan.read(**options)
+        plan.check_width(target.vocabulary)
+        read = read_block(path, target)
+        pack(read.network)
+        return BlockDrafter(read.network, target, plan, read.sha256)
+
+    @property
+    def why_not_stopped(self) -> str:
+        """See ``StopsEarly``."""
+        return self.plan.why_not_stopped
+
+    def check_sampling(self, request: Sampling) -> None:
+        """See ``TreePlan.check_sampling``."""
+        self.plan.check_sampling(request)
+
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> BlockDrafter:
+        """The same proposer with a random network and another tree. See ``CertifiableProposer``."""
+        plan = self.plan.toy(tree)
+        return BlockDrafter(self.network.toy(target, plan.depth), target, plan, None)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        own = self.network.settings
+        facts = {"hidden_states": list(own.taps), "block_size": own.block_size, "markov_rank": own.markov_rank}
+        return self.plan.facts | facts
+
+    def init(self, request: Request) -> FeatureState:
+        """An empty state."""
+        positions = min(len(request.tokens) + request.max_new_tokens, self.context)
+        return FeatureState(self.lm.open(positions + self.network.settings.block_size), Features())
+
+    def observe(self, observed: Sequence[Observation]) -> None:
+        """Keep the features of every computed position."""
+        observe_features(observed, self.network.features)
+
+    def fork(self, state: FeatureState) -> FeatureState:
+        """Share the cached keys and values."""
+        return state.fork()
+
+    def rewind(self, state: FeatureState, length: int) -> None:
+        """Forget the positions from ``length`` on."""
+        state.rewind(length, length)
+
+    def close(self, state: FeatureState) -> None:
+        """Free the KV cache."""
+        state.close()
+
+    @inference
+    def propose(self, batch: Batch) -> Draft:
+        """Append the features of newly computed positions, and draft below the pending token, by one forward."""
+        depths = []
+        for room, one in zip(batch.room(), batch.sequences, strict=True):
+            computed = len(one.kv)
+            ready = 0 < computed == one.state.features.end and len(one.tokens) == computed + 1
+            depths.append(max(0, min(room, self.plan.depth)) if ready else 0)
+        active = [one for one, depth in zip(batch.sequences, depths, strict=True) if depth]
+        number = np.cumsum(np.array(depths) > 0) - 1  # of each tree among the active ones
+        markov, device = self.network.markov_head, self.lm.device
+        logits, roots = torch.empty(0), None  # [A, levels, V], without the Markov head
+
+        def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> RowLogits:
+            place = number[shape.root[rows]] * logits.shape[1] + shape.depth[rows]
+            found = logits.flatten(0, 1).index_select(0, torch.from_numpy(place).to(device))
+            if markov is not None:
+                found = found + markov(torch.from_numpy(token[rows - shape.roots]).to(device))
+            return RowLogits.of(found)
+
+        if active:
+            kvs = [one.state.kv for one in active]
+            features = [one.state.features.since(len(kv)) for one, kv in zip(active, kvs, strict=True)]
+            pending = torch.tensor([one.tokens[-1] for one in active], device=device)
+            timed = batch.clock.phase("propose_forward")
+            outputs = self.lm.forward(kvs, features, self.network.block(pending), timed)
+            logits = self.network.logits(outputs, max(depths))
+            roots = RowLogits.of(logits[:, 0] if markov is None else logits[:, 0] + markov(pending))
+        return self.plan.draft(batch, depths, roots, expand).draft

@@ -1,0 +1,383 @@
+"""A draft model drafts a chain, and a smaller proposer speeds up the draft model's own decoding.
+
+Source: staged speculation 2308.04623, cascades 2312.11462. The inner proposer (n-grams, a smaller draft model, any
+other) drafts for the draft model, and a lossless verifier verifies these tokens against the draft model. The chain is
+then distributed as if it was sampled from the draft model token by token: its q are the draft model's own rows.
+
+The chain always has the same length; only the context makes it shorter. A chain that ended where an inner step ends
+would be exact as well: given that a step goes on after a text, its next token is distributed as q, which is what
+lossless means of a step. One that left out tokens that the inner proposer did not guess would not be exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest, upload
+from spec_lab.core.inference import inference
+from spec_lab.core.limit import Limit
+from spec_lab.core.options import one_of, temperature_or_none, whole
+from spec_lab.core.probabilities import Sampling, one_hot_, probs_dtype
+from spec_lab.core.protocols import Hashed, facts_of
+from spec_lab.core.randomness import CounterDraws, Draws
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import Engine
+from spec_lab.decode.proposer import (
+    CertifiableProposer,
+    LearnsAcrossRequests,
+    Lifecycle,
+    Observation,
+    Proposer,
+    Requires,
+    check_sampling,
+    forget,
+    kv_bytes,
+    most_at_once,
+    runner_kv_bytes,
+)
+from spec_lab.decode.sequence import Batch, SequenceState
+from spec_lab.decode.step import Choose, Memory, Parts, StepInfo, step
+from spec_lab.drafters.draft_model.loading import check_same_tokens, load_draft
+from spec_lab.models.target import Target
+from spec_lab.propose.siblings import BROKEN
+from spec_lab.propose.trees import MOST_DEPTH, Choices, depth_of
+from spec_lab.runners.runner import DraftRunner, KVSequence, Runner
+
+INNER = -1
+"""Marks the lineage of the draft model's sequences: forks of the target's have no negative number."""
+
+
+@dataclass(eq=False)
+class DraftedText:
+    """What the draft model and the inner proposer hold of a sequence.
+
+    Args:
+        kv: in the draft model's runner.
+        inner: the inner proposer's state.
+        tokens: the text of the last step, and all that the draft model emitted after it.
+        text: how many of them are the text.
+    """
+
+    kv: KVSequence
+    inner: Any
+    tokens: list[int] = field(default_factory=list)
+    text: int = 0
+
+    def follow(self, text: Sequence[int], inner: Proposer) -> None:
+        """Go back to the longest common prefix with ``text``; its last token is computed again where it was."""
+        old = self.tokens
+        common = self.text if text[: self.text] == old[: self.text] else 0
+        while common < min(len(old), len(text)) and old[common] == text[common]:
+            common += 1
+        if common < len(old):
+            self.kv.truncate(min(common, len(text) - 1, len(self.kv)))
+            inner.rewind(self.inner, len(self.kv))
+        self.tokens, self.text = list(text), len(text)
+
+
+@dataclass(eq=False)
+class KeptRows:
+    """Samples as a step does, and keeps its probabilities ``[R, V]``, which are valid until the next step.
+
+    Args:
+        choose: samples.
+        p: of the last step.
+    """
+
+    choose: Choose
+    p: Tensor | None = None
+
+    def __call__(self, verdict: Any, shape: Shape, p: Tensor, draws: Draws, who: Sequence[tuple[int, int, int]]) -> Any:
+        """See ``verify.choose``."""
+        self.p = p
+        return self.choose(verdict, shape, p, draws, who)
+
+
+@dataclass(frozen=True, eq=False)
+class WithinChain(Lifecycle):
+    """The inner proposer in a step, with drafts that end before the chain does: a bonus token follows them.
+
+    Args:
+        inner: the proposer, which holds the states.
+        ends: of each sequence, its tokens with the whole chain.
+    """
+
+    inner: Proposer
+    ends: Mapping[SequenceState, int]
+
+    @property
+    def name(self) -> str:
+        """The inner proposer's."""
+        return self.inner.name
+
+    @property
+    def drawn(self) -> Drawn:
+        """The inner proposer's."""
+        return self.inner.drawn
+
+    @property
+    def nodes(self) -> int:
+        """The inner proposer's."""
+        return self.inner.nodes
+
+    @property
+    def requires(self) -> Requires:  # type: ignore[override]
+        """The inner proposer's."""
+        return self.inner.requires
+
+    def propose(self, batch: Batch) -> Draft:
+        """The inner proposer's draft."""
+        left = [Limit(self.ends[one] - len(one.tokens) - 1) for one in batch.sequences]
+        own = replace(batch, limits=left)
+        return self.inner.propose(own).cut_nodes(own.room())
+
+    def observe(self, observed: Sequence[Observation]) -> None:
+        """The inner proposer observes."""
+        self.inner.observe(observed)
+
+
+@dataclass(eq=False)
+class DraftCascade(Lifecycle):
+    """Drafts the tokens that a draft model emits, decoded with an inner proposer.
+
+    Every step of the target is a decoding of its own for the draft model. Its random choices are keyed as those of a
+    fork of the target's sequence that no other step has, so that they are independent of all others.
+
+    The draft probabilities q are the rows from which the inner steps sample, after temperature, truncation and
+    repetition penalty. To keep them, the rows of the chain are copied twice, and inner steps at temperature 0 compute
+    their probabilities as others do where a batch mixes temperatures. Nothing is kept with ``drawn`` "point", or where
+    every temperature is 0: inner steps then follow the arg max.
+
+    Tokens are drafted without the masks of a constraint.
+
+    Args:
+        parts: of the draft model's decoding: ``target`` is the draft model, ``proposer`` the inner proposer.
+        depth: tokens of the chain.
+        drawn: "iid", sampled from the draft model; or "point", its likeliest tokens.
+        temperature: of the draft model; None uses each request's.
+    """
+
+    parts: Parts
+    depth: int
+    drawn: Drawn = "iid"
+    temperature: float | None = None
+    name: str = "cascade"
+    branches: bool = False
+    _chain: Callable[[int], Shape] = field(init=False, repr=False, default_factory=lambda: lru_cache(None)(chain))
+
+    @staticmethod
+    def load(
+        target: Target,
+        path: str,
+        inner: Callable[[Target], Proposer],
+        verifier: Any,
+        depth: int = 6,
+        drawn: str = "iid",
+        temperature: float | None = None,
+    ) -> DraftCascade:
+        """Load the draft model in the target's dtype and on its device, then the inner proposer for it.
+
+        Args:
+            target: whose tokens are drafted.
+            path: of the draft model: folder of a checkpoint, a hub name, or a GGUF file.
+            inner: loads the inner proposer for the draft model, which is its target.
+            verifier: of inner drafts.
+            depth, drawn, temperature: see the class.
+
+        Raises:
+            ValueError: a wrong option; a lossy verifier, or one that does not support what the inner proposer draws;
+                another tokenizer or vocabulary than the target's; an inner proposer that requires what the draft
+                model does not have.
+            OSError: no checkpoint there.
+        """
+        depth = whole("proposer.depth", depth, most=MOST_DEPTH)
+        way = cast(Drawn, one_of("proposer.drawn", drawn, ("iid", "point")))
+        own = temperature_or_none("proposer.temperature", temperature)
+        if not verifier.lossless:
+            raise ValueError(
+                f"proposer.verifier: the verifier '{verifier.name}' is lossy, so that the chain would not be "
+                "distributed as the draft model's probabilities state: choose a lossless one, such as "
+                "verifier@proposer.verifier=token"
+            )
+        draft = load_draft(target, path)
+        check_same_tokens(target, draft.vocabulary, draft.tokenizer, path)
+        lm = cast(Runner, draft.runner())  # what computes a draft model computes a target as well
+        model = Target(lm, draft.tokenizer, path, draft.context, draft.sha256, 0.0, target.cache, frozenset(draft.ends))
+        smaller = inner(model)
+        try:
+            parts = Engine(model, smaller, verifier, CounterDraws(0)).parts
+        except ValueError as error:
+            raise ValueError(f"proposer.inner, whose target is the draft model {path}: {error}") from error
+        return DraftCascade(parts, depth, way, own)
+
+    @property
+    def nodes(self) -> int:
+        """Tokens of the chain."""
+        return self.depth
+
+    @property
+    def sha256(self) -> str | None:
+        """Of the draft model's weights, with those of the inner proposer's files if it has any."""
+        inner, own = self.parts.proposer, self.parts.target.sha256
+        other = inner.sha256 if isinstance(inner, Hashed) else None
+        return sha256(f"{own} {other}".encode()).hexdigest() if own and other else own
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What a record should keep."""
+        inner = self.parts.proposer
+        of_inner = {"name": inner.name, "drawn": inner.drawn, **facts_of(inner)}
+        own = {"depth": self.depth, "temperature": self.temperature, "verifier": self.parts.verifier.name}
+        return own | {"inner": of_inner}
+
+    @property
+    def shared_store(self) -> str:
+        """See ``LearnsAcrossRequests``."""
+        inner = self.parts.proposer
+        return inner.shared_store if isinstance(inner, LearnsAcrossRequests) else ""
+
+    def forget(self) -> None:
+        """See ``LearnsAcrossRequests``."""
+        forget(self.parts.proposer)
+
+    def sampling(self, request: Sampling) -> Sampling:
+        """How the draft model samples for a request."""
+        temperature = 0.0 if self.drawn == "point" else self.temperature
+        return request if temperature is None else replace(request, temperature=temperature)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """See ``ChecksSampling``."""
+        try:
+            check_sampling(self.parts.proposer, self.sampling(sampling))
+        except ValueError as error:
+            raise ValueError(f"proposer.inner, which drafts for the draft model: {error}") from error
+
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> DraftCascade:
+        """The same with another draft model, for which an inner draft model is the toy's target."""
+        model = Target(cast(Runner, draft), None, "toy draft", target.context, "", 0.0)
+        inner = self.parts.proposer
+        if isinstance(inner, CertifiableProposer):
+            inner = inner.toy(model, cast(DraftRunner, target.lm), tree)
+        return replace(
+            self, parts=replace(self.parts, target=model, proposer=inner, memory=Memory()), depth=depth_of(tree)
+        )
+
+    # The life cycle ---------------------------------------------------------------------------------------------------
+
+    def init(self, request: Request) -> DraftedText:
+        """An empty KV cache of the draft model, and the inner proposer's state."""
+        model, inner, own = self.parts.target, self.parts.proposer, self._inner_request(request)
+        kv = model.lm.open(min(len(own.tokens) + own.max_new_tokens, model.context + inner.nodes))
+        try:
+            return DraftedText(kv, inner.init(own))
+        except BaseException:
+            kv.close()
+            raise
+
+    def kv_bytes(self, positions: Sequence[int]) -> int:
+        """See ``HoldsKVCache``; with that of the inner proposer."""
+        model, inner = self.parts.target, self.parts.proposer
+        own = runner_kv_bytes(cast(DraftRunner, model.lm), [min(one, model.context + inner.nodes) for one in positions])
+        return own + kv_bytes(inner, positions)
+
+    def fork(self, state: DraftedText) -> DraftedText:
+        """A copy that shares the KV cache of the tokens so far."""
+        inner = self.parts.proposer.fork(state.inner)  # first: an error leaves no KV cache behind
+        return DraftedText(state.kv.fork(), inner, list(state.tokens), state.text)
+
+    def close(self, state: DraftedText) -> None:
+        """Free the KV cache, and close the inner proposer's state."""
+        state.kv.close()
+        self.parts.proposer.close(state.inner)
+
+    @inference
+    def propose(self, batch: Batch) -> Draft:
+        """Let the draft model emit a chain for every sequence that its context still holds.
+
+        New prompts are computed on the way. What the target rejected is forgotten, what it accepted stays computed.
+        """
+        limits = [
+            max(0, min(self.depth, room, self.parts.target.context - len(one.tokens)))
+            for room, one in zip(batch.room(), batch.sequences, strict=True)
+        ]
+        texts = [self._text(one) if limit else None for one, limit in zip(batch.sequences, limits, strict=True)]
+        ends = {text: len(text.tokens) + limit for text, limit in zip(texts, limits, strict=True) if text is not None}
+        cold = all(text.request.sampling.temperature == 0 for text in ends)
+        q, broken = self._decode(batch, ends, None if cold else KeptRows(self.parts.choose))
+        chains = [
+            [] if text is None or text in broken else text.tokens[len(one.tokens) :]
+            for one, text in zip(batch.sequences, texts, strict=True)
+        ]
+        why = {tree: broken[text] for tree, text in enumerate(texts) if text is not None and text in broken}
+        return self._draft(batch, chains, [part for text in ends if text not in broken for part in q[text]], why)
+
+    def _text(self, sequence: SequenceState) -> SequenceState:
+        """The draft model's sequence for a step of the target's, as a fork of it: its choices are no other's."""
+        state: DraftedText = sequence.state
+        state.follow(sequence.tokens, self.parts.proposer)
+        lineage = (*sequence.lineage, INNER, sequence.step)
+        request = self._inner_request(sequence.request)
+        return SequenceState(request, state.kv, state.tokens, lineage, state=state.inner)
+
+    def _decode(
+        self, batch: Batch, ends: Mapping[SequenceState, int], rows: KeptRows | None
+    ) -> tuple[dict[SequenceState, list[Tensor]], dict[SequenceState, str]]:
+        """Run inner steps until every sequence has as many tokens as its end states, or is broken.
+
+        Returns:
+            For each sequence the probabilities from which its tokens were sampled, ``[n, V]`` of each step, where
+            ``rows`` keeps them; and why sequences are broken.
+        """
+        proposer = WithinChain(self.parts.proposer, ends)
+        parts = replace(self.parts, proposer=proposer, draws=batch.draws, choose=rows or self.parts.choose)
+        q: dict[SequenceState, list[Tensor]] = {one: [] for one in ends}
+        broken: dict[SequenceState, str] = {}
+        left, most = list(ends), most_at_once(self.parts.proposer, self.parts.target)
+        while left:
+            before = {one: len(one.tokens) for one in left[:most]}
+            info = step(list(before), parts)
+            self._count(batch, info)
+            for tree, (one, start) in enumerate(before.items()):
+                if one in info.errors or len(one.tokens) == start:
+                    inner = info.draft.broken.get(tree)
+                    broken[one] = BROKEN if inner is None else f"in the inner proposer, {inner}"
+                elif rows is not None and rows.p is not None:
+                    own = [tree, *info.committed[tree].path]
+                    q[one].append(rows.p[upload(rows.p.device, np.array(own))[0]])
+            left = [one for one in left if one not in broken and len(one.tokens) < ends[one]]
+        return q, broken
+
+    def _draft(
+        self, batch: Batch, chains: Sequence[Sequence[int]], q: Sequence[Tensor], broken: dict[int, str]
+    ) -> Draft:
+        """The draft of these chains, whose tokens were sampled from the rows of ``q``; none where q is one-hot."""
+        shape = forest(tuple(self._chain(len(tokens)) for tokens in chains))
+        token = torch.tensor([one for tokens in chains for one in tokens], dtype=torch.long, device=batch.device)
+        if self.drawn == "point":
+            return Draft(shape, token, broken=broken)
+        q_row = np.full(shape.rows, -1, dtype=np.int64)
+        q_row[shape.parent] = np.arange(shape.nodes)
+        if q:
+            return Draft(shape, token, self.drawn, torch.cat([*q]), q_row, broken=broken)
+        lm = self.parts.target.lm
+        certain = torch.empty(shape.nodes, lm.vocabulary, dtype=probs_dtype(lm.dtype), device=batch.device)
+        return Draft(shape, token, self.drawn, one_hot_(token, certain), q_row, broken=broken, one_hot=True)
+
+    def _inner_request(self, request: Request) -> Request:
+        """The request of the draft model's decoding, which never ends: only the chain's length counts."""
+        most = request.max_new_tokens + self.depth
+        return Request(request.id, request.name, request.tokens, self.sampling(request.sampling), most)
+
+    def _count(self, batch: Batch, info: StepInfo) -> None:
+        """Count the model calls and copies of an inner step as those of this proposer."""
+        calls = ("target_forward", "propose_forward")
+        batch.clock.spans += [("propose_forward", start, end) for name, start, end in info.spans if name in calls]
+        batch.read.copies += info.copies_before + info.copies_after

@@ -1,0 +1,296 @@
+"""Decoder layers for drafters, taken from transformers: Llama's, Qwen's or those of any family built like them.
+
+The layers are described on torch's meta device, where they need no memory, until weights are read or made. Attention is
+that of the engine (``runners.attention.SPANS``), so that ``runners.feature_lm`` can run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from inspect import signature, unwrap
+from typing import Any, TypeVar, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from spec_lab.core.cache_argument import cache_argument
+from spec_lab.core.options import brief
+from spec_lab.models.checkpoint import one_line
+from spec_lab.models.services import TargetServices
+from spec_lab.models.support import NOT_FULL_ATTENTION, Unsupported, is_recurrent, refuse_by_name, refuse_changing_rope
+from spec_lab.runners.attention import SPANS, layer_kinds
+
+PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+"""Modules that a decoder layer must consist of."""
+WHOLE = ("self_attn", "input_layernorm")
+"""Modules that a layer which is only run whole must have."""
+GIVEN = {"attention_mask", "position_ids", "position_embeddings"}
+"""Arguments that such a layer must read besides its input and the KV cache."""
+MAMBA = {"mamba", "mamba2", "falcon_mamba", "jamba", "zamba"}
+"""Kinds of models whose configs describe no such layers."""
+MOST_BUFFERS = 2**20
+"""Most numbers in the buffers of a config's model, which are made before weights are compared with the config."""
+
+
+class DraftLayers(nn.Module):
+    """The decoder layers and rotary embedding that a config of transformers describes.
+
+    Args:
+        fields: of a config, ``model_type`` among them; what concerns embedding and output is not used.
+        count: number of layers.
+        whole: the layers are only called whole (``whole``), so any family with self-attention over a KV cache will do:
+            multi-head latent attention, gated attention, experts. Every layer has full attention then, also where the
+            family has other layers too.
+
+    Raises:
+        ValueError: fields that describe no model.
+        Unsupported: a family whose layers are built otherwise, or that has layers without full attention.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], count: int, whole: bool = False) -> None:
+        super().__init__()
+        kind = fields.get("model_type")
+        if not isinstance(kind, str):
+            raise ValueError(f"model_type must be a text, not {brief(kind)}")
+        if kind in NOT_FULL_ATTENTION | MAMBA:
+            raise Unsupported(
+                f"layers of model_type '{kind}' are not supported in a drafter: they have no full attention"
+            )
+        try:
+            more = {name: value for name, value in fields.items() if name not in ("model_type", "layer_types")}
+            none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # their defaults exceed vocab_size
+            config = AutoConfig.for_model(kind, **more | none | {"num_hidden_layers": count, "vocab_size": 1})
+            config._attn_implementation = SPANS
+            if whole and getattr(config, "layer_types", None):
+                config.layer_types = ["full_attention"] * count
+            refuse_by_name(config)
+            refuse_changing_rope(config)
+            if is_recurrent(config):
+                raise Unsupported(
+                    f"layers of model_type '{kind}' are not supported in a drafter: they have no full attention"
+                )
+            with torch.device("meta"):
+                causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            numbers = sum(one.numel() for one in causal_lm.buffers())
+            if numbers > MOST_BUFFERS:
+                raise ValueError(
+                    f"its rotary embedding has {numbers} numbers, more than {MOST_BUFFERS}: check head_dim"
+                )
+            model = causal_lm.model
+            rotary = type(model.rotary_emb)(config=config)
+            windows = layer_kinds(config)
+        except Unsupported:
+            raise
+        except Exception as error:  # transformers raises errors of many types
+            raise ValueError(
+                f"transformers {transformers.__version__} cannot build layers of model_type {kind!r} from this config "
+                f"({one_line(error)})"
+            ) from error
+        children = {name for layer in model.layers for name, _ in layer.named_children()}
+        if windows:
+            raise Unsupported(
+                f"layers of model_type '{kind}' are not supported in a drafter: they have sliding windows or chunks, "
+                "and drafters need full attention"
+            )
+        if whole:
+            reads = {name for layer in model.layers for name in signature(layer.forward).parameters}
+            fits = children >= {*WHOLE} and reads >= GIVEN | {cache_argument(model.layers[0])}
+            fits = fits and _uses_interface(model.layers[0].self_attn)
+            if not fits:
+                raise Unsupported(
+                    f"layers of model_type '{kind}' are not supported in a drafter: they need full attention with a KV "
+                    f"cache through transformers' AttentionInterface, and to have {' and '.join(WHOLE)}; linear "
+                    "attention and recurrent layers are not supported"
+                )
+        elif children != {*PARTS} or any(hasattr(layer.self_attn, "sinks") for layer in model.layers):
+            raise Unsupported(
+                f"layers of model_type '{kind}' are not supported in a drafter: they need full attention without "
+                f"sinks, and to consist of {', '.join(PARTS)}"
+            )
+        self.config, self.rotary, self.layers, self._family = config, rotary, model.layers, type(causal_lm)
+        for parent in list(model.layers.modules()):
+            for name, norm in list(parent.named_children()):
+                if _is_plain_norm(norm):
+                    setattr(parent, name, nn.RMSNorm(len(norm.weight), norm.variance_epsilon, device="meta"))
+
+    def widen(self, width: int) -> None:
+        """Let queries, keys and values of the first layer read inputs of this width."""
+        attention = self.layers[0].self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(attention, name)
+            setattr(attention, name, nn.Linear(width, old.out_features, old.bias is not None, device="meta"))
+
+    def attend(self, layer: int, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Any, mask: Any = None) -> Tensor:
+        """Self-attention of one layer over inputs ``[1, N, X]`` -> ``[1, N, H]``.
+
+        Args:
+            layer: its number.
+            x: normed.
+            rotation: as of ``rotate``.
+            cache: ``runners.attention.Pack``, or anything with its ``update``.
+            mask: for attention that is not over cells.
+        """
+        own = self.layers[layer].self_attn
+        out: Tensor = own(
+            hidden_states=x, position_embeddings=rotation, attention_mask=mask, **{cache_argument(own): cache}
+        )[0]
+        return out
+
+    def rotate(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary embedding at ``positions`` ``[1, N]``, in the dtype of ``x``."""
+        found: tuple[Tensor, Tensor] = self.rotary(x, positions)
+        return found
+
+    def rest(self, layer: int, residual: Tensor, attended: Tensor) -> Tensor:
+        """What follows attention in one layer: both residual connections and the MLP."""
+        own, hidden = self.layers[layer], residual + attended
+        found: Tensor = hidden + own.mlp(own.post_attention_layernorm(hidden))
+        return found
+
+    def run(self, layer: int, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Any, mask: Any = None) -> Tensor:
+        """One whole layer as its family defines it, ``[1, N, H] -> [1, N, H]``."""
+        return self.rest(layer, x, self.attend(layer, self.layers[layer].input_layernorm(x), rotation, cache, mask))
+
+    def whole(
+        self, layer: int, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], cache: Any, mask: Any = None
+    ) -> Tensor:
+        """One layer called as its family defines it, ``[b, N, H] -> [b, N, H]``. Arguments as of ``attend``."""
+        own = self.layers[layer]
+        latent = cache is not None and hasattr(type(own.self_attn), "expand_kv")
+        if latent:
+            cache = _ExpandedCache(own.self_attn, cache)
+        try:
+            read = {"position_embeddings": rotation, cache_argument(own): cache}
+            found = own(x, attention_mask=mask, position_ids=positions, **read)
+        finally:
+            if latent:
+                del own.self_attn.expand_kv
+        out: Tensor = found if isinstance(found, Tensor) else found[0]
+        return out
+
+    def norm(self) -> nn.Module:
+        """A norm over H of the layers' own kind, on the meta device."""
+        norm: nn.Module = deepcopy(self.layers[0].input_layernorm)
+        return norm
+
+    def read(self, tensors: Mapping[str, Any], dtype: torch.dtype) -> tuple[dict[str, Tensor], list[str]]:
+        """Read the layers' weights as transformers does, which converts those that it names otherwise (experts).
+
+        Args:
+            tensors: of ``model.layers``, by the names of the family's checkpoints; slices of ``safe_open`` or tensors.
+            dtype: of the weights from now on; transformers keeps some in float32.
+
+        Returns:
+            The state of this module, and what does not fit: missing, surplus and misshapen tensors.
+        """
+        with torch.device("meta"):
+            other = self._family(deepcopy(self.config)).state_dict()
+        given = {
+            name: torch.zeros(one.shape, dtype=dtype)
+            for name, one in other.items()
+            if not name.startswith("model.layers.")
+        }
+        logging.disable_progress_bar()
+        model, report = self._family.from_pretrained(
+            None, config=deepcopy(self.config), state_dict={**given, **tensors}, dtype=dtype,
+            ignore_mismatched_sizes=True, output_loading_info=True,
+        )  # fmt: skip
+        wrong = [f"{name} is missing" for name in report["missing_keys"]]
+        wrong += [f"{name} is {list(shape)}, not {list(own)}" for name, shape, own in report["mismatched_keys"]]
+        wrong += [f"{name} is in no layer of the network" for name in report["unexpected_keys"]]
+        return {f"layers.{name}": one for name, one in model.model.layers.state_dict().items()}, wrong
+
+
+class _ExpandedCache:
+    """Stands in for the cache of multi-head latent attention, whose latents transformers caches and then expands.
+
+    Attention over cells reads keys and values, so those are cached.
+    """
+
+    def __init__(self, attention: Any, cache: Any) -> None:
+        self.attention, self.cache = attention, cache
+        attention.expand_kv = self.expand
+
+    def update(self, latent: Tensor, rotated: Tensor, layer_idx: int, **_: Any) -> tuple[Tensor, Tensor]:
+        """The latents, which are not cached."""
+        return latent, rotated
+
+    def expand(self, latent: Tensor, rotated: Tensor) -> tuple[Any, Any]:
+        """Expand the latents and cache the keys and values."""
+        own = self.attention
+        found: tuple[Any, Any] = self.cache.update(*type(own).expand_kv(own, latent, rotated), own.layer_idx)
+        return found
+
+
+def rms_norm(width: int, layers: DraftLayers) -> nn.RMSNorm:
+    """An RMSNorm of this width, on the meta device, with the layers' epsilon."""
+    return nn.RMSNorm(width, eps=float(layers.config.rms_norm_eps), device="meta")
+
+
+N = TypeVar("N", bound=nn.Module)
+
+
+def load_weights(
+    network: N,
+    tensors: Mapping[str, Tensor],
+    services: TargetServices,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> N:
+    """The network of a drafter with these weights, ready to draft for a target; the network itself is changed.
+
+    Args:
+        network: without weights; ``services`` become its attribute of that name.
+        tensors: by the network's own names; they must be exactly its parameters.
+        services: embedding and LM head of the target.
+        device: of the weights from now on.
+        dtype: of the weights from now on; None leaves each as it is. (The rotary embedding stays in float32.)
+    """
+    own = {name: one.to(device, one.dtype if dtype is None else dtype) for name, one in tensors.items()}
+    network.load_state_dict(own, strict=True, assign=True)
+    cast(Any, network).services = services
+    return network.to(device).eval().requires_grad_(False)
+
+
+def random_weights(module: nn.Module, seed: int = 0) -> dict[str, Tensor]:
+    """Random float32 weights for a module's parameters: matrices normal with variance 1 / inputs, norms 1, biases 0."""
+    generator, found = torch.Generator().manual_seed(seed), {}
+    for name, parameter in module.named_parameters():
+        if parameter.ndim > 1:
+            found[name] = torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
+        else:
+            found[name] = torch.zeros(parameter.shape) if name.endswith("bias") else torch.ones(parameter.shape)
+    return found
+
+
+def small_layer(hidden_size: int) -> dict[str, Any]:
+    """The config of a small Llama layer, for toys and tests, with two heads where these divide the hidden size."""
+    heads = 1 if hidden_size % 2 else 2  # transformers refuses others, although ``head_dim`` is given
+    return {
+        "model_type": "llama", "hidden_size": hidden_size, "intermediate_size": 8, "num_attention_heads": heads,
+        "num_key_value_heads": 1, "head_dim": 4, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    }  # fmt: skip
+
+
+def _uses_interface(attention: nn.Module) -> bool:
+    """Whether attention calls the function that the config names, among them ``attention.SPANS``."""
+    return "ALL_ATTENTION_FUNCTIONS" in unwrap(type(attention).forward).__code__.co_names
+
+
+def _is_plain_norm(module: nn.Module) -> bool:
+    """Whether a module of transformers is an RMSNorm times its weight, which torch computes faster and in float64.
+
+    (transformers computes it in float32 whatever the dtype; some families add one to the weight.)
+    """
+    epsilon = getattr(module, "variance_epsilon", None)
+    if epsilon is None or not isinstance(getattr(module, "weight", None), nn.Parameter):
+        return False
+    probe: Any = type(module)(4, eps=epsilon)
+    x, weight = torch.tensor([0.5, -1.0, 2.0, 0.1]), torch.tensor([0.3, 1.2, -0.7, 2.0])
+    with torch.no_grad():
+        probe.weight.copy_(weight)
+        return torch.allclose(probe(x), nn.functional.rms_norm(x, (4,), weight, epsilon))

@@ -1,0 +1,187 @@
+"""A small model drafts: a chain (speculative sampling), a static tree, or a tree that grows best first.
+
+Source: chains 2211.17192 and 2302.01318; trees with iid siblings SpecInfer (2305.09781), without replacement 2402.14160
+and Sequoia (2402.12374), deterministic top-k siblings EAGLE-2 (2406.16858); noise shared with the target 2408.07978.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Unpack
+
+import numpy as np
+
+from spec_lab.core.draft import Draft, Drawn, Shape, empty
+from spec_lab.core.inference import inference
+from spec_lab.core.options import one_of
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Lifecycle, runner_kv_bytes
+from spec_lab.decode.sequence import Batch
+from spec_lab.drafters.draft_model.cache import DraftCache, Tentative
+from spec_lab.drafters.draft_model.forced import RUN, ForcedChains
+from spec_lab.drafters.draft_model.loading import check_same_tokens, load_draft
+from spec_lab.drafters.draft_model.retokenized import Tokens
+from spec_lab.drafters.draft_model.vocabularies import SameTokens, SharedTokens, Vocabularies, intersect
+from spec_lab.models.target import Target
+from spec_lab.propose.expansion import Computed
+from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+from spec_lab.propose.trees import Choices
+from spec_lab.runners.runner import DraftRunner
+
+
+class DraftModel(Lifecycle):
+    """Drafts with a causal LM of its own, whose KV cache follows each sequence.
+
+    Args:
+        lm: the draft.
+        context: most positions the draft has; beyond, nothing is drafted.
+        plan: the trees, and how their tokens are drawn.
+        name: as in records.
+        sha256: of the draft's weights.
+        vocabularies: between the target's tokens and the draft's; None if they are the same.
+    """
+
+    def __init__(
+        self,
+        lm: DraftRunner,
+        context: int,
+        plan: TreePlan,
+        name: str = "draft_model",
+        sha256: str = "",
+        vocabularies: Vocabularies | None = None,
+    ) -> None:
+        self.lm = lm
+        self.context = context
+        self.plan = plan
+        self.name = name
+        self.sha256 = sha256
+        self.vocabularies: Vocabularies = vocabularies or SameTokens()
+        self.drawn: Drawn = plan.drawn
+        self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
+        self._bare = lru_cache(maxsize=256)(lambda roots: empty(roots, lm.device))
+
+    @staticmethod
+    def load(target: Target, path: str, vocabularies: str = "same", **options: Unpack[TreeOptions]) -> DraftModel:
+        """Load a draft in the target's dtype and on its device.
+
+        Args:
+            target: whose tokens are drafted.
+            path: folder of a checkpoint, a hub name, or a GGUF file, which llama.cpp computes.
+            vocabularies: "same" refuses a draft with other tokens than the target's; "intersect" drafts the tokens that
+                both have (``drafters.draft_model.vocabularies``).
+            options: of the trees.
+
+        Raises:
+            ValueError: a wrong option; another tokenizer or vocabulary than the target's, or too few shared tokens; a
+                tree wider than the vocabulary; a model of a kind that cannot decode forests (``Unsupported``).
+            OSError: no checkpoint there.
+        """
+        plan = TreePlan.read(**options)
+        one_of("proposer.vocabularies", vocabularies, ("same", "intersect"))
+        draft = load_draft(target, path)
+        if draft.chains and plan.branches:
+            raise ValueError(
+                f"proposer.path: the draft {path} has recurrent layers, whose runner can take back rejected tokens of "
+                "a chain only: choose proposer=draft_chain, or another draft"
+            )
+        shared: SharedTokens | None = None
+        if vocabularies == "intersect":
+            shared = intersect(target, Tokens(draft.tokenizer, draft.vocabulary, draft.ends, path))
+        else:
+            advice = "; proposer.vocabularies=intersect drafts the tokens that both have"
+            check_same_tokens(target, draft.vocabulary, draft.tokenizer, path, advice)
+        plan.check_width(target.vocabulary if shared is None else shared.count)
+        return DraftModel(draft.runner(), draft.context, plan, f"draft_{plan.kind}", draft.sha256, shared)
+
+    @property
+    def why_not_stopped(self) -> str:
+        """See ``StopsEarly``."""
+        return self.plan.why_not_stopped
+
+    def check_sampling(self, request: Sampling) -> None:
+        """See ``TreePlan.check_sampling``."""
+        self.plan.check_sampling(request)
+
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> DraftModel:
+        """The same proposer with another draft and tree. See ``Proposer``."""
+        vocabularies = self.vocabularies.toy(target.vocabulary)
+        return DraftModel(draft, target.context, self.plan.toy(tree), self.name, vocabularies=vocabularies)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        return self.plan.facts | self.vocabularies.facts
+
+    @property
+    def forced_nodes(self) -> int:
+        """See ``DraftsForcedTokens``."""
+        return RUN if self._drafts_forced else 0
+
+    def init(self, request: Request) -> DraftCache:
+        """The draft's KV cache for a sequence, empty."""
+        tokens = min(len(request.tokens) + request.max_new_tokens, self.context)
+        return DraftCache(self.lm.open(tokens + self.plan.computed))
+
+    def kv_bytes(self, positions: Sequence[int]) -> int:
+        """See ``HoldsKVCache``."""
+        return runner_kv_bytes(self.lm, [min(one, self.context) + self.plan.computed for one in positions])
+
+    def fork(self, state: DraftCache) -> DraftCache:
+        """See ``DraftCache.fork``."""
+        return state.fork()
+
+    def close(self, state: DraftCache) -> None:
+        """See ``DraftCache.close``."""
+        state.close()
+
+    @inference
+    def propose(self, batch: Batch) -> Draft:
+        """Draft below every sequence that the draft's context still holds; new prompts are computed on the way."""
+        between = self.vocabularies
+        texts = [between.read(one.tokens) for one in batch.sequences]
+        # Nodes at the last depth are not computed: they may stand one beyond the draft's last position.
+        limits = [
+            min(room, self.context + 1 - len(text)) if text else 0
+            for room, text in zip(batch.room(), texts, strict=True)
+        ]
+        depths = [max(0, min(limit, self.plan.depth)) for limit in limits]
+        caches: list[DraftCache | None] = [
+            one.state if depth else None for one, depth in zip(batch.sequences, depths, strict=True)
+        ]
+        if self._drafts_forced and batch.draft_masks is not None and batch.draft_masks.forces:
+            samplings = [self.plan.sampling(sequence.request.sampling) for sequence in batch.sequences]
+            own = self.drawn, batch, batch.draft_masks, depths, samplings, caches, limits, self.plan.stop(batch)
+            return ForcedChains(self.lm, *own).run()
+        timed = batch.clock.phase("propose_forward")
+        kvs = [None if cache is None else cache.kv for cache in caches]
+        computed: list[np.ndarray] = []
+
+        def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Computed:
+            computed.append(rows)
+            return between.logits(self.lm.extend(kvs, shape, rows, between.nodes(token[rows - shape.roots]), timed))
+
+        active = [(cache, text) for cache, text in zip(caches, texts, strict=True) if cache is not None]
+        roots: Computed | None = None
+        if active:
+            pending = [cache.follow(text) for cache, text in active]
+            bare = self._bare(len(active))
+            roots = between.logits(self.lm.forward([cache.kv for cache, _ in active], pending, bare, timed=timed))
+        drafted = self.plan.draft(batch, depths, roots, expand)
+        found = np.zeros(drafted.shape.rows, dtype=bool)
+        for rows in computed:
+            found[rows] = True
+        nodes = between.nodes(drafted.token)
+        for tree, cache in enumerate(caches):
+            if cache is not None:
+                cache.tentative = Tentative(drafted.shape, tree, nodes, found)
+        return drafted.draft
+
+    @property
+    def _drafts_forced(self) -> bool:
+        """Whether forced tokens are drafted without a forward where a constraint fast-forwards them: in chains.
+
+        With another vocabulary they are drafted as other tokens are: the draft may have no such token.
+        """
+        return self.vocabularies.same and self.drawn != "gumbel" and self.plan.budget is None and not self.branches

@@ -1,0 +1,208 @@
+"""Draft models whose vocabulary differs from the target's: drafting is restricted to the tokens that both have.
+
+Source: token-level intersection, algorithm 4 of "Accelerating LLM Inference with Lossless Speculative Decoding
+Algorithms for Heterogeneous Vocabularies" (2502.05202); transformers calls it universal assisted decoding.
+
+What is drafted. An ordinary token is shared if some token of the draft model has the same bytes, whatever marks the two
+tokenizers spell them with; a special token, if one has the same text and the same role. The draft model's logits at
+shared tokens become logits over the target's V tokens, all others are -inf. q is computed from these, so it is
+restricted to shared tokens and renormalised before it is sampled and stated, which keeps verification exact.
+
+What the draft model reads is a function of the sequence's tokens alone: the tokens that its own tokenizer produces for
+the text so far (``Retokenized``). Drafted nodes are shared tokens and are read below it one to one, even where the
+tokenizer would merge them with what precedes. Once they are accepted they are part of the text, which is tokenized
+again: the KV cache keeps the longest common prefix (``DraftCache.follow``), and what was merged is computed again.
+
+Two tokenizers with the same ordinary tokens, which differ only in added tokens or in the padding of the models'
+embeddings, need no text: every token is read as its counterpart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from logging import getLogger
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from spec_lab.constrain.vocabulary import FastTokenizer
+from spec_lab.drafters.draft_model.retokenized import Retokenized, Tokens
+from spec_lab.models.gguf_tokenizer import PROBES
+from spec_lab.models.target import Target
+from spec_lab.propose.expansion import Computed, RowLogits
+
+log = getLogger(__name__)
+
+FEWEST, LEAST_SHARE = 16, 1 / 200
+"""An intersection of fewer tokens, or of a smaller share of the target's tokens, is refused."""
+
+SPELLED = "It is 2024; f(x) = y.\n  End"
+"""A text that the bytes of a tokenizer's tokens must spell."""
+
+
+class Vocabularies(Protocol):
+    """Translates between the tokens of a target and those of a draft model."""
+
+    @property
+    def same(self) -> bool:
+        """Whether both have the same tokens, so that any token of the target can be read as a node."""
+        ...
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        ...
+
+    def read(self, tokens: list[int]) -> list[int]:
+        """What the draft model reads for a sequence of the target's tokens. Empty: it cannot draft there."""
+        ...
+
+    def nodes(self, token: np.ndarray) -> np.ndarray:
+        """Drafted tokens ``[n]`` in the draft model's ids."""
+        ...
+
+    def logits(self, computed: Computed) -> Computed:
+        """The draft model's logits as logits over the target's tokens ``[n, V]``."""
+        ...
+
+    def toy(self, vocabulary: int) -> Vocabularies:
+        """The same kind between two toy models over so many tokens."""
+        ...
+
+
+class SameTokens:
+    """The draft model has the target's tokens."""
+
+    same = True
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Nothing to record."""
+        return {}
+
+    def read(self, tokens: list[int]) -> list[int]:
+        """See ``Vocabularies``."""
+        return tokens
+
+    def nodes(self, token: np.ndarray) -> np.ndarray:
+        """See ``Vocabularies``."""
+        return token
+
+    def logits(self, computed: Computed) -> Computed:
+        """See ``Vocabularies``."""
+        return computed
+
+    def toy(self, vocabulary: int) -> Vocabularies:
+        """See ``Vocabularies``."""
+        return self
+
+
+class SharedTokens:
+    """The tokens that a target and a draft model share. See ``Vocabularies``.
+
+    Args:
+        pairs: ``[S, 2]`` the shared tokens in the target's and in the draft model's ids.
+        vocabulary: V, the width of the target's logits.
+        reading: what the draft model reads, as of ``Vocabularies.read``.
+        tokens: number of tokens that the target's tokenizer has.
+    """
+
+    same = False
+
+    def __init__(
+        self, pairs: Sequence[tuple[int, int]], vocabulary: int, reading: Callable[[list[int]], list[int]], tokens: int
+    ) -> None:
+        self.count, self.vocabulary, self.tokens = len(pairs), vocabulary, tokens
+        self.pairs, self.read = dict(pairs), reading
+        own = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+        self._target, self._draft = torch.from_numpy(own[:, 0].copy()), torch.from_numpy(own[:, 1].copy())
+        # Where a draft's logits are broken, any token may be drawn before the tree is dropped: it needs some id.
+        self._ids = np.full(vocabulary, own[0, 1])
+        self._ids[own[:, 0]] = own[:, 1]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The number of shared tokens, and their share of the target's."""
+        return {"vocabularies": "intersect", "shared_tokens": self.count, "shared_share": self.count / self.tokens}
+
+    def nodes(self, token: np.ndarray) -> np.ndarray:
+        """See ``Vocabularies``."""
+        return self._ids[token]
+
+    def logits(self, computed: Computed) -> Computed:
+        """See ``Vocabularies``."""
+        own = computed.logits
+        self._target, self._draft = self._target.to(own.device), self._draft.to(own.device)
+        found = own.new_full((len(own), self.vocabulary), -torch.inf)
+        return RowLogits.of(found.index_copy_(1, self._target, own.index_select(1, self._draft)))
+
+    def toy(self, vocabulary: int) -> Vocabularies:
+        """Ids in reverse order, and a last token that is not shared but can be read."""
+        counterparts = [vocabulary - 1 - token for token in range(vocabulary)]
+        pairs = list(enumerate(counterparts[:-1]))
+        return SharedTokens(pairs, vocabulary, one_to_one(dict(enumerate(counterparts))), vocabulary)
+
+
+def one_to_one(counterparts: Mapping[int, int]) -> Callable[[list[int]], list[int]]:
+    """Return what reads every token as its counterpart, and leaves out tokens without one."""
+
+    def read(tokens: list[int]) -> list[int]:
+        return [counterparts[token] for token in tokens if token in counterparts]
+
+    return read
+
+
+def intersect(target: Target, draft: Tokens) -> SharedTokens:
+    """Return the tokens that a target and a draft model share, and log how many there are.
+
+    Raises:
+        ValueError: the target has no tokenizer; the tokens of one have no known bytes; they share too few.
+    """
+    option = "proposer.vocabularies=intersect"
+    if target.tokenizer is None:
+        raise ValueError(f"{option} requires the target's tokenizer, and {target.name} has none")
+    mine = Tokens(target.tokenizer, target.vocabulary, target.ends, target.name)
+    alike = mine.own == draft.own and all(mine.encode(text) == draft.encode(text) for text in PROBES)
+    meanings = [one.by_meaning(_spelling(one, alike)) for one in (mine, draft)]
+    pairs = sorted((token, meanings[1][key]) for key, token in meanings[0].items() if key in meanings[1])
+    ordinary = sum(token not in mine.special for token, _ in pairs)
+    least = max(FEWEST, round(LEAST_SHARE * len(mine.names)))
+    if ordinary < least:
+        raise ValueError(
+            f"{option}: the draft {draft.name} shares {ordinary} of the {len(mine.names)} tokens of the target "
+            f"{target.name}, at least {least} are required; choose a draft model with a more similar tokenizer"
+        )
+    if alike:
+        numbers = {token: number for number, token in draft.names.items()}
+        counterparts = {number: numbers[token] for number, token in mine.names.items() if token in numbers}
+        reading = one_to_one(counterparts)
+    else:
+        reading = Retokenized(mine, draft, {token: own for token, own in pairs if token in mine.special})
+    found = SharedTokens(pairs, target.vocabulary, reading, len(mine.names))
+    log.info(
+        "%s: the draft %s shares %d of the %d tokens of the target (%.1f %%), and reads %s", option, draft.name,
+        found.count, found.tokens, 100 * found.facts["shared_share"],
+        "each token as its own" if alike else "the text as its own tokenizer splits it",
+    )  # fmt: skip
+    return found
+
+
+def _spelling(tokens: Tokens, alike: bool) -> Callable[[int], Hashable]:
+    """Return the function from an ordinary token to its spelling: its name if tokenizers are alike, else its bytes.
+
+    Raises:
+        ValueError: its bytes are not known, or are not those of the texts that it stands for.
+    """
+    if alike:
+        return tokens.names.__getitem__
+    cannot = f"proposer.vocabularies=intersect cannot compare the tokens of {tokens.name} by their bytes"
+    if not isinstance(tokens.tokenizer, FastTokenizer):
+        raise ValueError(f"{cannot}: a {type(tokens.tokenizer).__name__} is no fast tokenizer")
+    try:
+        data = tokens.spell(SPELLED)
+    except ValueError as error:
+        raise ValueError(f"{cannot}: {error}") from error
+    if data.removeprefix(b" ") != SPELLED.encode():
+        raise ValueError(f"{cannot}: they spell {SPELLED!r} as {data!r}")
+    return tokens.pieces.__getitem__

@@ -1,0 +1,238 @@
+"""The networks of EAGLE: a drafter whose decoder layers read hidden states of the target and the tokens after them.
+
+Sources: EAGLE-1 (2401.15077, section 3.2) and EAGLE-2 (2406.16858), which has the same network; EAGLE-3 (2503.01840,
+section 3.1), with the variants of published heads. Letters: H hidden size of the drafter, H_t of the target, V its
+vocabulary, W draft vocabulary, k taps (hidden states of the target that are read), n rows.
+
+Both have the members of ``drafters.feature_drafter.FeatureNetwork``: ``features`` prepares observed hidden states,
+``inputs`` combines them with the tokens after them, ``forward`` runs the layers, and ``outputs`` returns the features
+that stand in for the target's one position later, and logits. ``services`` are the target's embedding and LM head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spec_lab.drafters.draft_layers import DraftLayers, load_weights, random_weights, rms_norm, small_layer
+from spec_lab.models.services import TargetServices
+from spec_lab.models.target import Target
+
+
+@dataclass(frozen=True)
+class EagleSettings:
+    """The sizes and kind of an EAGLE-1 or EAGLE-2 head.
+
+    Args:
+        layer: config of the decoder layers, as transformers names its fields.
+        hidden_size: H = H_t.
+        vocab_size: V.
+        layers: number of decoder layers; the first has no norm before attention.
+        bias: whether ``fc`` has a bias.
+    """
+
+    layer: Mapping[str, Any]
+    hidden_size: int
+    vocab_size: int
+    layers: int = 1
+    bias: bool = True
+
+    def network(self) -> Eagle:
+        """The network, without weights."""
+        return Eagle(self)
+
+
+@dataclass(frozen=True)
+class Eagle3Settings:
+    """The sizes and kind of an EAGLE-3 head.
+
+    Args:
+        layer: config of the decoder layers, as transformers names its fields.
+        hidden_size: H.
+        target_hidden_size: H_t.
+        vocab_size: V.
+        taps: numbers of the hidden states that are read, as in ``runner.Capabilities``.
+        draft_vocab_size: W; None: the head drafts with the target's LM head.
+        layers: number of decoder layers; the first reads 2H.
+        norm_before_residual: whether the residual connection starts from the normed features.
+        norm_before_fc: whether the concatenated taps are normed.
+        fc_norm: whether each tap is normed.
+        norm_output: whether the features fed back are those after the final norm (EAGLE-3.1).
+        own_embedding: whether the head has an embedding of its own.
+    """
+
+    layer: Mapping[str, Any]
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    taps: tuple[int, ...]
+    draft_vocab_size: int | None = None
+    layers: int = 1
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    own_embedding: bool = False
+
+    def network(self) -> Eagle3:
+        """The network, without weights."""
+        return Eagle3(self)
+
+
+Settings = EagleSettings | Eagle3Settings
+
+
+class Eagle(nn.Module):
+    """The network of EAGLE-1 and EAGLE-2.
+
+    Input j is ``fc([embed(t_{j+1}); f_j])``, where f_j is the target's hidden state after its final norm. The output of
+    the layers is f_{j+1} as the drafter predicts it, and the target's LM head reads it.
+    """
+
+    hidden = (-1,)
+
+    def __init__(self, settings: EagleSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.body = DraftLayers(settings.layer, settings.layers)
+        self.body.layers[0].input_layernorm = nn.Identity()
+        self.fc = nn.Linear(2 * settings.hidden_size, settings.hidden_size, settings.bias, device="meta")
+        self.services: TargetServices | None = None
+
+    @property
+    def layers(self) -> int:
+        """The number of decoder layers."""
+        return self.settings.layers
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """``[n, H]`` hidden states after the final norm, as they are."""
+        return hidden
+
+    def inputs(self, token: Tensor, feature: Tensor) -> Tensor:
+        """Tokens ``[n]`` and the features before them ``[n, H]`` -> inputs ``[n, H]``."""
+        mixed: Tensor = self.fc(torch.cat([_bound(self.services).embed(token).to(feature.dtype), feature], -1))
+        return mixed
+
+    def forward(self, x: Tensor, positions: Tensor, cache: Any, mask: Any = None) -> Tensor:
+        """Inputs ``[b, N, H]`` at positions ``[b, N]`` -> outputs ``[b, N, H]``."""
+        rotation = self.body.rotate(x, positions)
+        for layer in range(self.layers):
+            x = self.body.run(layer, x, rotation, cache, mask)
+        return x
+
+    def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs ``[n, H]`` -> features ``[n, H]`` and logits ``[n, V]``."""
+        return x, _bound(self.services).lm_head(x)
+
+    def toy(self, target: Target) -> Network:
+        """The same kind of network with random weights, in the sizes of another target."""
+        h = target.services.hidden_size
+        own = replace(self.settings, layer=small_layer(h), hidden_size=h, vocab_size=target.vocabulary)
+        return random_network(own, target.services, target.lm.device, target.lm.dtype)
+
+
+class Eagle3(nn.Module):
+    """The network of EAGLE-3.
+
+    Feature j is ``g_j = fc([tap_1; ..; tap_k])`` at position j. The first layer's attention reads
+    ``[input_layernorm(embed(t_{j+1})); hidden_norm(g_j)]``; its residual connection starts from g_j. One position
+    later the layers' own output stands in for g.
+    """
+
+    ids: Tensor
+    """``[W]`` the target's number of each draft token, ascending."""
+
+    def __init__(self, settings: Eagle3Settings) -> None:
+        super().__init__()
+        self.settings = settings
+        h, wide = settings.hidden_size, len(settings.taps) * settings.target_hidden_size
+        self.hidden = settings.taps
+        self.body = DraftLayers(settings.layer, settings.layers)
+        self.body.widen(2 * h)
+        self.hidden_norm = rms_norm(h, self.body)
+        self.norm = rms_norm(h, self.body)
+        self.fc = nn.Linear(wide, h, bias=False, device="meta")
+        self.input_norm = rms_norm(wide, self.body) if settings.norm_before_fc else None
+        self.fc_norm: nn.ModuleList | None = None
+        if settings.fc_norm:
+            self.fc_norm = nn.ModuleList(rms_norm(settings.target_hidden_size, self.body) for _ in settings.taps)
+        self.embed_tokens: nn.Embedding | None = None
+        if settings.own_embedding:
+            self.embed_tokens = nn.Embedding(settings.vocab_size, h, device="meta")
+        self.lm_head: nn.Linear | None = None
+        if settings.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(h, settings.draft_vocab_size, bias=False, device="meta")
+        self.register_buffer("ids", torch.arange(settings.draft_vocab_size or 0), persistent=False)
+        self.services: TargetServices | None = None
+
+    @property
+    def layers(self) -> int:
+        """The number of decoder layers."""
+        return self.settings.layers
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """The taps ``[n, k * H_t]`` -> ``[n, H]``."""
+        if self.fc_norm is not None:
+            parts = hidden.split(self.settings.target_hidden_size, -1)
+            hidden = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        if self.input_norm is not None:
+            hidden = self.input_norm(hidden)
+        mixed: Tensor = self.fc(hidden)
+        return mixed
+
+    def inputs(self, token: Tensor, feature: Tensor) -> Tensor:
+        """Tokens ``[n]`` and the features before them ``[n, H]`` -> inputs ``[n, 2H]``."""
+        own = self.embed_tokens
+        embedded = _bound(self.services).embed(token) if own is None else own(token)
+        return torch.cat([embedded.to(feature.dtype), feature], -1)
+
+    def forward(self, x: Tensor, positions: Tensor, cache: Any, mask: Any = None) -> Tensor:
+        """Inputs ``[b, N, 2H]`` at positions ``[b, N]`` -> outputs before the final norm ``[b, N, H]``."""
+        embedded, feature = x.split(self.settings.hidden_size, -1)
+        rotation = self.body.rotate(x, positions)
+        first, normed = self.body.layers[0], self.hidden_norm(feature)
+        both = torch.cat([first.input_layernorm(embedded), normed], -1)
+        residual = normed if self.settings.norm_before_residual else feature
+        hidden = self.body.rest(0, residual, self.body.attend(0, both, rotation, cache, mask))
+        for layer in range(1, self.layers):
+            hidden = self.body.run(layer, hidden, rotation, cache, mask)
+        return hidden
+
+    def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs ``[n, H]`` -> features ``[n, H]`` and logits ``[n, V]``, -inf beyond the draft vocabulary."""
+        normed = self.norm(x)
+        logits = _bound(self.services).lm_head(normed) if self.lm_head is None else self.lm_head(normed)
+        if self.lm_head is not None and logits.shape[-1] < self.settings.vocab_size:
+            whole = logits.new_full((len(logits), self.settings.vocab_size), -torch.inf)
+            logits = whole.index_copy_(1, self.ids, logits)
+        return (normed if self.settings.norm_output else x), logits
+
+    def toy(self, target: Target) -> Network:
+        """The same kind of network with random weights, in the sizes of another target; it lacks the last token."""
+        h, last = target.services.hidden_size, target.lm.capabilities.hidden_layers
+        own = replace(
+            self.settings, layer=small_layer(h), hidden_size=h, target_hidden_size=h, vocab_size=target.vocabulary,
+            taps=tuple(min(tap, last) for tap in range(len(self.settings.taps))), own_embedding=False,
+            draft_vocab_size=self.settings.draft_vocab_size and target.vocabulary - 1,
+        )  # fmt: skip
+        return random_network(own, target.services, target.lm.device, target.lm.dtype)
+
+
+Network = Eagle | Eagle3
+
+
+def _bound(services: TargetServices | None) -> TargetServices:
+    assert services is not None, "the network was not bound to a target"
+    return services
+
+
+def random_network(
+    settings: Settings, services: TargetServices, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> Network:
+    """A network with random weights."""
+    network = settings.network()
+    return load_weights(network, random_weights(network, seed), services, device, dtype)

@@ -1,0 +1,38 @@
+"""EAGLE: a small network drafts from the target's hidden states, level by level.
+
+Sources: EAGLE-1 (2401.15077), EAGLE-2 (2406.16858: trees that grow by draft probabilities, ``rerank``), EAGLE-3
+(2503.01840). The life cycle and the KV cache are those of every feature drafter (``drafters.feature_drafter``).
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from spec_lab.core.options import one_of
+from spec_lab.drafters.eagle.files import read_eagle
+from spec_lab.drafters.feature_drafter import FeatureDrafter
+from spec_lab.models.packed import pack
+from spec_lab.models.placement import DTYPES
+from spec_lab.models.target import Target
+from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+
+
+def load(target: Target, path: str, dtype: str | None = None, **options: Unpack[TreeOptions]) -> FeatureDrafter:
+    """Read an EAGLE head and choose its trees.
+
+    Args:
+        target: whose hidden states the head reads.
+        path: folder of the head, in one of the formats of ``drafters.eagle.files``.
+        dtype: of the head, "bfloat16", "float16", "float32" or "float64"; None: the target's.
+        options: of the trees.
+
+    Raises:
+        ValueError: a wrong option; a head for another target; a malformed file.
+        OSError: a file is missing.
+    """
+    plan = TreePlan.read(**options)
+    own = None if dtype is None else DTYPES[one_of("proposer.dtype", dtype, tuple(DTYPES))]
+    head = read_eagle(path, target, own)
+    plan.check_width(head.tokens)
+    pack(head.network)
+    return FeatureDrafter(head.network, target, plan, head.name, head.sha256, own)

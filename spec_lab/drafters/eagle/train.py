@@ -1,0 +1,200 @@
+"""The recipe of EAGLE-3 heads. The losses are in ``unroll``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from spec_lab.core.options import brief, one_of, share, whole
+from spec_lab.drafters.eagle import propose as eagle
+from spec_lab.drafters.eagle.files import write_eagle3
+from spec_lab.drafters.eagle.losses import eagle3_losses
+from spec_lab.drafters.eagle.network import Eagle3, Eagle3Settings, random_network
+from spec_lab.models.target import Target
+from spec_lab.propose import Proposer
+from spec_lab.train.objectives import LOSSES, Loss, Measured, Truth
+from spec_lab.train.recipe import Beginning, TargetHead, layer_of
+from spec_lab.train.texts import Texts
+
+
+@dataclass(frozen=True)
+class Eagle3Recipe:
+    """An EAGLE-3 head of Llama layers, trained by training-time test (2503.01840).
+
+    Args:
+        unrolls: tokens that are drafted in training; each one's loss has ``decay`` times the weight of the one before.
+        decay: see there.
+        loss: "kl", "reverse_kl" or "tv".
+        draft_vocab_size: tokens that the head can draft, the most frequent of the target's texts; None for all.
+        taps: numbers of the hidden states that are read; None: 2, L // 2 and L - 3 as in the paper, or, where these
+            are not different, spread over the layers.
+        layers: decoder layers.
+        intermediate_size: of the MLP; None: as in the target.
+        heads: attention heads; None: as in the target, of which the head has the hidden size.
+        from_target: begin as the target's last layer and final norm (``begin_as_target``), not with random weights.
+    """
+
+    unrolls: int = 7
+    decay: float = 0.8
+    loss: str = "kl"
+    draft_vocab_size: int | None = 32000
+    taps: tuple[int, ...] | None = None
+    layers: int = 1
+    intermediate_size: int | None = None
+    heads: int | None = None
+    from_target: bool = False
+    name = "eagle3"
+
+    def __post_init__(self) -> None:
+        whole("task.recipe.unrolls", self.unrolls, most=64)
+        whole("task.recipe.layers", self.layers, most=64)
+        share("task.recipe.decay", self.decay)
+        one_of("task.recipe.loss", self.loss, LOSSES)
+        for name in ("draft_vocab_size", "intermediate_size", "heads"):
+            if getattr(self, name) is not None:
+                whole(f"task.recipe.{name}", getattr(self, name))
+        if self.taps is not None and not (
+            isinstance(self.taps, Sequence) and self.taps and all(map(_counts, self.taps))
+        ):
+            raise ValueError(
+                "task.recipe.taps must be null or a list of hidden states' numbers, 0 or more, not " + brief(self.taps)
+            )
+        if not isinstance(self.from_target, bool):
+            raise ValueError(f"task.recipe.from_target must be true or false, not {self.from_target!r}")
+
+    @property
+    def depth(self) -> int:
+        """See ``Recipe``."""
+        return self.unrolls
+
+    def _taps(self, target: Target) -> tuple[int, ...]:
+        last = target.services.num_layers
+        if self.taps is not None:
+            if max(self.taps) > last:
+                raise ValueError(
+                    f"task.recipe.taps names hidden state {max(self.taps)}, but {target.name} has states 0 to {last}"
+                )
+            return tuple(sorted(self.taps))  # as they are read (``drafters.eagle.files``)
+        usual = (2, last // 2, last - 3)
+        return usual if 0 < usual[0] < usual[1] < usual[2] else (1, max(1, last // 2), max(1, last - 1))
+
+    def states(self, target: Target) -> tuple[int, ...]:
+        """See ``Recipe``."""
+        return (*self._taps(target), -1)
+
+    def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
+        """See ``Recipe``. The LM head begins as the target's rows."""
+        h, v = target.services.hidden_size, target.vocabulary
+        width = min(self.draft_vocab_size or v, v)
+        layer = layer_of(target, self.heads, self.intermediate_size)
+        settings = Eagle3Settings(layer, h, h, v, self._taps(target), width, self.layers)
+        device = target.lm.device
+        network = random_network(settings, target.services, device, torch.float32, seed)
+        assert isinstance(network, Eagle3) and network.lm_head is not None
+        network.ids = frequent(paths, v, width).to(device)
+        with torch.no_grad():
+            # The rows of a linear LM head are its logits of the unit vectors.
+            rows = target.services.lm_head(torch.eye(h, device=device, dtype=target.lm.dtype))
+            network.lm_head.weight.copy_(rows.T[network.ids])
+            if self.from_target:
+                begin_as_target(network, target.causal_lm.model.model)
+        network.requires_grad_(True).train()
+        own = self.unrolls, self.decay, cast(Loss, self.loss)
+        objective = Eagle3Objective(network, TargetHead.of(target), target.lm.dtype, *own)
+        return Beginning(network, objective, {"taps": list(settings.taps), "draft_vocab_size": width})
+
+    def write(self, module: nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
+        """See ``Recipe``: in the format of speculators, in bfloat16."""
+        kinds = target.causal_lm.model.config.architectures or [type(target.causal_lm.model).__name__]
+        return write_eagle3(module, folder, target.name, kinds[0], facts, torch.bfloat16)
+
+    def load(self, target: Target, folder: Path, depth: int) -> Proposer:
+        """See ``Recipe``."""
+        return eagle.load(target, str(folder), depth=depth)
+
+
+@dataclass(frozen=True, eq=False)
+class Eagle3Objective:
+    """The loss of an EAGLE-3 head: the sum over unrolls, each ``decay`` times the one before it.
+
+    Args:
+        network: in training.
+        target: its embedding and LM head.
+        dtype: of the target.
+        unrolls: how many tokens are drafted.
+        decay: weight of an unroll over that of the one before it.
+        kind: of loss.
+    """
+
+    network: Eagle3
+    target: TargetHead
+    dtype: torch.dtype
+    unrolls: int = 7
+    decay: float = 0.8
+    kind: Loss = "kl"
+
+    def __call__(self, text: Texts) -> tuple[Tensor, list[Measured]]:
+        """The loss of texts with the taps and, last, the state after the final norm as their hidden states."""
+        text = text.padded(self.unrolls + 2)
+        assert text.hidden is not None
+        own, final = next(self.network.parameters()).dtype, self.network.settings.target_hidden_size
+        taps, states = text.hidden[..., :-final], text.hidden[..., -final:]
+        with torch.no_grad():
+            truth = Truth.of(self.target.lm_head(states.flatten(0, 1).to(self.dtype)), self.network.ids)
+            embedded = self.target.embed(text.ids).to(own)
+        read = Texts(text.ids, text.first, text.length, taps.to(own))
+        found = eagle3_losses(self.network, read, truth, embedded, self.unrolls, self.kind)
+        nothing = torch.zeros((), device=text.ids.device)
+        return sum((self.decay**number * one.loss for number, one in enumerate(found)), nothing), found
+
+
+@torch.no_grad()
+def begin_as_target(network: Eagle3, target: Any) -> None:
+    """Copy the target's last decoder layer into the head's first, and its final norm.
+
+    Queries, keys and values read the features as the target's layer reads its input, and the embedding with half their
+    random weights. The features are the last tap and a tenth of their random weights of all taps.
+
+    Args:
+        network: with random weights.
+        target: the decoder of a model of transformers.
+
+    Raises:
+        ValueError: its last layer has other tensors, or other shapes.
+    """
+    h, own = network.settings.hidden_size, dict(network.body.layers[0].named_parameters())
+    given = {name: one.to_dense() for name, one in target.layers[-1].named_parameters()}  # they may be packed
+    halves = {f"self_attn.{name}_proj.weight" for name in "qkv"}
+    shapes = {name: (len(one), h) if name in halves else tuple(one.shape) for name, one in own.items()}
+    if shapes != {name: tuple(one.shape) for name, one in given.items()}:
+        raise ValueError(
+            "task.recipe.from_target=true needs a target with Llama layers, and a head with as many attention heads "
+            "and as wide an MLP"
+        )
+    for name, one in own.items():
+        if name in halves:
+            one[:, :h] *= 0.5
+        (one[:, h:] if name in halves else one).copy_(given[name])
+    network.hidden_norm.weight.copy_(own["input_layernorm.weight"])
+    network.norm.weight.copy_(target.norm.weight)
+    network.fc.weight *= 0.1
+    network.fc.weight[:, -h:] += torch.eye(h, device=network.fc.weight.device)
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def frequent(paths: Sequence[Path], vocabulary: int, width: int) -> Tensor:  # [W], ascending
+    """The most frequent tokens among those that the target wrote."""
+    counts = np.zeros(vocabulary, dtype=np.int64)
+    for path in paths:
+        text = Texts.read(path, hidden=False)
+        counts += np.bincount(text.ids[text.counts(0)].numpy(), minlength=vocabulary)
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:width]))

@@ -1,0 +1,159 @@
+"""The recipe of EAGLE-1 and EAGLE-2 heads. The loss is in ``unroll``."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from spec_lab.drafters.eagle import propose as eagle
+from spec_lab.drafters.eagle.files import write_eagle
+from spec_lab.drafters.eagle.losses import eagle1_losses
+from spec_lab.drafters.eagle.network import Eagle, EagleSettings, random_network
+from spec_lab.models.target import Target
+from spec_lab.propose import Proposer
+from spec_lab.train.chain import ChainObjective, check_options, unrolled
+from spec_lab.train.objectives import Loss, Measured, Truth
+from spec_lab.train.recipe import Beginning, TargetHead, layer_of
+from spec_lab.train.texts import Texts
+
+NOISE = 0.2 * 512
+"""Width of the noise on features, times the length of the text (the official training code)."""
+DISTRIBUTION = 0.1
+"""Weight of the loss of distributions over that of features (2401.15077, section 4)."""
+
+
+@dataclass(frozen=True)
+class Eagle1Recipe:
+    """An EAGLE-1 head of Llama layers, trained to predict the target's next feature.
+
+    Args:
+        depth: tokens that are drafted in a chain; only the first is trained, the others are measured.
+        loss: of the distributions, "kl", "reverse_kl" or "tv".
+        noise: factor of the noise on features; 1 as in the official training, 0 for none.
+        bias: whether ``fc`` has a bias.
+        layers: decoder layers.
+        intermediate_size: of the MLP; None: as in the target.
+        heads: attention heads; None: as in the target.
+    """
+
+    depth: int = 5
+    loss: str = "kl"
+    noise: float = 1.0
+    bias: bool = True
+    layers: int = 1
+    intermediate_size: int | None = None
+    heads: int | None = None
+    name = "eagle"
+
+    def __post_init__(self) -> None:
+        check_options(self, "depth", "layers", "intermediate_size", "heads")
+        if isinstance(self.noise, bool) or not isinstance(self.noise, int | float) or not 0 <= self.noise <= 100:
+            raise ValueError(f"task.recipe.noise must be a number between 0 and 100, not {self.noise!r}")
+        if not isinstance(self.bias, bool):
+            raise ValueError(f"task.recipe.bias must be true or false, not {self.bias!r}")
+
+    def states(self, target: Target) -> tuple[int, ...]:
+        """See ``Recipe``."""
+        return (-1,)
+
+    def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
+        """See ``Recipe``."""
+        layer = layer_of(target, self.heads, self.intermediate_size)
+        settings = EagleSettings(layer, target.services.hidden_size, target.vocabulary, self.layers, self.bias)
+        network = random_network(settings, target.services, target.lm.device, torch.float32, seed)
+        assert isinstance(network, Eagle)
+        network.requires_grad_(True).train()
+        head = TargetHead.of(target)
+        objective = Eagle1Objective(network, head, target.lm.dtype, self.depth, cast(Loss, self.loss), self.noise, seed)
+        return Beginning(network, objective, {"noise": self.noise})
+
+    def write(self, module: torch.nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
+        """See ``Recipe``: in the official format, in bfloat16, for embeddings that are not scaled."""
+        assert isinstance(module, Eagle)
+        head, h = TargetHead.of(target), module.settings.hidden_size
+        tensors = {name: one.detach().clone() for name, one in module.named_parameters()}
+        tensors["fc.weight"][:, :h] *= head.embedding_scale
+        embedding = head.model.get_input_embeddings().weight
+        return write_eagle(module.settings, tensors, folder, embedding, facts, torch.bfloat16)
+
+    def load(self, target: Target, folder: Path, depth: int) -> Proposer:
+        """See ``Recipe``."""
+        return eagle.load(target, str(folder), depth=depth)
+
+
+@dataclass(frozen=True, eq=False)
+class Eagle1Objective:
+    """The loss of features plus 0.1 of the loss of distributions, of the first token after each position.
+
+    Later draft positions are measured only, in training on the first of the texts.
+
+    Args:
+        network: in training.
+        target: its embedding and LM head; embeddings are multiplied by its ``embedding_scale``.
+        dtype: of the target.
+        depth: draft positions.
+        kind: of loss of the distributions.
+        noise: factor of the noise on features.
+        seed: of the noise. A text has the same noise whenever it is seen, so that a resumed training has the same too.
+    """
+
+    network: Eagle
+    target: TargetHead
+    dtype: torch.dtype
+    depth: int = 5
+    kind: Loss = "kl"
+    noise: float = 1.0
+    seed: int = 0
+
+    def __call__(self, text: Texts) -> tuple[Tensor, list[Measured]]:
+        """The loss of texts with the states after the final norm as their hidden states."""
+        assert text.hidden is not None
+        own, scale, training = next(self.network.parameters()).dtype, self.target.embedding_scale, self.network.training
+        with torch.no_grad():
+            truth = Truth.of(self.target.lm_head(text.hidden.flatten(0, 1).to(self.dtype)))
+            embedded = self.target.embed(text.ids).to(own) * scale
+            chain = ChainObjective(
+                self.network, EagleDrafts(self.network, self.target, self.depth), self.target, self.dtype,
+                kind=self.kind, scale=scale,
+            )  # fmt: skip
+            _, measured = chain(text.rows(slice(0, 1)) if training else text)
+        read = replace(text, hidden=text.hidden.to(own))
+        noise = self._noise(text).to(own) if training and self.noise else None
+        features, first = eagle1_losses(self.network, read, truth, embedded, self.target.lm_head, noise, self.kind)
+        return features + DISTRIBUTION * first[0].loss, first + measured[1:]
+
+    def _noise(self, text: Texts) -> Tensor:  # [B, T, H]
+        """Uniform between -1/2 and 1/2, times ``NOISE`` over the length of each text."""
+        assert text.hidden is not None
+        noise = torch.empty(text.hidden.shape, device="cpu")  # the same on every device
+        for row, ids in zip(noise, text.ids.cpu(), strict=True):
+            generator = torch.Generator().manual_seed(zlib.crc32(ids.numpy().tobytes(), self.seed))
+            row.uniform_(-0.5, 0.5, generator=generator)
+        return noise.to(text.ids.device) * (self.noise * NOISE / text.length[:, None, None])
+
+
+@dataclass(frozen=True, eq=False)
+class EagleDrafts:
+    """See ``chain.Drafts``: predicted features, which the network reads again."""
+
+    network: Eagle
+    target: TargetHead
+    depth: int
+
+    def states(self, ids: Tensor, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
+        """``[B, T - 1 - k, H]``."""
+        return unrolled(self.network, self._mix, hidden, embedded, self.depth)
+
+    def logits(self, position: int, states: Tensor) -> Tensor:
+        """``[n, H] -> [n, V]``."""
+        return self.target.lm_head(states)
+
+    def _mix(self, embedded: Tensor, feature: Tensor) -> Tensor:
+        mixed: Tensor = self.network.fc(torch.cat([embedded, feature], -1))
+        return mixed

@@ -1,0 +1,118 @@
+"""What a proposer keeps of the target's hidden states, and of its own layers' KV cache, for one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from spec_lab.core.inference import inference
+from spec_lab.decode.proposer import Observation
+from spec_lab.runners.runner import KVSequence
+
+
+@inference
+def observe_features(observed: Sequence[Observation], read: Callable[[Tensor], Tensor]) -> None:
+    """Add what was observed to the ``features`` of each sequence's state.
+
+    Args:
+        observed: by the proposer's ``observe``.
+        read: hidden states ``[n, k * H]`` of the target -> features ``[n, F]``.
+    """
+    some = [(one, one.hidden) for one in observed if one.hidden is not None and len(one.hidden)]
+    if not some:
+        return
+    if len(some) == 1:
+        parts = [read(some[0][1])]
+    else:  # memory of its own for each part: a view would keep the features of the whole batch alive
+        together = read(torch.cat([hidden for _, hidden in some]))
+        parts = [part.clone() for part in together.split([len(hidden) for _, hidden in some])]
+    for (one, _), part in zip(some, parts, strict=True):
+        features: Features = one.sequence.state.features
+        features.add(one.start, part)
+
+
+@dataclass(eq=False)
+class Features:
+    """Hidden states of consecutive computed positions, up to ``end``.
+
+    Args:
+        parts: one after another, each ``[n, H]``; never written to.
+        end: the position after the last of them.
+    """
+
+    parts: list[Tensor] = field(default_factory=list)
+    end: int = 0
+
+    @property
+    def start(self) -> int:
+        """The first position that is known."""
+        return self.end - sum(map(len, self.parts))
+
+    def add(self, start: int, hidden: Tensor) -> None:
+        """Add the states ``[n, H]`` of the positions from ``start`` on, which are kept as they are.
+
+        Earlier ones that do not join are dropped.
+        """
+        self.rewind(start)
+        if self.end < start:
+            self.parts.clear()
+        if count := hidden.shape[0]:
+            self.parts.append(hidden)
+            self.end = start + count
+
+    def rewind(self, length: int) -> None:
+        """Forget the positions from ``length`` on."""
+        while self.end > length and self.parts:
+            last = self.parts.pop()
+            self.end -= len(last)
+            if self.end < length:
+                self.parts.append(last[: length - self.end])
+                self.end = length
+        self.end = min(self.end, length)
+
+    def last(self, length: int) -> Tensor | None:
+        """The state ``[1, H]`` of the last of ``length`` computed positions; None where it was not observed."""
+        return self.parts[-1][-1:] if self.parts and self.end == length else None
+
+    def since(self, position: int) -> Tensor:
+        """The states ``[n, H]`` of all positions from ``position`` on, which must be known."""
+        first, start = len(self.parts) - 1, self.end - len(self.parts[-1])
+        while start > position:
+            assert first > 0, f"the states from position {position} on are known from {start} on only"
+            first -= 1
+            start -= len(self.parts[first])
+        found = self.parts[first] if first == len(self.parts) - 1 else torch.cat(self.parts[first:])
+        return found[position - start :]
+
+    def copy(self) -> Features:
+        """An independent copy."""
+        return Features(list(self.parts), self.end)
+
+
+@dataclass
+class FeatureState:
+    """The state of one sequence for a drafter with layers that read features.
+
+    Args:
+        kv: of the drafter's layers.
+        features: of all computed positions.
+    """
+
+    kv: KVSequence
+    features: Features
+
+    def fork(self) -> FeatureState:
+        """An independent copy that shares the computed part of the KV cache."""
+        return FeatureState(self.kv.fork(), self.features.copy())
+
+    def rewind(self, length: int, inputs: int) -> None:
+        """Forget the features from position ``length`` on, and what the KV cache holds after ``inputs`` positions."""
+        self.features.rewind(length)
+        self.kv.truncate(min(len(self.kv), inputs))
+
+    def close(self) -> None:
+        """Free the KV cache."""
+        self.kv.close()

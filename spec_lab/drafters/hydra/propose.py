@@ -1,0 +1,224 @@
+"""Hydra: sequentially dependent heads draft level by level from one hidden state and the tokens after it.
+
+Source: Hydra (2402.05109). The network is ``drafters.hydra.network``: head i reads a state and i + 1 tokens after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.core.clock import Phase
+from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.inference import inference
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.sequence import Batch, SequenceState
+from spec_lab.drafters.features import Features
+from spec_lab.drafters.hydra.files import read_hydra
+from spec_lab.drafters.hydra.network import HydraHeads
+from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.packed import pack
+from spec_lab.models.target import Target
+from spec_lab.propose.expansion import RowLogits
+from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+from spec_lab.propose.trees import Choices
+from spec_lab.runners.feature_lm import FeatureLM
+from spec_lab.runners.runner import DraftRunner, KVSequence
+
+
+@dataclass
+class HydraState:
+    """The state of one sequence.
+
+    Args:
+        features: the target's hidden states after its final norm at all computed positions.
+        kv: of the prefix layer; None without one.
+    """
+
+    features: Features
+    kv: KVSequence | None = None
+
+
+class Hydra(Lifecycle):
+    """Drafts below every sequence with computed positions; nothing in the first step, when there are none.
+
+    Below m pending tokens the first head is number m - 1: it reads the state of the last computed position and the m
+    tokens after it. So the tree has at most K - m + 1 levels, and none below more than K pending tokens.
+
+    Args:
+        network: K heads.
+        target: whose hidden states they read.
+        plan: the trees, and how their tokens are drawn.
+        sha256: of the network's weights.
+
+    Raises:
+        ValueError: the plan has more levels than there are heads.
+    """
+
+    name = "hydra"
+
+    def __init__(self, network: HydraHeads, target: Target, plan: TreePlan, sha256: str | None = "") -> None:
+        if plan.depth > len(network):
+            option = "proposer.depth or proposer.tree" if plan.budget is None else "proposer.max_depth"
+            raise ValueError(
+                f"{option} asks for {plan.depth} levels, but each is drafted by a head of its own, and there are only "
+                f"{len(network)} Hydra heads: choose at most {len(network)} levels"
+            )
+        self.network, self.plan, self.sha256 = network, plan, sha256
+        self.drawn: Drawn = plan.drawn
+        self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
+        self.context = target.context
+        self.lm: FeatureLM | None = None
+        if network.prefix is not None:
+            self.lm = FeatureLM(network.prefix, 1, target.lm.device, target.lm.dtype)
+        self.requires = Requires(hidden=(-1,), every_position=network.prefix is not None)
+
+    @staticmethod
+    def load(target: Target, path: str, **options: Unpack[TreeOptions]) -> Hydra:
+        """Read heads and choose their trees.
+
+        Args:
+            target: whose hidden states the heads read.
+            path: folder of the heads (``drafters.hydra.files``).
+            options: of the trees.
+
+        Raises:
+            ValueError: a wrong option; heads for another target; a malformed file.
+            OSError: a file is missing.
+        """
+        plan = TreePlan.read(**options)
+        plan.check_width(target.vocabulary)
+        heads = read_hydra(path, target)
+        pack(heads)
+        return Hydra(heads, target, plan, weights_hash(path))
+
+    @property
+    def why_not_stopped(self) -> str:
+        """See ``StopsEarly``."""
+        return self.plan.why_not_stopped
+
+    def check_sampling(self, request: Sampling) -> None:
+        """See ``TreePlan.check_sampling``."""
+        self.plan.check_sampling(request)
+
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Hydra:
+        """The same proposer with random heads, one more than levels, and another tree. See ``CertifiableProposer``."""
+        plan = self.plan.toy(tree)
+        return Hydra(self.network.toy(target, plan.depth + 1), target, plan, None)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        own = self.network.settings
+        return self.plan.facts | {"heads": own.heads, "head_arch": own.arch, "shared_lm_head": own.shared_lm_head}
+
+    def init(self, request: Request) -> HydraState:
+        """An empty state."""
+        most = min(len(request.tokens) + request.max_new_tokens, self.context)
+        return HydraState(Features(), None if self.lm is None else self.lm.open(most))
+
+    def observe(self, observed: Sequence[Observation]) -> None:
+        """Keep the hidden states of all computed positions: after a rewind an earlier one is the last."""
+        for one in observed:
+            if one.hidden is not None:
+                state: HydraState = one.sequence.state
+                state.features.add(one.start, one.hidden)
+
+    def fork(self, state: HydraState) -> HydraState:
+        """A copy that shares what is computed."""
+        return HydraState(state.features.copy(), None if state.kv is None else state.kv.fork())
+
+    def rewind(self, state: HydraState, length: int) -> None:
+        """Forget the positions from ``length`` on."""
+        state.features.rewind(length)
+        if state.kv is not None:
+            state.kv.truncate(min(len(state.kv), length))
+
+    def close(self, state: HydraState) -> None:
+        """Free the KV cache."""
+        if state.kv is not None:
+            state.kv.close()
+
+    @inference
+    def propose(self, batch: Batch) -> Draft:
+        """Draft below the pending tokens, one call of a head per level."""
+        timed = batch.clock.phase("propose_forward")
+        depths, active, read = [], list[SequenceState](), dict[int, HeadInput]()
+        for tree, (room, one) in enumerate(zip(batch.room(), batch.sequences, strict=True)):
+            computed, pending = len(one.kv), one.pending
+            known = pending and one.state.features.last(computed) is not None
+            depths.append(max(0, min(room, self.plan.depth, len(self.network) + 1 - len(pending))) if known else 0)
+            if depths[-1]:
+                read[tree] = HeadInput(len(active), pending)
+                active.append(one)
+        paths = HeadRows(self.network, self._states(active, timed), read, timed)
+        roots = paths.compute(list(read)) if active else None
+        return self.plan.draft(batch, depths, roots, paths.expand).draft
+
+    def _states(self, sequences: Sequence[SequenceState], timed: Phase) -> Tensor:  # [A, H]
+        """The state of each sequence's last computed position, which all heads read."""
+        if not sequences:
+            return torch.empty(0)
+        if self.lm is None:
+            return torch.cat([one.state.features.parts[-1][-1:] for one in sequences])
+        kvs = [one.state.kv for one in sequences]
+        for one, kv in zip(sequences, kvs, strict=True):  # after a rewind, the last position is read again
+            kv.truncate(min(len(kv), one.state.features.end - 1))
+        new = [one.state.features.since(len(kv)) for one, kv in zip(sequences, kvs, strict=True)]
+        return self.lm.forward(kvs, [len(one) for one in new], torch.cat(new), timed)
+
+
+class HeadInput(NamedTuple):
+    """What a head reads at one row of a forest: a state, and the tokens after it.
+
+    Args:
+        state: the state's number.
+        tokens: the pending tokens, and those of the nodes from the root to the row.
+    """
+
+    state: int
+    tokens: list[int]
+
+
+class HeadRows:
+    """Computes rows of a growing forest.
+
+    Args:
+        network: the heads.
+        states: ``[A, H]`` of the trees with nodes.
+        read: what heads read at the roots of these trees; rows that are computed are added.
+        timed: records the calls of the heads.
+    """
+
+    def __init__(self, network: HydraHeads, states: Tensor, read: dict[int, HeadInput], timed: Phase) -> None:
+        self.network, self.states, self.read, self.timed = network, states, read, timed
+
+    def expand(self, shape: Shape, rows: np.ndarray, token: np.ndarray) -> RowLogits:
+        """Compute nodes. See ``expansion.Expand``."""
+        for row in rows.tolist():
+            above = self.read[int(shape.parent[row - shape.roots])]
+            self.read[row] = HeadInput(above.state, [*above.tokens, int(token[row - shape.roots])])
+        return self.compute(rows.tolist())
+
+    def compute(self, rows: Sequence[int]) -> RowLogits:
+        """Compute rows, all that the same head reads together."""
+        paths = [self.read[row] for row in rows]
+        parts, order = [], list[int]()
+        with self.timed:
+            for length in sorted({len(path.tokens) for path in paths}):
+                some = [place for place, path in enumerate(paths) if len(path.tokens) == length]
+                token = torch.tensor([paths[place].tokens for place in some], device=self.states.device)
+                which = torch.tensor([paths[place].state for place in some], device=self.states.device)
+                parts.append(self.network(self.network.inputs(self.states.index_select(0, which), token)))
+                order += some
+            if len(parts) == 1:
+                return RowLogits.of(parts[0])
+            places = torch.from_numpy(np.argsort(order)).to(self.states.device)
+            return RowLogits.of(torch.cat(parts).index_select(0, places))

@@ -1,0 +1,119 @@
+"""The recipe of Hydra heads (2402.05109), which share the target's LM head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from spec_lab.core.options import one_of
+from spec_lab.drafters.draft_layers import load_weights, random_weights
+from spec_lab.drafters.hydra.files import ARCHS, write_hydra
+from spec_lab.drafters.hydra.network import HydraHead, HydraHeads, HydraSettings
+from spec_lab.drafters.hydra.propose import Hydra
+from spec_lab.models.target import Target
+from spec_lab.propose import Proposer
+from spec_lab.train.chain import ChainObjective, check_options
+from spec_lab.train.objectives import Loss
+from spec_lab.train.recipe import Beginning, TargetHead, layer_of
+
+
+@dataclass(frozen=True)
+class HydraRecipe:
+    """Hydra heads.
+
+    Args:
+        heads: K.
+        layers: of each head.
+        arch: "mlp": the heads read the target's states; "prefix-mlp": a decoder layer before them does.
+        decay: weight of a head's loss over that of the head before it.
+        loss: "kl", "reverse_kl" or "tv".
+        intermediate_size: of the prefix layer's MLP; None: as in the target.
+        identity_skip: the state itself in place of the matrix beside a head's first layer (``HydraSettings``).
+    """
+
+    heads: int = 4
+    layers: int = 1
+    arch: str = "mlp"
+    decay: float = 1.0
+    loss: str = "kl"
+    intermediate_size: int | None = None
+    identity_skip: bool = False
+    name = "hydra"
+
+    def __post_init__(self) -> None:
+        check_options(self, "heads", "layers", "intermediate_size")
+        one_of("task.recipe.arch", self.arch, ARCHS)
+        if not isinstance(self.identity_skip, bool):
+            raise ValueError(f"task.recipe.identity_skip must be true or false, not {self.identity_skip!r}")
+
+    @property
+    def depth(self) -> int:
+        """See ``Recipe``."""
+        return self.heads
+
+    def states(self, target: Target) -> tuple[int, ...]:
+        """See ``Recipe``."""
+        return (-1,)
+
+    def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
+        """See ``Recipe``. The heads begin as the identity on the state."""
+        h = target.services.hidden_size
+        prefix = None if self.arch == "mlp" else layer_of(target, None, self.intermediate_size)
+        sizes = h, target.vocabulary, self.heads, self.layers
+        network = HydraHeads(HydraSettings(*sizes, prefix, shared_lm_head=True, identity_skip=self.identity_skip))
+        load_weights(network, random_weights(network, seed), target.services, target.lm.device, torch.float32)
+        with torch.no_grad():
+            for head in network.heads.children():
+                assert isinstance(head, HydraHead)
+                for part in head.children():
+                    assert isinstance(part, torch.nn.Linear)
+                    part.weight.zero_()
+                if head.skip is not None:
+                    head.skip.weight[:, :h] = torch.eye(h)
+        network.requires_grad_(True).train()
+        own = TargetHead.of(target)
+        drafts, scale = HydraDrafts(network, own), own.embedding_scale
+        objective = ChainObjective(network, drafts, own, target.lm.dtype, self.decay, cast(Loss, self.loss), scale)
+        return Beginning(network, objective, {"arch": self.arch})
+
+    def write(self, module: torch.nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
+        """See ``Recipe``: in bfloat16, for embeddings that are not scaled."""
+        assert isinstance(module, HydraHeads)
+        h, scale = module.settings.hidden_size, TargetHead.of(target).embedding_scale
+        tensors = {name: one.detach().clone() for name, one in module.named_parameters()}
+        for name, one in tensors.items():
+            if name.endswith(("linear.weight", "skip.weight")):
+                one[:, h:] *= scale
+        network = load_weights(HydraHeads(module.settings), tensors, target.services, target.lm.device, torch.float32)
+        return write_hydra(network, folder, target.name, facts, torch.bfloat16)
+
+    def load(self, target: Target, folder: Path, depth: int) -> Proposer:
+        """See ``Recipe``."""
+        return Hydra.load(target, str(folder), depth=depth)
+
+
+@dataclass(frozen=True, eq=False)
+class HydraDrafts:
+    """See ``chain.Drafts``: what each head reads."""
+
+    network: HydraHeads
+    target: TargetHead
+
+    def states(self, ids: Tensor, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
+        """``[B, T - 1 - k, (k + 2)H]``."""
+        if self.network.prefix is not None:
+            hidden = self.network.prefix(hidden, torch.arange(hidden.shape[1], device=hidden.device)[None], None)
+        for head in range(len(self.network)):
+            columns = max(0, hidden.shape[1] - 1 - head)
+            after = [embedded[:, 1 + place : 1 + place + columns] for place in range(head + 1)]
+            yield torch.cat([hidden[:, :columns], *after], -1)
+
+    def logits(self, position: int, states: Tensor) -> Tensor:
+        """``[n, (k + 2)H] -> [n, V]``."""
+        out: Tensor = self.network.heads[position](states, self.target.lm_head)
+        return out

@@ -1,0 +1,1 @@
+"""Kangaroo: an adapter below an early exit."""

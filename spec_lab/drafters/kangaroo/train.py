@@ -1,0 +1,114 @@
+"""The recipe of Kangaroo's adapters: cross-entropy to the target's distributions (2404.18911, section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from spec_lab.drafters.kangaroo import propose as kangaroo
+from spec_lab.drafters.kangaroo.files import write_kangaroo
+from spec_lab.drafters.kangaroo.network import Kangaroo, KangarooSettings, random_kangaroo
+from spec_lab.models.target import Target
+from spec_lab.propose import Proposer
+from spec_lab.train.chain import check_options
+from spec_lab.train.objectives import Loss, Measured, Truth, same_at_all_positions
+from spec_lab.train.recipe import Beginning, TargetHead, layer_of
+from spec_lab.train.texts import Texts
+from spec_lab.train.unroll import Unrolls
+
+
+@dataclass(frozen=True)
+class KangarooRecipe:
+    """An adapter after the target's first layers.
+
+    Args:
+        depth: tokens that are drafted in a chain.
+        exit_layer: how many of the target's layers draft.
+        loss: "kl", "reverse_kl" or "tv".
+        layers: of attention; 1 in the paper.
+        heads: attention heads; None: as in the target.
+    """
+
+    depth: int = 6
+    exit_layer: int = 2
+    loss: str = "kl"
+    layers: int = 1
+    heads: int | None = None
+    name = "kangaroo"
+
+    def __post_init__(self) -> None:
+        check_options(self, "depth", "exit_layer", "layers", "heads")
+
+    def states(self, target: Target) -> tuple[int, ...]:
+        """See ``Recipe``."""
+        return (self._exit_layer(target), -1)
+
+    def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
+        """See ``Recipe``. The adapter begins as its last norm, since its attention returns 0."""
+        settings = KangarooSettings(
+            layer_of(target, self.heads, None), target.services.hidden_size, self._exit_layer(target), self.layers
+        )
+        network = random_kangaroo(settings, target.services, target.lm.device, torch.float32, seed)
+        with torch.no_grad():
+            for layer in network.body.layers:
+                layer.self_attn.o_proj.weight.zero_()
+        network.requires_grad_(True).train()
+        own = TargetHead.of(target), target.lm.dtype, self.depth, cast(Loss, self.loss)
+        return Beginning(network, KangarooObjective(network, *own), {"exit_layer": settings.exit_layer})
+
+    def write(self, module: nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
+        """See ``Recipe``: in bfloat16."""
+        assert isinstance(module, Kangaroo)
+        return write_kangaroo(module, folder, target.vocabulary, facts, torch.bfloat16)
+
+    def load(self, target: Target, folder: Path, depth: int) -> Proposer:
+        """See ``Recipe``."""
+        return kangaroo.load(target, str(folder), depth=depth, confidence=0.0)
+
+    def _exit_layer(self, target: Target) -> int:
+        last = target.services.num_layers - 1
+        if self.exit_layer > last:
+            raise ValueError(
+                f"task.recipe.exit_layer must be from 1 to {last}, since {target.name} has {last + 1} layers "
+                f"(got {self.exit_layer})"
+            )
+        return self.exit_layer
+
+
+@dataclass(frozen=True, eq=False)
+class KangarooObjective:
+    """The loss after each token before one that the target wrote.
+
+    It is the same at all draft positions, since the target's first layers compute the exit states of drafted tokens.
+
+    Args:
+        network: in training.
+        target: its LM head.
+        dtype: of the target.
+        depth: draft positions.
+        kind: of loss.
+    """
+
+    network: Kangaroo
+    target: TargetHead
+    dtype: torch.dtype
+    depth: int = 6
+    kind: Loss = "kl"
+
+    def __call__(self, text: Texts) -> tuple[Tensor, list[Measured]]:
+        """The loss of texts with the exit states and, last, the states after the final norm as their hidden states."""
+        assert text.hidden is not None
+        own, h = next(self.network.parameters()).dtype, self.network.settings.hidden_size
+        exits, final = text.hidden[:, :-1, :h], text.hidden[:, :-1, -h:]
+        counts = text.counts(1)
+        with torch.no_grad():
+            truth = Truth.of(self.target.lm_head(final[counts].to(self.dtype)))
+        positions = torch.arange(exits.shape[1], device=exits.device)[None]
+        states = self.network(exits.to(own), positions, Unrolls())
+        logits = self.target.lm_head(states[counts])
+        return same_at_all_positions(logits, truth, self.kind, self.depth)

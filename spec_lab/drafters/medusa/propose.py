@@ -1,0 +1,225 @@
+"""Medusa: heads on the target's hidden state draft a static tree; no draft model is needed.
+
+Source: Medusa (2401.10774). Calibrated trees are chosen for the machine as in Sequoia (2402.12374, section 4.3).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.core.draft import Draft, Drawn, Shape, forest
+from spec_lab.core.draft import tree as shape_of
+from spec_lab.core.inference import inference
+from spec_lab.core.options import temperature_or_none, whole
+from spec_lab.core.probabilities import likeliest
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.sequence import Batch
+from spec_lab.drafters.features import Features
+from spec_lab.drafters.medusa.network import Heads
+from spec_lab.models.target import Target
+from spec_lab.propose.accuracy import Accuracy
+from spec_lab.propose.calibrate import Calibration, calibrate
+from spec_lab.propose.cost_cache import CostCache, default_folder
+from spec_lab.propose.trees import MOST_DEPTH, MOST_NODES, Choices, depth_of, grow, parse, width_of, write
+from spec_lab.runners.runner import DraftRunner
+
+log = logging.getLogger(__name__)
+
+
+class Medusa(Lifecycle):
+    """Drafts the same tree in each step: the child of rank r at depth d is the r-th likeliest token of head d - 1.
+
+    The heads read the hidden state of the last computed token; heads with a trunk also read the token after it, which
+    is the first pending one. With m pending tokens the first m - 1 heads predict pending tokens, so the tree begins
+    with head m - 1 and is m - 1 levels shallower. A sequence without computed tokens gets no tree.
+
+    Args:
+        heads: at least as many as the tree's depth.
+        tree: the tree.
+        calibration: how a calibrated tree was chosen; None for other trees.
+    """
+
+    name = "medusa"
+    drawn: Drawn = "point"
+
+    def __init__(self, heads: Heads, tree: Choices, calibration: Calibration | None = None) -> None:
+        self.heads = heads if len(heads) == depth_of(tree) else heads.first(depth_of(tree))
+        self.tree = tree
+        self.calibration = calibration
+        self.sha256 = heads.sha256
+        self.nodes = len(tree)
+        self.branches = width_of(tree) > 1
+        self.requires = Requires(hidden=(-1,) if tree else (), every_position=not tree)
+        self._depth, self._width = depth_of(tree), width_of(tree)
+        self._cut = [shape_of(tuple(path for path in tree if len(path) <= depth)) for depth in range(self._depth + 1)]
+        self._plan = lru_cache(maxsize=256)(self._make_plan)
+
+    @staticmethod
+    def load(
+        target: Target,
+        path: str,
+        tree: str = "calibrated",
+        batch_size: int = 1,
+        temperature: float = 0.0,
+        max_nodes: int = 64,
+        max_depth: int | None = None,
+        recalibrate: bool = False,
+        cache: str | None = None,
+    ) -> Medusa:
+        """Read heads and choose the tree.
+
+        Args:
+            target: whose hidden states the heads read.
+            path: folder of the heads, in a layout of ``drafters.medusa.files``.
+            tree: a tree as ``trees.parse`` reads it (at most 1024 nodes, depth 256); "none" to draft nothing;
+                "calibrated": the tree with the most expected tokens per second, given the accuracies in the folder's
+                calibration and the step costs measured on this machine; or "likeliest": the ``max_nodes`` nodes with
+                the highest acceptance probability by those accuracies. Costs are measured once (some seconds) and
+                cached, so that the same command chooses the same tree. If no tree is faster than decoding without a
+                draft, nothing is drafted and a warning is logged. Published heads have no calibration: these two are
+                refused until one is measured (``accuracy.measure``), since no other tree is what they name.
+            batch_size: number of sequences decoded together, for which the tree is calibrated.
+            temperature: of the target; the calibration with the nearest temperature is used.
+            max_nodes: maximum number of nodes of a calibrated tree, and the number of nodes of "likeliest"; 1 to 1024.
+            max_depth: maximum depth of a calibrated or likeliest tree, 1 to 256, and never more than the number of
+                heads; None: the number of heads.
+            recalibrate: measure step costs even if they are cached, and replace them in the cache. Costs older than 30
+                days are always measured again.
+            cache: folder of the measured costs; None: ``$SPEC_LAB_CACHE``, else ``$XDG_CACHE_HOME/spec_lab``, else
+                ``~/.cache/spec_lab``.
+
+        Raises:
+            ValueError: the heads do not fit the target, the tree is deeper than the heads or wider than the vocabulary,
+                or an option or file is malformed.
+            OSError: a file is missing.
+        """
+        whole("proposer.batch_size", batch_size)
+        whole("proposer.max_nodes", max_nodes, most=MOST_NODES)
+        if max_depth is not None:
+            whole("proposer.max_depth", max_depth, 1, ", or null for as deep as there are heads", most=MOST_DEPTH)
+        if not isinstance(recalibrate, bool):
+            raise ValueError(f"proposer.recalibrate must be true or false (got {recalibrate!r})")
+        if cache is not None and (not isinstance(cache, str) or not cache):
+            raise ValueError(f"proposer.cache must be null or the name of a folder (got {cache!r})")
+        heads = Heads.read(path, target)
+        depth = len(heads) if max_depth is None else min(max_depth, len(heads))
+        most = heads.tokens or target.vocabulary
+        if tree in ("calibrated", "likeliest"):
+            accuracy = Accuracy.read(path, temperature_or_none("proposer.temperature", temperature) or 0.0)
+            accuracy = replace(accuracy, accuracy=[ranks[:most] for ranks in accuracy.accuracy])
+        if tree == "likeliest":
+            ranks = min(map(len, accuracy.accuracy))
+            grown = grow(accuracy.value, max_nodes, min(depth, len(accuracy.accuracy)), ranks)
+            return Medusa(heads, parse([node for node, _ in grown]))
+        if tree == "calibrated":
+            first = lru_cache(heads.first)  # trees of one depth share their heads' memory
+            found = calibrate(
+                target,
+                lambda choices: Medusa(first(depth_of(choices)), choices),
+                depth,
+                accuracy,
+                batch_size,
+                max_nodes,
+                cache=CostCache(default_folder() if cache is None else Path(cache)),
+                drafter=heads.sha256,
+                again=recalibrate,
+            )
+            if not found.choices:
+                log.warning(
+                    "no Medusa tree is faster than decoding without a draft at batch size %d on this machine: nothing "
+                    "will be drafted", batch_size,
+                )  # fmt: skip
+            return Medusa(heads, found.choices, found)
+        choices = () if tree == "none" else parse(tree)
+        if depth_of(choices) > len(heads):
+            raise ValueError(
+                f"proposer.tree has depth {depth_of(choices)}, but there are only {len(heads)} Medusa heads at {path}: "
+                "choose a shallower tree"
+            )
+        if width_of(choices) > most:
+            raise ValueError(
+                f"proposer.tree has up to {width_of(choices)} children below a node, but the vocabulary of the heads "
+                f"only has {most} tokens: choose a narrower tree"
+            )
+        return Medusa(heads, choices)
+
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Medusa:
+        """Return the same proposer with random heads of the target's size and another tree."""
+        own = self.heads.own_lm_heads is not None
+        return Medusa(Heads.random(target, depth_of(tree), self.heads.trunk is not None, own_lm_heads=own), tree)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The tree and how it was chosen, for the manifest."""
+        chosen = {} if self.calibration is None else self.calibration.facts
+        return {"tree": write(self.tree) or "none", "nodes": self.nodes, "heads": len(self.heads), **chosen}
+
+    def init(self, request: Request) -> Features:
+        """Return an empty store of hidden states."""
+        return Features()
+
+    def observe(self, observed: Sequence[Observation]) -> None:
+        """Store the hidden states of all computed positions: after a rewind an earlier one is the last."""
+        for one in observed:
+            if one.hidden is not None:
+                state: Features = one.sequence.state
+                state.add(one.start, one.hidden)
+
+    def rewind(self, state: Features, length: int) -> None:
+        """Drop the hidden states from position ``length`` on."""
+        state.rewind(length)
+
+    def fork(self, state: Features) -> Features:
+        """Return a copy that shares the hidden states; they are never written to."""
+        return state.copy()
+
+    @inference
+    def propose(self, batch: Batch) -> Draft:
+        """Draft the tree below every sequence with computed tokens."""
+        lm, computed = batch.target.lm, [len(sequence.kv) for sequence in batch.sequences]
+        last = [one.state.last(length) for one, length in zip(batch.sequences, computed, strict=True)]
+        gaps = tuple(
+            self._depth if hidden is None else len(one.tokens) - length - 1
+            for one, length, hidden in zip(batch.sequences, computed, last, strict=True)
+        )
+        shape, active, index = self._plan(gaps)
+        if not active:
+            return Draft(shape, torch.empty(0, dtype=torch.long, device=lm.device))
+        states = [hidden for tree in active if (hidden := last[tree]) is not None]
+        hidden = states[0] if len(states) == 1 else torch.cat(states)
+        following = np.array([batch.sequences[tree].tokens[computed[tree]] for tree in active])
+        pending = torch.from_numpy(following).to(lm.device)
+        with batch.clock.phase("propose_forward"):
+            logits = self.heads(hidden, pending)  # [B, K, V]
+        tokens = likeliest(logits.flatten(0, 1), self._width)
+        found = tokens.view(-1)
+        return Draft(shape, found if index is None else found.index_select(0, index))
+
+    def _make_plan(self, gaps: tuple[int, ...]) -> tuple[Shape, list[int], Tensor | None]:
+        """Plan a step whose tree b begins with head ``gaps[b]``.
+
+        Returns:
+            The forest; the trees with nodes; and for each node the index ``[M]`` of its token in the flattened
+            ``[active, K, width]`` likeliest tokens, None where these are the nodes' tokens in order.
+        """
+        shapes = [self._cut[max(0, self._depth - gap)] for gap in gaps]
+        active = [tree for tree, one in enumerate(shapes) if one.nodes]
+        index = [np.empty(0, dtype=np.int64)]
+        for place, tree in enumerate(active):
+            one = shapes[tree]
+            which = place * self._depth + one.depth[1:] - 1 + gaps[tree]
+            index.append(which * self._width + one.rank)
+        every, shape = np.concatenate(index), forest(tuple(shapes))
+        if np.array_equal(every, np.arange(len(active) * self._depth * self._width)):
+            return shape, active, None
+        return shape, active, torch.from_numpy(every).to(self.heads.weight.device)

@@ -1,0 +1,220 @@
+"""The recipe of Medusa heads by self-distillation (2401.10774, section 3.3)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from spec_lab.core.options import one_of, whole
+from spec_lab.drafters.drafter_files import write_drafter
+from spec_lab.drafters.medusa.measure import of_texts
+from spec_lab.drafters.medusa.network import Heads
+from spec_lab.drafters.medusa.propose import Medusa
+from spec_lab.models.packed import dense_copy
+from spec_lab.models.target import Target
+from spec_lab.propose import Proposer
+from spec_lab.train.chain import ChainObjective, check_options
+from spec_lab.train.objectives import Loss
+from spec_lab.train.recipe import Beginning, TargetHead
+from spec_lab.train.texts import Texts
+
+log = logging.getLogger(__name__)
+
+LAYOUTS = ("own", "medusa")
+
+
+@dataclass(frozen=True)
+class MedusaRecipe:
+    """Medusa heads.
+
+    Args:
+        heads: K.
+        layers: L, residual layers of each head.
+        trunk: W, the width of a trunk that adds the pending token to the state; 0 for none, as in the paper.
+        decay: weight of a head's loss over that of the head before it.
+        loss: "kl", "reverse_kl" or "tv".
+        layout: of the files. "own": the heads share the target's LM head; "medusa": that of Medusa's authors, in which
+            each head has an LM head of its own, which is trained too. It has no trunk.
+    """
+
+    heads: int = 4
+    layers: int = 1
+    trunk: int = 0
+    decay: float = 1.0
+    loss: str = "kl"
+    layout: str = "own"
+    name = "medusa"
+
+    def __post_init__(self) -> None:
+        check_options(self, "heads", "layers")
+        whole("task.recipe.trunk", self.trunk, 0)
+        one_of("task.recipe.layout", self.layout, LAYOUTS)
+        if self.layout == "medusa" and self.trunk:
+            raise ValueError("task.recipe.layout=medusa has no trunk: set task.recipe.trunk=0 or layout=own")
+
+    @property
+    def depth(self) -> int:
+        """See ``Recipe``."""
+        return self.heads
+
+    def states(self, target: Target) -> tuple[int, ...]:
+        """See ``Recipe``."""
+        return (-1,)
+
+    def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
+        """See ``Recipe``. The heads begin as the identity on the state, and LM heads of their own as the target's."""
+        head, h = TargetHead.of(target), target.services.hidden_size
+        network = MedusaNetwork(self.heads, self.layers, h, self.trunk, head, self.layout == "medusa")
+        network.to(target.lm.device)
+        if network.trunk_in is not None:
+            drawn = torch.randn(self.trunk, 2 * h, generator=torch.Generator().manual_seed(seed))
+            network.trunk_in.weight.data.copy_(drawn * (2 * h) ** -0.5)
+        scale = head.embedding_scale
+        own = target.lm.dtype, self.decay, cast(Loss, self.loss), scale
+        objective = ChainObjective(network, network, head, *own, point=True)
+        return Beginning(network.train(), objective, {"trunk": self.trunk}, partial(calibrate, target))
+
+    def write(self, module: nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
+        """See ``Recipe``: in bfloat16, for embeddings that are not scaled."""
+        assert isinstance(module, MedusaNetwork)
+        v, h = target.vocabulary, target.services.hidden_size
+        if self.layout == "medusa":
+            config = {
+                "medusa_num_heads": self.heads, "medusa_num_layers": self.layers, "hidden_size": h, "vocab_size": v,
+                "base_model_name_or_path": target.name,
+            }  # fmt: skip
+            return export_heads(module.published(), config, folder, facts)
+        tensors = module.tensors()
+        if self.trunk:
+            tensors["trunk_in.weight"][:, h:] *= TargetHead.of(target).embedding_scale
+        return export_medusa(tensors, v, target.sha256, folder, facts)
+
+    def load(self, target: Target, folder: Path, depth: int) -> Proposer:
+        """See ``Recipe``; the heads always draft their most probable tokens."""
+        return Medusa.load(target, str(folder), tree="x".join(["1"] * depth))
+
+
+def calibrate(target: Target, folder: Path, paths: Sequence[Path], temperature: float) -> None:
+    """Write how often written heads are right on held-out answers, for trees that are calibrated. See ``Beginning``."""
+    heads, lm = Heads.read(str(folder), target), target.lm
+    lengths = [len(tokens) for path in paths for _, tokens in Texts.read(path).answers()]
+    answers = (  # read again, file by file: the hidden states of all texts may not fit into memory
+        (hidden.to(lm.device, lm.dtype), tokens.to(lm.device))
+        for path in paths
+        for hidden, tokens in Texts.read(path).answers()
+    )
+    if max(lengths, default=0) <= len(heads):
+        log.warning(
+            "none of the %d held-out answers has more tokens than there are heads, so the heads have no calibration: "
+            "proposer.tree=calibrated, the default, needs one (set max_new_tokens to more than %d)",
+            len(lengths), len(heads),
+        )  # fmt: skip
+        return
+    accuracy = of_texts(heads, answers, temperature=temperature)
+    accuracy.write(
+        folder, text=f"{len(lengths)} answers that were held out of the training", target_sha256=target.sha256
+    )
+
+
+class MedusaNetwork(nn.Module):
+    """Medusa heads in training, and what they draft (``chain.Drafts``).
+
+    Args:
+        heads: K.
+        layers: L.
+        hidden: H.
+        width: W of the trunk; 0 for none.
+        target: its LM head is shared, or
+        own: each head begins with a copy of it.
+    """
+
+    def __init__(self, heads: int, layers: int, hidden: int, width: int, target: TargetHead, own: bool) -> None:
+        super().__init__()
+        linear = nn.Linear
+        self.trunk_in = linear(2 * hidden, width) if width else None
+        self.trunk_out = linear(width, hidden) if width else None
+        self.heads = nn.ModuleList(nn.ModuleList(linear(hidden, hidden) for _ in range(layers)) for _ in range(heads))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+        self.counts, self.target, self.lm_heads = (heads, layers), target, nn.ModuleList()
+        if own:
+            rows = cast(nn.Linear, dense_copy(target.model.get_output_embeddings())).weight
+            for _ in range(heads):
+                lm_head = linear(hidden, len(rows), bias=False)
+                lm_head.weight.data.copy_(rows)
+                self.lm_heads.append(lm_head)
+
+    def states(self, ids: Tensor, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
+        """The state, or the trunk's output, for each head: ``[B, T - 1 - k, H]``."""
+        x = hidden[:, :-1]
+        if self.trunk_in is not None and self.trunk_out is not None:
+            x = x + self.trunk_out(silu(self.trunk_in(torch.cat([x, embedded[:, 1:]], -1))))
+        for head in range(len(self.heads)):
+            yield x[:, : max(0, x.shape[1] - head)]
+
+    def logits(self, position: int, states: Tensor) -> Tensor:
+        """``[n, H] -> [n, V]``."""
+        for layer in self.heads[position].children():
+            states = states + silu(layer(states))
+        return self.lm_heads[position](states) if len(self.lm_heads) else self.target.lm_head(states)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of this package's layout in ``drafters.medusa.files``, in float32."""
+        named = {name: one.detach().float().clone() for name, one in self.named_parameters()}
+        found = {name: one for name, one in named.items() if name.startswith("trunk")}
+        for kind in ("weight", "bias"):
+            every = [named[f"heads.{head}.{layer}.{kind}"] for head, layer in np.ndindex(self.counts)]
+            found[kind] = torch.stack(every).unflatten(0, self.counts)
+        return found
+
+    def published(self) -> dict[str, Tensor]:
+        """Return the tensors of the layout of Medusa's authors."""
+        found = dict[str, Tensor]()
+        for name, one in self.named_parameters():
+            kind, head, *rest = name.split(".")
+            if kind == "heads":
+                found[f"{head}.{rest[0]}.linear.{rest[1]}"] = one
+            else:
+                found[f"{head}.{self.counts[1]}.weight"] = one
+        return found
+
+
+def export_medusa(
+    tensors: dict[str, torch.Tensor], vocab_size: int, target_sha256: str, folder: Path, facts: Mapping[str, str] = {}
+) -> str:
+    """Write heads in this package's layout (``drafters.medusa.files``); return the SHA-256 of the weights file.
+
+    Args:
+        tensors: of the layout.
+        vocab_size: of the target.
+        target_sha256: of its weights.
+        folder: is made.
+        facts: for the file's metadata.
+    """
+    heads, layers, hidden, _ = tensors["weight"].shape
+    config = {
+        "hidden_size": hidden,
+        "vocab_size": vocab_size,
+        "num_heads": heads,
+        "num_layers": layers,
+        "trunk_size": len(tensors.get("trunk_in.bias", ())),
+        "shared_lm_head": True,
+        "target_sha256": target_sha256,
+    }
+    return export_heads(tensors, config, folder, facts)
+
+
+def export_heads(
+    tensors: Mapping[str, torch.Tensor], config: Mapping[str, object], folder: Path, facts: Mapping[str, str]
+) -> str:
+    """Write tensors in bfloat16, and a config; return the SHA-256 of the weights file."""
+    return write_drafter(folder, config, {name: tensor.bfloat16() for name, tensor in tensors.items()}, facts)

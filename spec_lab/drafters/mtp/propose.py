@@ -1,0 +1,34 @@
+"""Multi-token prediction: modules that were trained with the target draft from its hidden states.
+
+Source: DeepSeek-V3 (2412.19437, section 2.2). One module is usual, and drafts every level of a tree from its own output
+one level above. The network is ``drafters.mtp.network``; life cycle and KV cache are those of every feature drafter.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from spec_lab.drafters.feature_drafter import FeatureDrafter
+from spec_lab.drafters.mtp.files import read_mtp
+from spec_lab.models.packed import pack
+from spec_lab.models.target import Target
+from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+
+
+def load(target: Target, path: str | None = None, **options: Unpack[TreeOptions]) -> FeatureDrafter:
+    """Read MTP modules and choose their trees.
+
+    Args:
+        target: whose hidden states they read.
+        path: folder of the modules, in one of the layouts of ``drafters.mtp.files``; None: the target's own checkpoint.
+        options: of the trees.
+
+    Raises:
+        ValueError: a wrong option; no module; modules for another target; a malformed file.
+        OSError: a file is missing.
+    """
+    plan = TreePlan.read(**options)
+    plan.check_width(target.vocabulary)
+    modules = read_mtp(path, target)
+    pack(modules.network)
+    return FeatureDrafter(modules.network, target, plan, "mtp", modules.sha256)

@@ -1,0 +1,1 @@
+"""PARD: a draft model that drafts several tokens in one forward."""

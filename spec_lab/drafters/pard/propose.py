@@ -1,0 +1,204 @@
+"""PARD: a small language model drafts several tokens in one forward, by reading mask tokens (2504.18583).
+
+The model reads the committed tokens and, after the pending token, one mask token for each further level. Its logits at
+the pending token draft the first level, those at mask token i level i + 1. A level's distribution q therefore does not
+depend on the tokens drafted above it: along a path the tokens are independent, with a product of distributions. Every
+row of a tree states the q of its level, so sampled drafts are verified exactly; constraints and repetition penalties
+still apply along each path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
+from spec_lab.core.inference import inference
+from spec_lab.core.options import brief
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Lifecycle, runner_kv_bytes
+from spec_lab.decode.sequence import Batch
+from spec_lab.drafters.draft_model.cache import DraftCache
+from spec_lab.drafters.draft_model.loading import check_same_tokens, load_draft
+from spec_lab.models.target import Target
+from spec_lab.propose.expansion import RowLogits
+from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+from spec_lab.propose.trees import Choices
+from spec_lab.runners.runner import DraftRunner
+
+
+class Pard(Lifecycle):
+    """Drafts with a causal LM that was trained to read mask tokens, whose KV cache follows each sequence.
+
+    It reads tokens only, so it drafts in every step: in the first one of a request, where it computes the whole prompt,
+    and where several forced tokens are pending. The mask tokens' keys and values are dropped in the next step.
+
+    Args:
+        lm: the draft.
+        context: most positions the draft has; beyond, nothing is drafted.
+        mask_token: the number of the mask token, which is never drafted; it may lie beyond the target's vocabulary.
+        plan: the trees, and how their tokens are drawn.
+        sha256: of the draft's weights.
+        vocabulary: how many tokens the draft can read, where these are fewer than the target's; others are read as the
+            mask token.
+    """
+
+    name = "pard"
+
+    def __init__(
+        self,
+        lm: DraftRunner,
+        context: int,
+        mask_token: int,
+        plan: TreePlan,
+        sha256: str = "",
+        vocabulary: int | None = None,
+    ) -> None:
+        self.lm, self.context, self.mask_token, self.plan, self.sha256 = lm, context, mask_token, plan, sha256
+        self.vocabulary = vocabulary
+        self.drawn: Drawn = plan.drawn
+        self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
+        self._masks = lru_cache(maxsize=256)(self._mask_chains)
+
+    @staticmethod
+    def load(target: Target, path: str, mask_token: int | None = None, **options: Unpack[TreeOptions]) -> Pard:
+        """Load a draft in the target's dtype and on its device.
+
+        Args:
+            target: whose tokens are drafted.
+            path: folder of a checkpoint, a hub name, or a GGUF file, which llama.cpp computes.
+            mask_token: the number of the mask token; None reads ``pard_token`` of the checkpoint's config.
+            options: of the trees.
+
+        Raises:
+            ValueError: a wrong option; a draft of another kind than PARD's; no mask token, or one that the draft's
+                embedding lacks; another tokenizer than the target's, apart from the mask token; a tree wider than the
+                vocabulary.
+            Unsupported: a model of a kind that cannot decode forests.
+            OSError: no checkpoint there.
+        """
+        plan = TreePlan.read(**options)
+        draft = load_draft(target, path)
+        _refuse_other_kinds(path, draft.config)
+        mask = _mask_token(path, mask_token, draft.config, draft.vocabulary)
+        # Both sizes may include padding, of different widths in models of one family (Qwen2.5); logits are fitted.
+        check_same_tokens(target, target.vocabulary, draft.tokenizer, path, mask_token=mask)
+        shared = min(target.vocabulary, draft.vocabulary)
+        plan.check_width(shared - (mask < shared))
+        narrower = shared if shared < target.vocabulary else None
+        return Pard(draft.runner(), draft.context, mask, plan, draft.sha256, narrower)
+
+    @property
+    def why_not_stopped(self) -> str:
+        """See ``StopsEarly``."""
+        return self.plan.why_not_stopped
+
+    def check_sampling(self, request: Sampling) -> None:
+        """See ``TreePlan.check_sampling``."""
+        self.plan.check_sampling(request)
+
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Pard:
+        """The same proposer with another draft and tree; the last token is the mask token. See ``Proposer``."""
+        return Pard(draft, target.context, target.vocabulary - 1, self.plan.toy(tree))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        return self.plan.facts | {"mask_token": self.mask_token}
+
+    def init(self, request: Request) -> DraftCache:
+        """The draft's KV cache for a sequence, empty."""
+        tokens = min(len(request.tokens) + request.max_new_tokens, self.context)
+        return DraftCache(self.lm.open(tokens + self.plan.depth))
+
+    def kv_bytes(self, positions: Sequence[int]) -> int:
+        """See ``HoldsKVCache``."""
+        return runner_kv_bytes(self.lm, [min(one, self.context) + self.plan.depth for one in positions])
+
+    def fork(self, state: DraftCache) -> DraftCache:
+        """See ``DraftCache.fork``."""
+        return state.fork()
+
+    def close(self, state: DraftCache) -> None:
+        """See ``DraftCache.close``."""
+        state.close()
+
+    @inference
+    def propose(self, batch: Batch) -> Draft:
+        """Draft below every sequence that the draft's context still holds, by one forward of the draft."""
+        depths = []
+        for room, one in zip(batch.room(), batch.sequences, strict=True):
+            # The last mask token stands one position before the last level.
+            depths.append(max(0, min(room, self.context + 1 - len(one.tokens), self.plan.depth)))
+        active = [(one.state, one.tokens) for one, depth in zip(batch.sequences, depths, strict=True) if depth]
+        number = np.cumsum(np.array(depths) > 0) - 1  # of each tree among the active ones
+        masks = self._masks(tuple(depth - 1 for depth in depths if depth))
+        logits, roots = torch.empty(0), None  # [A + mask tokens, V]
+
+        def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> RowLogits:
+            level = masks.shape.grid[number[shape.root[rows]], shape.depth[rows]]
+            return RowLogits.of(logits.index_select(0, torch.from_numpy(level).to(logits.device)))
+
+        if active:
+            pending = [state.follow(self._read(tokens)) for state, tokens in active]
+            timed = batch.clock.phase("propose_forward")
+            found = self.lm.forward([state.kv for state, _ in active], pending, masks, timed=timed).logits
+            logits = self._fitted(found, batch.target.vocabulary)
+            roots = RowLogits.of(logits[: len(active)])
+        return self.plan.draft(batch, depths, roots, expand).draft
+
+    def _read(self, tokens: list[int]) -> list[int]:
+        """The tokens as the draft reads them."""
+        if self.vocabulary is None:
+            return tokens
+        return [token if token < self.vocabulary else self.mask_token for token in tokens]
+
+    def _mask_chains(self, lengths: tuple[int, ...]) -> Draft:
+        """Mask tokens as nodes of a chain below each root, so that the draft computes them with the pending token."""
+        shape = forest(tuple(map(chain, lengths)))
+        return Draft(shape, torch.full((shape.nodes,), self.mask_token, device=self.lm.device))
+
+    def _fitted(self, logits: Tensor, vocabulary: int) -> Tensor:
+        """Logits ``[R, W]`` over the target's tokens ``[R, V]``: -inf of the mask token and of those it lacks."""
+        if logits.shape[1] < vocabulary:
+            logits = torch.nn.functional.pad(logits, (0, vocabulary - logits.shape[1]), value=-torch.inf)
+        logits = logits[:, :vocabulary]
+        if self.mask_token >= vocabulary:
+            return logits
+        return logits.index_fill(1, torch.tensor([self.mask_token], device=logits.device), -torch.inf)
+
+
+def _refuse_other_kinds(path: str, config: Any) -> None:
+    """Refuse a draft whose config has fields of a later kind, which reads more than tokens (PARD-2).
+
+    Raises:
+        ValueError: names the field.
+    """
+    for name, value in {} if config is None else vars(config).items():
+        known = name == "pard_token" or (name == "spd_type" and value == "pard")
+        if name.startswith(("pard_", "spd_")) and not known and value is not None:
+            raise ValueError(
+                f"the draft {path} has {name} ({brief(value)}) in its config, and only drafts with pard_token are "
+                "supported: read as one of those, it would draft worse tokens. Choose another draft"
+            )
+
+
+def _mask_token(path: str, given: Any, config: Any, vocabulary: int) -> int:
+    """The mask token of a draft with so many tokens. Errors as of ``Pard.load``."""
+    name, value = "proposer.mask_token", given
+    if given is None:
+        name, value = f"pard_token in the config of {path}", getattr(config, "pard_token", None)
+        if value is None:
+            raise ValueError(
+                f"the draft {path} has no pard_token in its config, which numbers the mask token of a model trained by "
+                "PARD: set proposer.mask_token, or choose such a model"
+            )
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocabulary:
+        raise ValueError(f"{name} must be a token of the draft, from 0 to {vocabulary - 1}, not {brief(value)}")
+    return value

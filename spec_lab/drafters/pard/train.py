@@ -1,0 +1,103 @@
+"""The recipe of PARD: a small Llama that drafts all levels by one forward over mask tokens (2504.18583).
+
+Level 0 reads the tokens. Level k reads the mask token in every column: at position j + k it attends to the tokens up to
+t_j and to the masks of levels 1 to k of its own column, and drafts t_{j+1+k}. A text is thus learned at every token and
+level without copies of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from spec_lab.core.cache_argument import cache_argument
+from spec_lab.drafters.draft_model.train import check_llama, llama, write_llama
+from spec_lab.drafters.pard.propose import Pard
+from spec_lab.models.target import Target
+from spec_lab.propose import Proposer
+from spec_lab.train.chain import ChainObjective
+from spec_lab.train.objectives import Loss
+from spec_lab.train.recipe import Beginning, TargetHead
+from spec_lab.train.unroll import Unrolls
+
+
+@dataclass(frozen=True)
+class PardRecipe:
+    """A Llama with the target's tokens and, as the last one, a mask token.
+
+    Args:
+        depth: levels, of which all but the first read a mask token.
+        decay: weight of a level's loss over that of the level before it.
+        loss: "kl", "reverse_kl" or "tv".
+        hidden_size, layers, heads, intermediate_size, tied: see ``draft.DraftRecipe``.
+    """
+
+    depth: int = 8
+    decay: float = 0.8
+    loss: str = "kl"
+    hidden_size: int = 256
+    layers: int = 2
+    heads: int = 4
+    intermediate_size: int = 768
+    tied: bool = True
+    name = "pard"
+
+    def __post_init__(self) -> None:
+        check_llama(self)
+
+    def states(self, target: Target) -> tuple[int, ...]:
+        """See ``Recipe``: the target's distributions are computed from them; the draft reads tokens only."""
+        return (-1,)
+
+    def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
+        """See ``Recipe``."""
+        mask = target.vocabulary
+        network = llama(self, target, mask + 1, seed, pard_token=mask)
+        network.set_attn_implementation(Unrolls.attention)
+        own = TargetHead.of(target), target.lm.dtype, self.decay, cast(Loss, self.loss)
+        objective = ChainObjective(network, PardDrafts(network, mask, self.depth), *own)
+        return Beginning(network, objective, {"layers": self.layers, "mask_token": mask})
+
+    def write(self, module: nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
+        """See ``Recipe`` and ``draft.write_llama``; the config names the mask token as ``pard_token``."""
+        return write_llama(module, target, folder)
+
+    def load(self, target: Target, folder: Path, depth: int) -> Proposer:
+        """See ``Recipe``."""
+        return Pard.load(target, str(folder), depth=depth)
+
+
+@dataclass(frozen=True, eq=False)
+class PardDrafts:
+    """See ``chain.Drafts``: the draft's own states after its final norm.
+
+    Args:
+        network: a LlamaForCausalLM with attention ``Unrolls.attention``.
+        mask: the mask token, which is the last one.
+        depth: levels.
+    """
+
+    network: Any
+    mask: int
+    depth: int
+
+    def states(self, ids: Tensor, hidden: Tensor, embedded: Tensor) -> Iterator[Tensor]:
+        """``[B, T - 1 - k, H]``: the pending token of ``chain``'s column j is t_{j+1}, so the first column is left."""
+        cache = Unrolls()
+        for level in range(self.depth):
+            columns = max(0, ids.shape[1] - level)
+            tokens = ids if level == 0 else torch.full_like(ids[:, :columns], self.mask)
+            positions = torch.arange(level, level + columns, device=ids.device)[None]
+            found = self.network.model(
+                input_ids=tokens, position_ids=positions, use_cache=False, **{cache_argument(self.network.model): cache}
+            ).last_hidden_state
+            yield found[:, 1:]
+
+    def logits(self, position: int, states: Tensor) -> Tensor:
+        """``[n, H] -> [n, V]``: of the target's tokens, since the mask token is never drafted."""
+        return cast(Tensor, self.network.lm_head(states)[..., : self.mask])

@@ -1,0 +1,1 @@
+"""The target with some of its layers skipped."""

@@ -1,0 +1,302 @@
+"""The target drafts without some of its attention and MLP sublayers.
+
+Sources: Draft&Verify (2309.08168) and SWIFT (2410.06916). The draft reads the target's keys and values of committed
+tokens. Those of pending tokens and of nodes are the draft's own, and are dropped at the end of each draft. Which
+sublayers are skipped is given, or found while requests are decoded (``skip_search``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.core.clock import Phase
+from spec_lab.core.draft import Draft, Drawn, Shape, chain
+from spec_lab.core.inference import inference
+from spec_lab.core.options import one_of, share, whole
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Lifecycle, Requires
+from spec_lab.decode.sequence import Batch, SequenceState
+from spec_lab.drafters.skip.search import (
+    MOST_TRIES,
+    MOST_WINDOW,
+    SkipSearch,
+    Try,
+    parse_sublayers,
+    write_sublayers,
+)
+from spec_lab.models.layer_checks import check_skipping, sublayers_of, with_layer_ranges
+from spec_lab.models.target import Target
+from spec_lab.propose.expansion import Computed, RowLogits
+from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+from spec_lab.propose.trees import Choices
+from spec_lab.runners.draft_pass import DraftPass, Route, RunsLayerRanges, Sublayer
+from spec_lab.runners.runner import DraftRunner
+
+
+@dataclass(eq=False)
+class Tried:
+    """The sets that were scored for a sequence, or with scope "run" for all.
+
+    Args:
+        tries: in order.
+        last: the length of the sequence's text at the last try.
+    """
+
+    tries: list[Try] = field(default_factory=list)
+    last: int = 0
+
+
+class Skip(Lifecycle):
+    """Drafts with all layers of the target but some sublayers.
+
+    A sequence with more pending tokens than the runner computes in one forward, such as a long prompt, gets no draft.
+
+    Args:
+        lm: the target's runner.
+        plan: the trees, and how their tokens are drawn.
+        skipped: the sublayers, or how they are searched.
+        scope: of a search: "run": all requests share what was found, as published; "request": each searches alone, and
+            all tries that are due are made in one step, many of them after a preemption.
+    """
+
+    def __init__(
+        self, lm: RunsLayerRanges, plan: TreePlan, skipped: frozenset[Sublayer] | SkipSearch, scope: str = "run"
+    ) -> None:
+        self.lm, self.plan, self.skipped, self.scope = lm, plan, skipped, scope
+        self.name = "skip"
+        self.drawn: Drawn = plan.drawn
+        self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
+        self.requires = Requires(abilities=frozenset({"layer_ranges"}))
+        self._shared = Tried()
+
+    @staticmethod
+    def load(
+        target: Target,
+        skipped: str | None = None,
+        ratio: float = 0.45,
+        tries: int = 64,
+        enough: float = 0.93,
+        every: int = 8,
+        window: int = 50,
+        scope: str = "run",
+        **options: Unpack[TreeOptions],
+    ) -> Skip:
+        """Choose the sublayers, or how they are searched, and check that the target runs without them.
+
+        Args:
+            target: drafts and verifies.
+            skipped: the sublayers, such as "attn 2 3 mlp 4"; None searches among all but those of the first and the
+                last layer.
+            ratio, tries, enough, every, window: of the search, as of ``SkipSearch``.
+            scope: see the class.
+            options: of the trees.
+
+        Raises:
+            ValueError: a wrong option; a tree wider than the vocabulary.
+            Unsupported: a target that cannot run without these sublayers.
+        """
+        plan = TreePlan.read(**options)
+        ratio = share("proposer.ratio", ratio)
+        search = {
+            "tries": whole("proposer.tries", tries, most=MOST_TRIES), "every": whole("proposer.every", every),
+            "window": whole("proposer.window", window, most=MOST_WINDOW), "enough": share("proposer.enough", enough),
+        }  # fmt: skip
+        one_of("proposer.scope", scope, ("run", "request"))
+        lm = with_layer_ranges(target, "skip")
+        plan.check_width(target.vocabulary)
+        every_one = sublayers_of(lm, target.name)
+        inner = tuple(sorted((one for one in every_one if 0 < one.layer < lm.layers - 1), key=_order))
+        if skipped is None:
+            if not 0 < ratio < 1:
+                raise ValueError(f"proposer.ratio must lie between 0 and 1, both excluded (got {ratio})")
+            if not inner:
+                raise ValueError(
+                    f"proposer 'skip' finds no sublayer that it may skip in target '{target.name}' of {lm.layers} "
+                    "layers, of which the first and the last are kept: choose another proposer"
+                )
+            chosen: frozenset[Sublayer] | SkipSearch = SkipSearch(inner, ratio, **search)  # type: ignore[arg-type]
+        else:
+            chosen = parse_sublayers(skipped)
+            if wrong := chosen - every_one:
+                raise ValueError(
+                    f"proposer.skipped: the target cannot skip {write_sublayers(wrong)}; it can skip "
+                    f"{write_sublayers(every_one) or 'nothing'}"
+                )
+            if chosen == every_one:
+                raise ValueError("proposer.skipped must leave some sublayers (got all of the target's)")
+        check_skipping(lm, frozenset(inner) if isinstance(chosen, SkipSearch) else chosen, target.name)
+        return Skip(lm, plan, chosen, scope)
+
+    @property
+    def why_not_stopped(self) -> str:
+        """See ``StopsEarly``."""
+        return self.plan.why_not_stopped
+
+    @property
+    def shared_store(self) -> str:
+        """See ``LearnsAcrossRequests``."""
+        shared = isinstance(self.skipped, SkipSearch) and self.scope == "run"
+        return "which sublayers the draft skips, found with the texts of all requests" if shared else ""
+
+    @property
+    def target_cells(self) -> int:
+        """See ``UsesTargetCells``."""
+        return max(self.plan.computed, self.skipped.window if isinstance(self.skipped, SkipSearch) else 0)
+
+    def forget(self) -> None:
+        """Begin the shared search anew."""
+        self._shared = Tried()
+
+    def check_sampling(self, request: Sampling) -> None:
+        """See ``TreePlan.check_sampling``."""
+        self.plan.check_sampling(request)
+
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Skip:
+        """The same proposer without the MLP of the toy's last layer, or with a short search of its own for each text.
+
+        Outcomes are enumerated side by side, so they share no search. See ``CertifiableProposer``.
+        """
+        lm, plan = target.causal_lm, self.plan.toy(tree)
+        if not isinstance(self.skipped, SkipSearch):
+            return Skip(lm, plan, frozenset({Sublayer("mlp", lm.layers - 1)}))
+        own = replace(
+            self.skipped, sublayers=tuple(sorted(lm.sublayers, key=_order)), ratio=0.5, tries=2, every=1, window=2
+        )
+        return Skip(lm, plan, own, "request")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        if not isinstance(self.skipped, SkipSearch):
+            return self.plan.facts | {"skipped": write_sublayers(self.skipped)}
+        own = self.skipped
+        return self.plan.facts | {
+            "skipped": "searched", "ratio": own.ratio, "tries": own.tries, "enough": own.enough, "every": own.every,
+            "window": own.window, "scope": self.scope,
+        }  # fmt: skip
+
+    def init(self, request: Request) -> Tried:
+        """Nothing is tried yet."""
+        return Tried()
+
+    def fork(self, state: Tried) -> Tried:
+        """The same tries."""
+        return Tried(list(state.tries), state.last)
+
+    def rewind(self, state: Tried, length: int) -> None:
+        """Forget the tries on text that was removed."""
+        state.tries = [one for one in state.tries if one.end <= length]
+        state.last = min(state.last, length)
+
+    @inference
+    def propose(self, batch: Batch) -> Draft:
+        """Search on, then draft without the sublayers found so far.
+
+        Nothing is drafted below a row whose draft logits are not finite: the target's own may be.
+        """
+        timed = batch.clock.phase("propose_forward")
+        pending = [one.pending for one in batch.sequences]
+        depths = [
+            max(0, min(room, self.plan.depth)) if len(own) <= self.lm.most_pending else 0
+            for room, own in zip(batch.room(), pending, strict=True)
+        ]
+        groups: dict[frozenset[Sublayer], list[int]] = {}
+        for tree, (one, depth) in enumerate(zip(batch.sequences, depths, strict=True)):
+            if depth:
+                groups.setdefault(self._choose(one, batch), []).append(tree)
+        passes = {skipped: self.lm.draft_pass(Route(skipped=skipped)) for skipped in groups}
+        broken: Mapping[int, str] = {}
+
+        def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Computed:
+            found, order = [], []
+            for skipped, trees in groups.items():
+                own = np.flatnonzero(np.isin(shape.root[rows], trees))
+                if len(own):
+                    kvs = [batch.sequences[n].kv if n in trees else None for n in range(len(depths))]
+                    given = token[rows[own] - shape.roots]
+                    found.append(passes[skipped].extend(kvs, shape, rows[own], given, timed).logits)
+                    order.append(own)
+            return _ordered(found, order)
+
+        try:
+            found, order = [], []
+            place = np.cumsum(np.array(depths) > 0) - 1  # of each tree among those that are drafted
+            for skipped, trees in groups.items():
+                kvs, own = [batch.sequences[n].kv for n in trees], [pending[n] for n in trees]
+                found.append(passes[skipped].forward(kvs, own, timed).logits)
+                order.append(place[trees])
+            roots = _ordered(found, order) if found else None
+            draft = self.plan.draft(batch, depths, roots, expand, lenient=True).draft
+            broken = draft.broken
+            return replace(draft, broken={}) if broken else draft
+        finally:
+            for skipped, one_pass in passes.items():
+                one_pass.drop(clear=not broken.keys().isdisjoint(groups[skipped]))
+
+    def _choose(self, one: SequenceState, batch: Batch) -> frozenset[Sublayer]:
+        """Make the tries that are due for a sequence; return what its draft skips."""
+        search = self.skipped
+        if not isinstance(search, SkipSearch):
+            return search
+        state: Tried = one.state
+        if self.scope == "request":
+            for end in search.ends(len(one.request.tokens), len(one.kv) + 1, state.tries):
+                state.tries.append(self._try(one, search.candidate(state.tries), end, batch))
+                if search.over(state.tries):
+                    break
+            return search.best(state.tries)
+        length, shared = len(one.kv) + 1, self._shared.tries
+        if search.due(length, state.last) and not search.over(shared):
+            state.last = length
+            shared.append(self._try(one, search.candidate(shared), length, batch))
+        return search.best(shared)
+
+    def _try(self, one: SequenceState, skipped: frozenset[Sublayer], end: int, batch: Batch) -> Try:
+        """Score a set on the last tokens of the text's first ``end``, all but the last of which are computed.
+
+        A set without finite logits scores 0.
+        """
+        assert isinstance(self.skipped, SkipSearch)
+        start = max(0, end - 1 - self.skipped.window)
+        tokens = one.tokens[start:end]
+        one_pass, twin, fine = self.lm.draft_pass(Route(skipped=skipped)), one.kv.fork(), True
+        try:
+            twin.truncate(start)
+            logits = self._logits(one_pass, twin, tokens[:-1], batch.clock.phase("propose_forward"))
+            found, finite = batch.read(logits.argmax(-1), torch.isfinite(logits.amax(-1)))
+            fine = bool(finite.all())
+        finally:
+            one_pass.drop(clear=not fine)
+            twin.close()
+        return Try(skipped, float((found == np.array(tokens[1:])).mean()) if fine else 0.0, end)
+
+    def _logits(self, one_pass: DraftPass, kv: Any, tokens: Sequence[int], timed: Phase) -> Tensor:  # [n, V]
+        """Logits after each of the tokens that follow a sequence: pending ones, and nodes of a chain beyond a chunk."""
+        most, rest = self.lm.most_pending, np.array(tokens[self.lm.most_pending :], dtype=np.int64)
+        found, shape = [one_pass.forward([kv], [tokens[:most]], timed, every=True).logits], chain(len(rest))
+        for begin in range(0, len(rest), most):
+            part = rest[begin : begin + most]
+            rows = np.arange(begin, begin + len(part)) + shape.roots
+            found.append(one_pass.extend([kv], shape, rows, part, timed).logits)
+        return torch.cat([one for one in found if one is not None])
+
+
+def _order(one: Sublayer) -> tuple[int, str]:
+    return one.layer, one.kind
+
+
+def _ordered(found: Sequence[Tensor | None], order: Sequence[np.ndarray]) -> RowLogits:
+    """The logits of groups of rows, in the order of the rows' numbers."""
+    every = [one for one in found if one is not None]
+    if len(every) == 1:
+        return RowLogits.of(every[0])
+    back = np.argsort(np.concatenate(order))
+    logits = torch.cat(every)
+    return RowLogits.of(logits.index_select(0, torch.from_numpy(back).to(logits.device)))

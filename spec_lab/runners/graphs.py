@@ -1,0 +1,382 @@
+"""Forwards of fixed shapes over static buffers, which a CUDA graph can capture and replay.
+
+A replayed graph runs the same kernels on the same addresses, so the shapes of a forward are padded to buckets, and what
+changes from step to step (tokens, positions, cells, which cells a row attends to) is data in static buffers. Only
+decoding steps run so; prompts have too many shapes and run eagerly. Everything but the capture itself is the same on
+the CPU, where the forward is called in place of a replay.
+
+Rows are padded span by span (``kv_cache``): N = S * n rows, n of each of S spans. A padding row attends to one unused
+cell, and its own key and value are written there, so that it computes finite numbers that no other row reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from spec_lab.core.draft import Draft
+from spec_lab.runners.attention import FULL, AttentionKind, uncounted
+from spec_lab.runners.kv_cache import GRAIN, Cells, stored
+from spec_lab.runners.prepare import Planned
+from spec_lab.runners.softmax import Softmax
+
+MOST_ROWS = 256
+"""Most rows of a span in a forward of fixed shape; a step with more rows runs eagerly."""
+
+MOST_GRAPHS = 128
+"""Most shapes that stay captured; then the one that was not used for the longest time is forgotten."""
+
+Compute = Callable[[Tensor, Tensor, Any, Tensor], tuple[Tensor, Tensor | None]]
+"""The model. Given are ids and positions ``[1, N]``, what stands in for its cache, and the rows ``[L]`` that get
+logits; returned are logits ``[L, V]`` and hidden states ``[N, layers * H]``."""
+
+Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
+"""Turns a forward over static buffers into what replays it, and returns the same tensors in every call."""
+
+
+def uncaptured(forward: Callable[[], Any]) -> Callable[[], Any]:
+    """Replay by calling: the only way on a CPU."""
+    return forward
+
+
+class CudaGraphs:
+    """Captures forwards as CUDA graphs that share their memory: results are read before another graph is replayed."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, forward: Callable[[], Any]) -> Callable[[], Any]:
+        """Capture after two calls in which libraries choose their kernels."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                forward()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            found = forward()
+        self._pool = graph.pool() if self._pool is None else self._pool
+
+        def replay() -> Any:
+            graph.replay()
+            return found
+
+        return replay
+
+
+class Bucket(NamedTuple):
+    """The sizes of a forward of fixed shape.
+
+    Args:
+        spans: S.
+        rows: n of each span.
+        cells: C of each span that rows may attend to.
+        sequences: Q; the last one is that of padding rows.
+        uncommitted: m, most tokens of a sequence that are not committed.
+        logits: L, rows that get logits.
+    """
+
+    spans: int
+    rows: int
+    cells: int
+    sequences: int
+    uncommitted: int
+    logits: int
+
+
+def padded(count: int) -> int:
+    """The next size of a bucket: 1, 2, 4, multiples of 8 to 64, of 16 to 128, of 32 beyond."""
+    for least, grain in ((128, 32), (64, 16), (4, 8)):
+        if count > least:
+            return -(-count // grain) * grain
+    return 1 << (count - 1).bit_length()
+
+
+@dataclass(frozen=True, eq=False)
+class FixedForward:
+    """One forward of fixed shape, ready to run.
+
+    Args:
+        bucket: its sizes.
+        numbers: ``[..]`` int64 what is uploaded, in the order of ``Buffers``.
+        flags: ``[..]`` bool, likewise.
+        rows: how many rows get logits: the first of ``Buffers.wanted``.
+        drafted: the nodes' tokens on the device, which follow the roots' rows in ``wanted``; None for none.
+        roots: how many rows come before them.
+        total: rows that are no padding.
+        attended: cells attended to in a layer with full attention, in total.
+        pending: for each sequence the rows of its pending tokens among those that are no padding.
+        nodes: for each tree those of its nodes.
+    """
+
+    bucket: Bucket
+    numbers: np.ndarray
+    flags: np.ndarray
+    rows: int
+    drafted: Tensor | None
+    roots: int
+    total: int
+    attended: int
+    pending: Sequence[slice] = ()
+    nodes: Sequence[slice] = ()
+
+
+class Buffers:
+    """The static inputs of one bucket.
+
+    Attributes:
+        ids: ``[1, N]``; positions: ``[1, N]``; cell: ``[N]`` where each row's key and value are written.
+        owner: ``[N]`` the sequence of each row.
+        slots: ``[Q, m]`` cells of uncommitted tokens; keys: ``[Q, C]`` positions of the tokens in the cells, where some
+            layers attend to nearby positions only.
+        wanted: ``[L]`` rows that get logits, then padding; packed: ``[N]`` rows that are no padding, then padding.
+        own: ``[Q, C]`` bool, whether a cell holds a committed token of the sequence.
+        sees: ``[N, m]`` bool, whether the row attends to each uncommitted token of its sequence.
+    """
+
+    def __init__(self, bucket: Bucket, nearby: bool, device: torch.device) -> None:
+        spans, rows, cells, sequences, uncommitted, logits = bucket
+        total = spans * rows
+        sizes = [total, total, total, total, sequences * uncommitted, logits, total, sequences * cells * nearby]
+        self.numbers = torch.zeros(sum(sizes), dtype=torch.long, device=device)
+        self.flags = torch.zeros(sequences * cells + total * uncommitted, dtype=torch.bool, device=device)
+        ids, positions, self.cell, self.owner, slots, self.wanted, self.packed, keys = self.numbers.split(sizes)
+        self.ids, self.positions = ids[None], positions[None]
+        self.slots = slots.view(sequences, uncommitted)
+        self.keys = keys.view(sequences, cells) if nearby else None
+        own, sees = self.flags.split([sequences * cells, total * uncommitted])
+        self.own, self.sees = own.view(sequences, cells), sees.view(total, uncommitted)
+        self.span = torch.arange(spans, device=device).repeat_interleave(rows)
+
+
+class FixedPack:
+    """What stands in for transformers' cache in a forward of fixed shape. See ``attention.Pack``."""
+
+    is_compileable = False
+    dense = False
+
+    def __init__(
+        self,
+        cells: Cells,
+        kinds: Mapping[int, AttentionKind],
+        counting: Collection[int],
+        bucket: Bucket,
+        given: Buffers,
+        dtype: torch.dtype,
+    ) -> None:
+        self.cells, self.kinds, self.counting, self.bucket, self.given = cells, kinds, counting, bucket, given
+        self.masks = {kind: self._mask(kind, dtype) for kind in {FULL, *kinds.values()}}
+
+    def _mask(self, kind: AttentionKind, dtype: torch.dtype) -> Tensor:  # [S, n, C] additive
+        given, bucket = self.given, self.bucket
+        slots = given.slots[given.owner]  # [N, m]
+        visible = given.own[given.owner].scatter(1, slots, given.sees)  # [N, C]
+        if kind != FULL:
+            assert given.keys is not None
+            near = kind.reaches(given.positions.view(-1, 1), given.keys[given.owner])
+            visible = visible & (near | (given.owner == bucket.sequences - 1)[:, None])
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+        return mask.view(bucket.spans, bucket.rows, bucket.cells)
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """Write a layer's new keys and values ``[1, heads, N, dim]``; return what attention should read."""
+        if len(self.cells.keys) <= layer_idx:
+            self.cells.allocate(layer_idx, key, value)
+        found = []
+        for store, new in ((self.cells.keys[layer_idx], key), (self.cells.values[layer_idx], value)):
+            new = stored(new, store.dtype)
+            store.transpose(1, 2).index_put_((self.given.span, self.given.cell), new[0].transpose(0, 1))
+            found.append(store[: self.bucket.spans, :, : self.bucket.cells])
+        kind = self.kinds.get(layer_idx, FULL)
+        layer = FixedLayer(found[0], found[1], kind, self.masks[kind])
+        return layer, layer
+
+    @property
+    def positions(self) -> Tensor:
+        """``[1, N]`` of the rows."""
+        return self.given.positions
+
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
+        """See ``attention.Pack``."""
+        return uncounted(self.given.positions) if layer_idx in self.counting else 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Zero: as ``attention.Pack``."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """As ``attention.Pack``."""
+        return query_length, 0
+
+
+class FixedLayer(NamedTuple):
+    """One layer's cells, its kind, and which of them each row attends to. An ``attention.ReadsCells``."""
+
+    keys: Tensor  # [S, kv heads, C, dim]
+    values: Tensor
+    kind: AttentionKind
+    mask: Tensor  # [S, n, C]
+
+    def attend(self, query: Tensor, softmax: Softmax) -> Tensor:
+        """``[1, heads, N, dim] -> [1, N, heads, dim]``. Query heads that share keys become rows: no key is repeated."""
+        (spans, rows, _), (heads, dim) = self.mask.shape, (query.shape[1], query.shape[3])
+        groups = heads // self.keys.shape[1]
+        q = query[0].unflatten(1, (spans, rows)).transpose(0, 1)
+        keys, values = self.keys.to(q.dtype), self.values.to(q.dtype)
+        if softmax.plain:
+            q = q.reshape(spans, heads // groups, groups * rows, dim)
+            mask = self.mask[:, None].expand(-1, groups, -1, -1).reshape(spans, 1, groups * rows, -1)
+            out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=softmax.scaling)
+        else:
+            out = softmax.attend(q, keys, values, self.mask[:, None, None])
+        return out.reshape(spans, heads, rows, -1).transpose(1, 2).reshape(1, spans * rows, heads, -1)
+
+
+@dataclass(eq=False)
+class Graphs:
+    """Runs decoding steps of one model in fixed shapes, and captures each shape once.
+
+    Args:
+        cells: where its keys and values are.
+        kinds: of layers without full attention, by layer.
+        counting: layers of the model (``attention.counting_layers``).
+        device: of the model.
+        dtype: of its weights.
+        compute: the model.
+        capture: a ``CudaGraphs``, or ``uncaptured``.
+        captured: the buckets that were captured so far, each with its buffers and its replay.
+    """
+
+    cells: Cells
+    kinds: Mapping[int, AttentionKind]
+    counting: Collection[int]
+    device: torch.device
+    dtype: torch.dtype
+    compute: Compute
+    capture: Capture
+    captured: dict[tuple[Any, ...], tuple[Buffers, Callable[[], tuple[Tensor, Tensor | None]]]] = field(
+        default_factory=dict
+    )
+    _generation: int = -1
+
+    def prepare(self, planned: Planned, draft: Draft | None, tokens: Tensor | None = None) -> FixedForward | None:
+        """Fill the inputs of a forward; None where a span has more rows than ``MOST_ROWS``.
+
+        Args:
+            planned: its rows and cells.
+            draft: its forest; None where ``tokens`` of all rows are given, which then all get logits.
+            tokens: ``[N]`` on the device.
+        """
+        rows = [0] * self.cells.spans
+        places = []  # of each sequence's rows: span, first row in the span
+        for new in planned.new:
+            places.append((new.sequence.span, rows[new.sequence.span]))
+            rows[new.sequence.span] += len(new.taken)
+        if max(rows) > MOST_ROWS:
+            return None
+        spans = min(padded(max(span for span, _ in places) + 1), self.cells.spans)
+        unused = self._unused(spans, max(new.end for new in planned.new))
+        bucket = Bucket(
+            spans,
+            padded(max(rows)),
+            unused + 1,
+            padded(len(planned.new)) + 1,
+            padded(max(len(new.slots) for new in planned.new)),
+            padded(planned.numbers.shape[1] if draft is None else draft.shape.rows),
+        )
+        total, n = bucket.spans * bucket.rows, bucket.rows
+        ids, positions, packed = (np.zeros(total, dtype=np.int64) for _ in range(3))
+        wanted = np.zeros(bucket.logits, dtype=np.int64)
+        cell, owner = np.full(total, unused), np.full(total, bucket.sequences - 1)
+        slots = np.full((bucket.sequences, bucket.uncommitted), unused)
+        keys = np.zeros((bucket.sequences, bucket.cells if self.kinds else 0), dtype=np.int64)
+        own = np.zeros((bucket.sequences, bucket.cells), dtype=bool)
+        sees = np.ones((total, bucket.uncommitted), dtype=bool)
+        where = np.empty(planned.numbers.shape[1], dtype=np.int64)  # of each row that is no padding
+        for number, (new, (span, first)) in enumerate(zip(planned.new, places, strict=True)):
+            count, known = len(new.taken), len(new.slots)
+            here = slice(span * n + first, span * n + first + count)
+            rows_here = slice(new.start, new.start + count)
+            where[rows_here] = np.arange(here.start, here.stop)
+            ids[here], positions[here] = planned.numbers[:, rows_here]
+            cell[here], owner[here] = new.taken, number
+            slots[number, :known] = new.slots
+            sees[here] = False
+            sees[here, :known] = True if new.mask is None else new.mask == 0
+            own[number, : new.sequence.extent] = new.sequence.bias(new.sequence.extent) == 0
+            if self.kinds:
+                keys[number, : new.end] = new.key_positions(new.end)
+        packed[: len(where)] = where
+        if draft is None:
+            chosen, roots = where, 0
+        else:
+            chosen, roots, tokens = where[planned.logits(draft)], draft.shape.roots, draft.token
+        wanted[: len(chosen)] = chosen
+        numbers = np.concatenate(
+            [ids, positions, cell, owner, slots.ravel(), wanted, packed, keys.ravel()], dtype=np.int64
+        )
+        flags = np.concatenate([own.ravel(), sees.ravel()])
+        attended = sum(new.end for new in planned.new)
+        return FixedForward(
+            bucket, numbers, flags, len(chosen), tokens, roots, len(where), attended, planned.pending, planned.nodes
+        )
+
+    def _unused(self, spans: int, end: int) -> int:
+        """The last cell of a bucket, beyond ``end``, that no sequence uses in any of the first spans."""
+        size = GRAIN
+        while True:
+            while size <= end:
+                size *= 2
+            if size > self.cells.capacity:
+                size = self.cells.capacity
+                if size <= end or self.cells.references[:spans, size - 1].any():
+                    self.cells.reserve([size + GRAIN])
+                    size = self.cells.capacity
+            if not self.cells.references[:spans, size - 1].any():
+                return size - 1
+            size *= 2
+
+    def run(self, given: FixedForward, layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """Logits ``[R, V]``, and the captured hidden states ``[rows, layers * H]``, in memory of their own.
+
+        Args:
+            given: by ``prepare``.
+            layers: whose hidden states ``compute`` returns: another choice is another graph.
+        """
+        if self._generation != self.cells.generation:
+            self.captured.clear()
+        key = (given.bucket, layers)
+        known = self.captured.get(key)
+        buffers = Buffers(given.bucket, bool(self.kinds), self.device) if known is None else known[0]
+        buffers.numbers.copy_(self._host(given.numbers), non_blocking=True)
+        buffers.flags.copy_(self._host(given.flags), non_blocking=True)
+        if given.drafted is not None:
+            count = given.drafted.shape[0]
+            buffers.ids.view(-1).index_copy_(0, buffers.wanted[given.roots : given.roots + count], given.drafted)
+        if key not in self.captured:
+
+            def forward() -> tuple[Tensor, Tensor | None]:
+                pack = FixedPack(self.cells, self.kinds, self.counting, given.bucket, buffers, self.dtype)
+                return self.compute(buffers.ids, buffers.positions, pack, buffers.wanted)
+
+            while len(self.captured) >= MOST_GRAPHS:
+                del self.captured[next(iter(self.captured))]
+            replay = self.capture(forward)
+        else:
+            replay = self.captured.pop(key)[1]
+        self.captured[key] = buffers, replay  # the last one used comes last
+        logits, hidden = replay()
+        self._generation = self.cells.generation  # the first forward may have allocated cells
+        chosen = logits[: given.rows].clone()
+        return chosen, None if hidden is None else hidden.index_select(0, buffers.packed[: given.total])
+
+    def _host(self, array: np.ndarray) -> Tensor:
+        found = torch.from_numpy(array)
+        return found.pin_memory() if self.device.type == "cuda" else found

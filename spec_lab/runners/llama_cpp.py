@@ -1,0 +1,472 @@
+"""A model in llama.cpp, run over forests of tokens (``llama_sequence``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.core.clock import Clock, Phase
+from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.roofline import ForwardWork
+from spec_lab.runners.llama_context import MOST_IDS, Context, LlamaSettings, Logits, OutOfCells
+from spec_lab.runners.llama_library import Model
+from spec_lab.runners.llama_sequence import ForestIds, LlamaSequence, Paths
+from spec_lab.runners.runner import Ability, Capabilities, Extended, Output
+
+PLAIN_EMBEDDINGS = ("llama", "qwen2", "qwen3")
+"""Architectures whose first layer is known to read the rows of the embedding as they are."""
+
+MOST_SHAPES = 64
+"""Most shapes of forests whose ids a runner remembers."""
+
+
+class PreparedRows(NamedTuple):
+    """A forward whose rows are in the context's arrays; it is run before the next one is prepared.
+
+    Args:
+        rows: N, all rows.
+        outputs: R, the last ones, roots first, then nodes: those whose logits are returned.
+        attended: positions attended to.
+        pending: of each sequence the rows of its pending tokens.
+        nodes: of each tree the rows of its nodes.
+    """
+
+    rows: int
+    outputs: int
+    attended: int
+    pending: Sequence[np.ndarray] = ()
+    nodes: Sequence[np.ndarray] = ()
+
+
+class LlamaCpp:
+    """A GGUF model in llama.cpp. A ``runner.Runner``, a ``runner.DraftRunner`` and a ``runner.CopiesPrefix``.
+
+    Logits that a forward returns are the library's memory: the next forward overwrites them. Long prompts are computed
+    in parts of ``LlamaSettings.batch`` rows. Cells and ids are allocated as they are needed. A copy of a prefix shares
+    its cells; exact copies are given up, those that were not used for the longest time first, where ids, cells or
+    memory run short.
+
+    Args:
+        model: a loaded model.
+        settings: how it is computed.
+        work: what a forward reads and computes; None if it is not known.
+    """
+
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def __init__(self, model: Model, settings: LlamaSettings | None = None, work: ForwardWork | None = None) -> None:
+        self.model, self.settings, self.work = model, LlamaSettings() if settings is None else settings, work
+        self.context = Context(model, self.settings)
+        self.clock = Clock(self.device)
+        self.forwards = 0
+        self.sequences: set[LlamaSequence] = set()
+        self._least = 2 if model.window else 1  # ids of a sequence
+        self._plans: dict[Shape, ForestIds] = {}
+        self._asked: tuple[int, ...] = ()
+        self._layers: tuple[int, ...] = ()
+        self._found: set[str] = set()  # tensors that llama.cpp was seen to compute
+        self._ready: PreparedRows | None = None
+        self._uses = 0  # of kept copies
+
+    @property
+    def vocabulary(self) -> int:
+        """See ``runner.Runner``."""
+        return self.model.vocabulary
+
+    @property
+    def threads(self) -> int:
+        """See ``core.protocols.Threaded``."""
+        return self.settings.threads
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See ``core.protocols.Described``."""
+        return self.context.facts
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See ``runner.Runner``. Hidden states but the last one are read while a forward is computed, which costs."""
+        abilities: frozenset[Ability] = frozenset({"shared_prefix", "copied_prefix"})
+        return Capabilities(self.model.layers, MOST_IDS // self._least, MOST_IDS, abilities)
+
+    def open(self, reserve: int = 0) -> LlamaSequence:
+        """An empty sequence that will have about ``reserve`` tokens.
+
+        Raises:
+            ValueError: too many sequences are open.
+        """
+        sequence = LlamaSequence(self, [self._take(())], reserve)
+        self.sequences.add(sequence)
+        try:
+            while len(sequence.ids) < self._least:
+                sequence.ids.append(self._take([sequence], [1]))
+                sequence.shared.append(0)
+        except ValueError:
+            sequence.close()
+            raise
+        return sequence
+
+    def open_copy(self, source: LlamaSequence, length: int, reserve: int, exact: bool = False) -> LlamaSequence:
+        """See ``runner.CopiesPrefix``. The cells are those of the other sequence, under further ids.
+
+        Raises:
+            ValueError: too many sequences are open.
+            OutOfCells: there is not enough memory.
+        """
+        kept, source.kept = source.kept, 0  # it must not be given up meanwhile
+        self._uses += 1
+        made = None
+        try:
+            made = self.open()
+            self._make_room(0)
+        except ValueError:
+            if made is not None:
+                made.close()
+            if exact:
+                return LlamaSequence(self, [], 0)  # given up at once
+            if not kept:
+                raise
+            source.close()
+            return self.open(reserve)
+        finally:
+            source.kept = self._uses if kept else 0
+        made.prefix = (source, length) if kept else source.prefix and (source.prefix[0], min(source.prefix[1], length))
+        self.context.share(source.ids[0], made.ids[0], 0, length)
+        made.length = length
+        made.attach(len(made.ids))
+        made.reserve = made.cells if exact else max(0, reserve - length + made.cells)
+        made.kept = self._uses if exact else 0
+        return made
+
+    def close(self) -> None:
+        """Free the KV cache."""
+        self.context.close()
+
+    def capture(self, layers: tuple[int, ...] = ()) -> None:
+        """Return these hidden states from now on. Numbers as in ``runner.Capabilities``.
+
+        Which tensors llama.cpp computes depends on the architecture: the first time that some are asked for, one row of
+        a sequence of its own shows whether it computes them.
+
+        Raises:
+            ValueError: a layer that the model does not have, or whose tensor llama.cpp does not compute.
+            OutOfCells: there is not enough memory.
+        """
+        if layers == self._asked:
+            return
+        last = self.model.layers
+        if wrong := [layer for layer in layers if not -last - 1 <= layer <= last]:
+            raise ValueError(f"hidden state {wrong[0]} does not exist: the model has states 0 to {last}")
+        states = tuple(layer % (last + 1) for layer in layers)
+        architecture = self.model.description.partition(" ")[0]
+        if 0 in states and architecture not in PLAIN_EMBEDDINGS:
+            raise ValueError(
+                f"hidden state 0 of a {architecture} model is not known: other architectures than "
+                f"{', '.join(PLAIN_EMBEDDINGS)} may scale the embeddings, or add positions to them"
+            )
+        names = {_tensor(layer) for layer in states if layer != last}
+        self.context.require(0, 0, names)
+        if names - self._found and self.context.has_ids:
+            self._probe(names)
+        self.context.set_embeddings(last in states)
+        self._asked, self._layers = layers, states
+
+    def _probe(self, names: set[str]) -> None:
+        """Compute one row with these watched tensors. If one is missing, capture nothing; error as of ``capture``."""
+        self.context.set_embeddings(False)
+        sequence = self.open()
+        try:
+            self._make_room(1)
+            self.context.single_ids([0], [0], sequence.ids[:1], 1)
+            self.context.decode(1, 1)
+        except RuntimeError as error:
+            self._asked = self._layers = ()
+            self.context.require(0, 0, ())
+            raise ValueError(str(error)) from error
+        finally:
+            sequence.close()
+        self._found |= names
+
+    # Forwards --------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        sequences: Sequence[Any],
+        pending: Sequence[Sequence[int]],
+        draft: Draft,
+        prefill: Sequence[tuple[Any, Sequence[int]]] = (),
+        timed: Phase | None = None,
+    ) -> Output:
+        """``prepare`` and ``run``."""
+        return self.run(self.prepare(sequences, pending, draft, prefill), timed)
+
+    def prepare(
+        self,
+        sequences: Sequence[Any],
+        pending: Sequence[Sequence[int]],
+        draft: Draft,
+        prefill: Sequence[tuple[Any, Sequence[int]]] = (),
+    ) -> PreparedRows:
+        """See ``runner.Runner``. Rows are all pending tokens but the roots, then the roots, then the nodes.
+
+        Raises:
+            ValueError: the trees have more leaves together than there are sequence ids.
+            OutOfCells: there is not enough memory for the KV cache.
+        """
+        shape = draft.shape
+        plan = self._plan(shape) if shape.nodes else None
+        every = [*sequences, *(one for one, _ in prefill)]
+        tokens = [*pending, *(more for _, more in prefill)]
+        paths = [self._least] * len(every) if plan is None else plan.widths + [self._least] * len(prefill)
+        rows = sum(map(len, tokens)) + shape.nodes
+        self._reserve(every, paths, rows)
+        for sequence, count in zip(every, paths, strict=True):
+            sequence.accept()
+            sequence.attach(count)
+        if not self._layers and all(count == 1 for count in paths):
+            prepared = self._single_ids(every, tokens, draft, len(sequences), rows)
+        else:
+            prepared = self._arrange(every, tokens, draft, plan, len(sequences), rows)
+        for sequence, new, count in zip(every, tokens, paths, strict=True):
+            sequence.append(len(new), count)
+        if plan is not None:
+            for sequence, tree in zip(sequences, plan.trees, strict=True):
+                sequence.held = tree
+        self._ready = prepared
+        return prepared
+
+    def run(self, prepared: PreparedRows, timed: Phase | None = None) -> Output:
+        """See ``runner.Runner``. After an error its sequences lack keys and values, and must be closed.
+
+        Args:
+            prepared: by the last call of ``prepare``.
+            timed: records the model's calls; None for the phase "target_forward" of the runner's own clock.
+
+        Raises:
+            OutOfCells: there are not enough free cells.
+            RuntimeError: the library fails, or another forward was prepared since.
+        """
+        if prepared is not self._ready:
+            raise RuntimeError("a forward of llama.cpp must be run before the next one is prepared")
+        logits, hidden = self._decode(prepared.rows, prepared.outputs, timed)
+        own = prepared.pending, prepared.nodes
+        return Output(logits.tensor, prepared.attended, hidden, *own, array=logits.array)
+
+    def extend(
+        self,
+        sequences: Sequence[Any],
+        shape: Shape,
+        rows: np.ndarray,
+        token: np.ndarray | Tensor,
+        timed: Phase | None = None,
+    ) -> Extended:
+        """See ``runner.DraftRunner``.
+
+        Raises:
+            ValueError, OutOfCells: as of ``prepare``.
+        """
+        count = len(rows)
+        trees, nodes = shape.root[rows].tolist(), shape.places[rows].tolist()
+        parents = shape.places[shape.parent[rows - shape.roots]].tolist()
+        every, counts, new = [], [], []  # sequences, how many ids each requires, its new nodes and paths
+        for tree, own in groupby(zip(trees, nodes, parents, strict=True), key=itemgetter(0)):
+            sequence = sequences[tree]
+            if sequence.held is None or sequence.held.fixed:
+                sequence.held = Paths() if sequence.held is None else sequence.held.copy()
+            new.append(sequence.held.add((node, parent) for _, node, parent in own))
+            every.append(sequence)
+            counts.append(max(self._least, len(sequence.held.paths)))
+        self._reserve(every, counts, count)
+        context, begins, ids = self.context, {}, []
+        for tree, sequence, width, (found, begun) in zip(dict.fromkeys(trees), every, counts, new, strict=True):
+            sequence.attach(width)
+            end = begins[tree] = len(sequence)
+            for path, source, common in begun:
+                context.share(sequence.ids[source], sequence.ids[path], end, end + common)
+            ids += [[sequence.ids[path] for path in numbers] for numbers in found]
+        depths, tokens = shape.depth[rows].tolist(), token.tolist()
+        positions = [begins[tree] - 1 + depth for tree, depth in zip(trees, depths, strict=True)]
+        if all(len(one) == 1 for one in ids):
+            context.single_ids(tokens, positions, [number for (number,) in ids], count)
+        else:
+            context.reserve_rows(count)
+            context.token[:count], context.position[:count], context.flags[:count] = tokens, positions, 1
+            each = np.array([len(one) for one in ids])
+            context.set_ids(each, 4 * (np.cumsum(each) - each), np.array([number for one in ids for number in one]))
+        self._ready = None
+        logits, hidden = self._decode(count, count, timed)
+        return Extended(logits.tensor, hidden, logits.array)
+
+    def _decode(self, rows: int, outputs: int, timed: Phase | None) -> tuple[Logits, Tensor | None]:
+        """Logits ``[outputs, V]`` of the last rows, and hidden states ``[rows, layers * H]``."""
+        self.forwards += 1
+        with timed or self.clock.phase("target_forward"):
+            logits, final, watched = self.context.decode(rows, outputs)
+        if not self._layers:
+            return logits, None
+        states: list[Any] = [final if layer == self.model.layers else watched[_tensor(layer)] for layer in self._layers]
+        return logits, torch.from_numpy(states[0] if len(states) == 1 else np.concatenate(states, axis=1))
+
+    def _plan(self, shape: Shape) -> ForestIds:
+        if shape not in self._plans:
+            if len(self._plans) >= MOST_SHAPES:
+                self._plans.clear()
+            self._plans[shape] = ForestIds.of(shape, self._least)
+        return self._plans[shape]
+
+    def _single_ids(
+        self, every: Sequence[LlamaSequence], tokens: Sequence[Sequence[int]], draft: Draft, trees: int, rows: int
+    ) -> PreparedRows:
+        """``_arrange`` where each sequence has one id, as in autoregressive decoding and with chains.
+
+        Host work is a visible share of these steps, so it uses few and small functions.
+        """
+        token: list[int] = []
+        position: list[int] = []
+        ids: list[int] = []
+        starts = [one.length for one in every]
+        for number, (sequence, new, start) in enumerate(zip(every, tokens, starts, strict=True)):
+            before = len(new) - (number < trees)
+            if before:
+                token += new[:before]
+                position += range(start, start + before)
+                ids += [sequence.ids[0]] * before
+        roots = [start + len(new) - 1 for start, new in zip(starts[:trees], tokens, strict=False)]
+        token += [new[-1] for new in tokens[:trees]]
+        position += roots
+        ids += [one.ids[0] for one in every[:trees]]
+        shape = draft.shape
+        if shape.nodes:
+            token += _on_host(draft).tolist()
+            for root, depth in zip(
+                shape.root[shape.roots :].tolist(), shape.depth[shape.roots :].tolist(), strict=True
+            ):
+                position.append(roots[root] + depth)
+                ids.append(every[root].ids[0])
+        self.context.single_ids(token, position, ids, shape.rows)
+        return PreparedRows(rows, shape.rows, sum(starts) + rows)
+
+    def _arrange(
+        self,
+        every: Sequence[LlamaSequence],
+        tokens: Sequence[Sequence[int]],
+        draft: Draft,
+        plan: ForestIds | None,
+        trees: int,
+        rows: int,
+    ) -> PreparedRows:
+        """Write the rows of a forward into the context's arrays."""
+        context, shape = self.context, draft.shape
+        context.reserve_rows(rows)
+        token, position, flags = context.token, context.position, context.flags
+        starts = [len(one) for one in every]
+        attended = sum(starts) + rows
+        plan = self._plan(shape) if plan is None else plan
+        first = rows - shape.rows  # the row of the first root
+        flags[:first] = context.embeddings
+        flags[first:rows] = 1
+        before = [len(new) - (number < trees) for number, new in enumerate(tokens)]
+        roots = [one.ids[:width] for one, width in zip(every, plan.widths, strict=False)]
+        ids = np.array([number for one in roots for number in one], dtype=np.int32)[plan.paths]
+        counts, begins = plan.counts, plan.starts
+        if first:
+            carried = [*roots, *(one.ids[: self._least] for one in every[trees:])]
+            more = np.repeat([len(one) for one in carried], before)
+            ids = np.concatenate([*(np.tile(one, n) for one, n in zip(carried, before, strict=True)), ids])
+            counts = np.concatenate([more, counts])
+            begins = 4 * (np.cumsum(counts) - counts)
+            token[:first] = [one for new, n in zip(tokens, before, strict=True) for one in new[:n]]
+            position[:first] = np.concatenate([
+                np.arange(start, start + n) for start, n in zip(starts, before, strict=True)
+            ])  # fmt: skip
+        context.set_ids(counts, begins, ids)
+        if trees == 1:
+            token[first], position[first:rows] = tokens[0][-1], shape.depth + (starts[0] + before[0])
+        elif trees:
+            token[first : first + trees] = [new[-1] for new in tokens[:trees]]
+            ends = np.array([start + n for start, n in zip(starts[:trees], before, strict=False)])
+            position[first:rows] = shape.depth + ends[shape.root]
+        token[first + trees : rows] = _on_host(draft)
+        if not self._layers:
+            return PreparedRows(rows, shape.rows, attended)
+        ends = np.cumsum(before)
+        own_rows = [np.arange(end - n, end) for end, n in zip(ends, before, strict=True)]
+        own_rows[:trees] = [np.append(own, first + root) for root, own in enumerate(own_rows[:trees])]
+        return PreparedRows(rows, shape.rows, attended, own_rows, [first + trees + own for own in plan.nodes])
+
+    # Ids and cells ---------------------------------------------------------------------------------------------------
+
+    def _reserve(self, every: Sequence[LlamaSequence], paths: Sequence[int], rows: int) -> None:
+        """Take the ids that a forward requires, and grow the KV cache."""
+        for sequence, count in zip(every, paths, strict=True):
+            while len(sequence.ids) < count:
+                sequence.ids.append(self._take(every, paths))
+                sequence.shared.append(0)
+        limit = self.context.limit
+        while limit is not None and (kept := self._oldest_kept()) is not None:
+            if rows + sum(sequence.cells for sequence in self.sequences) <= limit:
+                break
+            kept.close()
+        self._make_room(rows)
+
+    def _make_room(self, rows: int) -> None:
+        """Grow the KV cache for some rows and all ids that were taken; kept copies give up theirs if it cannot grow.
+
+        Raises:
+            OutOfCells: there is not enough memory, and no kept copy.
+        """
+        while True:
+            try:
+                return self.context.reserve(rows, self.sequences)
+            except OutOfCells:
+                if (kept := self._oldest_kept()) is None:
+                    raise
+                kept.close()
+                for sequence in self.sequences:
+                    sequence.ids = [self.context.existing_id(number) for number in sequence.ids]
+
+    def _oldest_kept(self) -> LlamaSequence | None:
+        """The kept copy that was not used for the longest time; None if there is none."""
+        kept = (sequence for sequence in self.sequences if sequence.kept)
+        return min(kept, key=lambda sequence: sequence.kept, default=None)
+
+    def _take(self, every: Sequence[LlamaSequence], paths: Sequence[int] = ()) -> int:
+        """A free id. If none is free, other sequences give back those that they do not need now, and kept copies all.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self.context.has_ids:
+            needed = dict(zip(every, paths, strict=True))
+            for sequence in self.sequences:
+                if sequence.held is None or sequence in needed:
+                    sequence.release(max(self._least, needed.get(sequence, 1)))
+        while not self.context.has_ids and (kept := self._oldest_kept()) is not None:
+            kept.close()
+        number = self.context.take_id()
+        if number is None:
+            leaves = f" with trees of {max(paths)} leaves" if paths and max(paths) > 1 else ""
+            raise ValueError(
+                f"{len(self.sequences)} sequences{leaves} require more than llama.cpp's {MOST_IDS} sequence ids, one "
+                "for each leaf of a draft tree: draft trees with fewer leaves (a chain has one), or decode fewer "
+                "requests at once (batch_size, max_batch_size)"
+            )
+        return number
+
+
+def _on_host(draft: Draft) -> np.ndarray:
+    """The tokens of a draft, which are where the runner's logits are."""
+    assert draft.array is not None
+    return draft.array
+
+
+def _tensor(layer: int) -> str:
+    """llama.cpp's name of the tensor with a hidden state: the embeddings, or the output of the layer before."""
+    return f"l_out-{layer - 1}" if layer else "embd"

@@ -1,0 +1,345 @@
+"""A model with recurrent layers in llama.cpp, run over chains of tokens.
+
+Each token overwrites the state of a recurrent layer. llama.cpp keeps snapshots of it (``n_rs_seq``): a call of
+llama_decode stores those after the last tokens of each of its sequences, and removing tokens from the end of a sequence
+selects one of them. Read in llama-memory-recurrent.cpp, this is right only
+
+- once: until the next call computes the sequence, a second removal is refused;
+- for fewer tokens than the last call computed of the sequence: older snapshots are stale, but are not refused;
+- before another call computes several sequences, which may move the state of one that it does not compute, without its
+  snapshots. A call whose sequences have different numbers of tokens is split into such calls by llama.cpp itself.
+
+So what is rejected or truncated is gathered, and removed once before the next forward (``RecurrentSequence.settle``),
+and the rows of a forward are computed in calls that leave each other's snapshots alone (``calls_of``). A sequence from
+which more must be removed is emptied, and computed again from its tokens with the next forward of it. So are forks, and
+all sequences when the KV cache grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from spec_lab.core.clock import Clock, Phase
+from spec_lab.core.draft import Draft
+from spec_lab.runners.llama_context import MOST_IDS, Context, LlamaSettings, Logits
+from spec_lab.runners.llama_library import Model
+from spec_lab.runners.runner import Capabilities, Output
+
+MOST_SNAPSHOTS = 64
+"""Most snapshots of a sequence. (llama.cpp aborts the process if a batch cannot hold one token more.)"""
+
+
+class RecurrentSequence:
+    """The tokens of one sequence, of which the library has computed all or none. A ``runner.KVSequence``.
+
+    Args:
+        runner: that it belongs to.
+        number: its sequence id.
+        reserve: about how many tokens it will have.
+
+    Attributes:
+        tokens: all, whether the library has them or they must be computed again.
+        nodes: the tokens of the held chain.
+        computed: positions that the library has, with those that were rejected or truncated since.
+        back: most positions that the library can take back, once.
+        made: number of the library's context that has computed them (``Context.made``).
+    """
+
+    def __init__(self, runner: LlamaRecurrent, number: int, reserve: int) -> None:
+        self.runner, self.number, self.reserve = runner, number, reserve
+        self.tokens: list[int] = []
+        self.nodes: list[int] = []
+        self.computed = self.back = self.made = 0
+        self.open = True
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def lost(self) -> bool:
+        """Whether its tokens must be computed again."""
+        return bool(self.tokens) and (not self.computed or self.made != self.runner.context.made)
+
+    @property
+    def cells(self) -> int:
+        """Cells that it uses at most."""
+        return max(self.computed, len(self.tokens) + len(self.nodes))
+
+    def accept(self, nodes: Sequence[int] | np.ndarray = ()) -> None:
+        """Append the tokens of held ``nodes``, the first ones of the chain, and forget all others.
+
+        Raises:
+            ValueError: the nodes are no such path.
+        """
+        count, held = len(nodes), self.nodes
+        if count > len(held) or any(node != place for place, node in enumerate(nodes)):
+            raise ValueError(
+                f"nodes {[*map(int, nodes)]} are no path of the held chain of {len(held)} from its root down"
+            )
+        self.tokens += held[:count]
+        self.nodes = []
+
+    def truncate(self, length: int) -> None:
+        """Forget all positions from ``length`` on, and held nodes.
+
+        Raises:
+            ValueError: it is longer than the sequence.
+        """
+        self.accept()
+        if not 0 <= length <= len(self.tokens):
+            raise ValueError(f"cannot shorten a sequence of {len(self.tokens)} tokens to {length}")
+        del self.tokens[length:]
+
+    def fork(self) -> RecurrentSequence:
+        """A second sequence with the same past, which is computed again."""
+        twin = self.runner.open(self.reserve)
+        twin.tokens = list(self.tokens)
+        return twin
+
+    def close(self) -> None:
+        """Free everything. Harmless when repeated."""
+        if self.open:
+            self.tokens, self.nodes, self.computed, self.open = [], [], 0, False
+            self.runner.give(self)
+
+    def settle(self) -> None:
+        """Remove from the library what was rejected or truncated, before it computes anything."""
+        context, length = self.runner.context, len(self.tokens)
+        if self.made != context.made:
+            self.computed = 0
+        elif not self.nodes and self.computed > length:
+            left = length if self.computed - length <= self.back else 0
+            context.remove(self.number, left)
+            self.computed = left
+        self.back = 0
+
+    def append(self, new: Sequence[int], nodes: list[int], back: int) -> None:
+        """Take note of tokens and nodes that are computed, of which the library can take back so many."""
+        self.tokens += new
+        self.nodes, self.back, self.made = nodes, back, self.runner.context.made
+        self.computed = len(self.tokens) + len(nodes)
+
+
+class PreparedChains(NamedTuple):
+    """A forward whose rows are in the context's arrays; it is run before the next one is prepared.
+
+    Args:
+        rows: N, all rows.
+        outputs: R, the last ones, whose logits are returned.
+        attended: positions attended to.
+        cuts: rows with which another call of the library begins.
+        order: ``[R]`` where the row of each root and node stands among the outputs; None: in order.
+    """
+
+    rows: int
+    outputs: int
+    attended: int
+    cuts: Sequence[int]
+    order: np.ndarray | None
+
+
+class LlamaRecurrent:
+    """A GGUF model with recurrent layers in llama.cpp. A ``runner.Runner`` for chains, without hidden states.
+
+    As with ``LlamaCpp``, logits are the library's memory, and cells and ids are allocated as they are needed. It cannot
+    run a draft model, which computes a chain token by token: then nothing of it could be taken back.
+
+    Args:
+        model: a loaded model.
+        settings: how it is computed, with at least one snapshot.
+    """
+
+    device = torch.device("cpu")
+    dtype = torch.float32
+    work = None
+
+    def __init__(self, model: Model, settings: LlamaSettings) -> None:
+        self.model, self.settings = model, settings
+        self.context = Context(model, settings)
+        self.clock = Clock(self.device)
+        self.forwards = 0
+        self.sequences: set[RecurrentSequence] = set()
+        self._ready: PreparedChains | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """See ``runner.Runner``."""
+        return self.model.vocabulary
+
+    @property
+    def threads(self) -> int:
+        """See ``core.protocols.Threaded``."""
+        return self.settings.threads
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See ``core.protocols.Described``."""
+        return self.context.facts
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See ``runner.Runner``."""
+        return Capabilities(sequences=MOST_IDS, rollback=self.settings.snapshots)
+
+    def open(self, reserve: int = 0) -> RecurrentSequence:
+        """An empty sequence that will have about ``reserve`` tokens.
+
+        Raises:
+            ValueError: too many sequences are open.
+        """
+        number = self.context.take_id()
+        if number is None:
+            raise ValueError(
+                f"{len(self.sequences) + 1} sequences require more than llama.cpp's {MOST_IDS} sequence ids: decode "
+                "fewer requests at once (batch_size, max_batch_size)"
+            )
+        sequence = RecurrentSequence(self, number, reserve)
+        self.sequences.add(sequence)
+        return sequence
+
+    def give(self, sequence: RecurrentSequence) -> None:
+        """Take back the cells and the id of a sequence."""
+        if sequence.made == self.context.made:
+            self.context.remove(sequence.number, 0)
+        self.context.release_id(sequence.number)
+        self.sequences.discard(sequence)
+
+    def close(self) -> None:
+        """Free the KV cache."""
+        self.context.close()
+
+    def capture(self, layers: tuple[int, ...] = ()) -> None:
+        """Return no hidden states.
+
+        Raises:
+            ValueError: some are asked for.
+        """
+        if layers:
+            raise ValueError(f"hidden states {layers} of a model with recurrent layers cannot be read in llama.cpp")
+
+    # Forwards --------------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        sequences: Sequence[Any],
+        pending: Sequence[Sequence[int]],
+        draft: Draft,
+        prefill: Sequence[tuple[Any, Sequence[int]]] = (),
+    ) -> PreparedChains:
+        """See ``runner.Runner``. Sequences that must be computed again are computed here.
+
+        Rows are all pending tokens but the roots, then the roots and nodes call by call.
+
+        Raises:
+            ValueError: the draft branches.
+            OutOfCells: there is not enough memory for the KV cache.
+        """
+        shape, trees = draft.shape, len(sequences)
+        if shape.branches:
+            raise ValueError(
+                "the target has recurrent layers, whose runner can take back rejected tokens of a chain only, but the "
+                "draft branches: choose a proposer that drafts chains"
+            )
+        every = [*sequences, *(one for one, _ in prefill)]
+        tokens = [*pending, *(more for _, more in prefill)]
+        rows = sum(map(len, tokens)) + shape.nodes
+        self._recover(every, rows)
+        token: list[int] = []
+        position: list[int] = []
+        ids: list[int] = []
+        for place, (one, new) in enumerate(zip(every, tokens, strict=True)):
+            before = len(new) - (place < trees)
+            token += new[:before]
+            position += range(len(one), len(one) + before)
+            ids += [one.number] * before
+        first, most = len(token), min(self.settings.batch, self.context.cells)
+        counts = (shape.sizes - 1).tolist()
+        calls, cuts = [[*range(trees)]], np.empty(0, dtype=np.int64)
+        if shape.nodes and (len(every) > 1 or rows > most):
+            calls = calls_of(counts, most)
+            cuts = first + np.cumsum([0, *(sum(counts[tree] + 1 for tree in call) for call in calls[:-1])])
+        forest = np.concatenate([np.flatnonzero(np.isin(shape.root, call)) for call in calls])
+        values = np.array([new[-1] for new in tokens[:trees]], dtype=np.int64)
+        if shape.nodes:
+            assert draft.array is not None, "drafted tokens are where the runner's logits are"
+            values = np.concatenate([values, draft.array])
+        ends = np.array([len(one) + len(new) - 1 for one, new in zip(sequences, pending, strict=True)], dtype=np.int64)
+        numbers = np.array([one.number for one in sequences], dtype=np.int64)
+        token += values[forest].tolist()
+        position += (ends[shape.root] + shape.depth)[forest].tolist()
+        ids += numbers[shape.root][forest].tolist()
+        self.context.single_ids(token, position, ids, shape.rows)
+        attended = sum(map(len, every)) + rows
+        for place, (one, new) in enumerate(zip(every, tokens, strict=True)):
+            count = counts[place] if place < trees else 0
+            nodes = values[shape.trees[place][1:]].tolist() if count else []
+            one.append(new, nodes, min(count, self.settings.snapshots) if count < most else 0)
+        order = np.argsort(forest) if len(calls) > 1 else None
+        self._ready = PreparedChains(rows, shape.rows, attended, cuts[cuts > 0].tolist(), order)
+        return self._ready
+
+    def run(self, prepared: PreparedChains, timed: Phase | None = None) -> Output:
+        """See ``runner.Runner``. After an error its sequences lack keys and values, and must be closed.
+
+        Args:
+            prepared: by the last call of ``prepare``.
+            timed: records the model's calls; None for the phase "target_forward" of the runner's own clock.
+
+        Raises:
+            OutOfCells: there are not enough free cells.
+            RuntimeError: the library fails, or another forward was prepared since.
+        """
+        if prepared is not self._ready:
+            raise RuntimeError("a forward of llama.cpp must be run before the next one is prepared")
+        logits = self._decode(prepared.rows, prepared.outputs, prepared.cuts, timed)
+        if prepared.order is not None:
+            logits = Logits.of(logits.tensor[torch.from_numpy(prepared.order)])
+        return Output(logits.tensor, prepared.attended, array=logits.array)
+
+    def _decode(self, rows: int, outputs: int, cuts: Sequence[int] = (), timed: Phase | None = None) -> Logits:
+        self.forwards += 1
+        with timed or self.clock.phase("target_forward"):
+            return self.context.decode(rows, outputs, cuts)[0]
+
+    def _recover(self, every: Sequence[RecurrentSequence], rows: int) -> None:
+        """Bring the library's states to the ends of these sequences, with room for ``rows`` more.
+
+        The tokens of those whose states cannot be rolled back are computed again. Errors as of ``prepare``.
+        """
+        for one in every:
+            one.accept()
+        for one in self.sequences:
+            one.settle()
+        self.context.reserve(rows + sum(len(one) for one in every if one.lost), self.sequences)
+        lost = [one for one in every if one.lost]
+        if not lost:
+            return
+        token = [number for one in lost for number in one.tokens]
+        position = [place for one in lost for place in range(len(one))]
+        self.context.single_ids(token, position, [one.number for one in lost for _ in one.tokens], 0)
+        self._decode(len(token), 0)
+        for one in lost:
+            one.append((), [], 0)
+
+
+def calls_of(counts: Sequence[int], most: int) -> list[list[int]]:
+    """Return the chains that the library computes together, so that the snapshots of all of them stay right.
+
+    Only a call of several sequences can move the snapshots of others. So chains without nodes, which need none, come
+    first, then as many as possible of those with the same number of nodes, then each of the others by itself.
+
+    Args:
+        counts: how many nodes each chain has.
+        most: rows of one call.
+    """
+    alike: dict[int, list[int]] = {}
+    for tree, count in enumerate(counts):
+        alike.setdefault(count, []).append(tree)
+    empty = alike.pop(0, [])
+    together = max((trees[: most // (count + 1)] for count, trees in alike.items()), key=len, default=[])
+    others = [[tree] for trees in alike.values() for tree in trees if tree not in together]
+    return [call for call in (empty, together, *others) if call]

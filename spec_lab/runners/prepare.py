@@ -1,0 +1,475 @@
+"""The host's part of a forward over forests of tokens: cells, positions, attention masks, and their upload.
+
+The rows of a forward are the new tokens of all sequences, sequence by sequence: pending tokens first, then the nodes of
+the sequence's draft tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.core.draft import Draft, Shape, upload
+from spec_lab.runners.attention import FULL, AttentionKind, Pack, Segment, attention_mask
+from spec_lab.runners.kv_cache import NONE_HELD, Cells, CellSequence, as_index
+
+DenseMasks = Tensor | dict[str, Tensor]
+"""A dense attention mask ``[1, 1, N, S * C]``, or one for each type of layer, as transformers names them."""
+
+NOTHING_GIVEN: Mapping[int, np.ndarray] = {}
+
+CHUNK = 512
+"""Most rows of one sequence that a drafter's layers append by one forward: its attention mask has their square."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """The tensors of one forward, and what its result means.
+
+    Args:
+        ids: ``[1, N]`` token ids; for a ``FeatureLM`` what it was given in their place.
+        positions: ``[1, N]``.
+        pack: cells and attention masks.
+        keep: which rows get logits, as transformers' ``logits_to_keep``; on the host if the model is split over several
+            devices.
+        mask: of dense attention.
+        attended: cells attended to in a layer with full attention, in total.
+        pending: for each sequence, those that only prefill last, the rows of its pending tokens.
+        nodes: for each tree the rows of its nodes.
+        early: chunks of long prompts that are computed first, each with the numbers of its sequences.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    pack: Pack
+    keep: Tensor | int
+    mask: DenseMasks | None
+    attended: int
+    pending: Sequence[slice] = ()
+    nodes: Sequence[slice] = ()
+    early: tuple[tuple[Prepared, list[int]], ...] = ()
+
+    def after(self, early: Sequence[tuple[Prepared, list[int]]]) -> Prepared:
+        """The same after chunks of long prompts."""
+        return replace(self, early=tuple(early)) if early else self
+
+    def with_ids(self, ids: Tensor) -> Prepared:
+        """The same with other tokens ``[1, N]``."""
+        return replace(self, ids=ids)
+
+
+class Uncommitted(NamedTuple):
+    """What one sequence computes in a forward, and the uncommitted tokens among which it attends.
+
+    Args:
+        start: its first row.
+        sequence: as it was before the forward.
+        taken: ``[n]`` the cells of its new rows.
+        query: ``[n]`` their positions.
+        slots: ``[m]`` cells of uncommitted tokens, the new rows' included.
+        key: ``[m]`` positions of these tokens.
+        mask: ``[n, m]`` additive, to which of them each row attends; None for all of them.
+        causal: whether the sequence held nothing before, and each row attends to those before it.
+    """
+
+    start: int
+    sequence: CellSequence
+    taken: np.ndarray
+    query: np.ndarray
+    slots: np.ndarray
+    key: np.ndarray
+    mask: np.ndarray | None
+    causal: bool = False
+
+    @property
+    def end(self) -> int:
+        """The last cell attended to + 1."""
+        return max(self.sequence.extent, max(self.slots.tolist()) + 1)
+
+    def key_positions(self, end: int) -> np.ndarray:  # [end]
+        """The positions of the tokens in the span's first cells; of cells that are not attended to, any number."""
+        key = np.zeros(end, dtype=np.int64)
+        key[self.sequence.slots] = np.arange(len(self.sequence))
+        key[self.slots] = self.key
+        return key
+
+
+class Planned(NamedTuple):
+    """The rows of one forward, and their cells.
+
+    Args:
+        numbers: ``[2, N]`` token ids, 0 of nodes; positions.
+        new: for each sequence with rows what it computes.
+        pending: for each sequence the rows of its pending tokens.
+        nodes: for each tree the rows of its nodes.
+        roots: of each tree the root's row.
+    """
+
+    numbers: np.ndarray
+    new: list[Uncommitted]
+    pending: list[slice]
+    nodes: list[slice]
+    roots: list[int]
+
+    def logits(self, draft: Draft | None) -> np.ndarray:  # [R]
+        """The rows that get logits: the forest's, in its order."""
+        roots = np.array(self.roots, dtype=np.int64)
+        return roots if draft is None else roots[draft.shape.root] + draft.shape.places + 1
+
+
+@dataclass(frozen=True, eq=False)
+class Packer:
+    """Prepares forwards of one model.
+
+    Args:
+        cells: where its keys and values are.
+        kinds: of layers without full attention, by layer.
+        layers: how many layers it has.
+        device: of the model's inputs.
+        dtype: of its weights.
+        dense: whether attention reads one mask over all rows and cells.
+        split: whether its layers are on several devices.
+        counting: of the model (``attention.counting_layers``).
+        indexed: whether rows with logits must be named by an index. Where the last layers share keys and values
+            (Gemma 4), transformers, given their number, computes those layers of these rows alone, and a ``Pack`` has
+            masks for all rows.
+    """
+
+    cells: Cells
+    kinds: Mapping[int, AttentionKind]
+    layers: int
+    device: torch.device
+    dtype: torch.dtype
+    dense: bool
+    split: bool
+    counting: Mapping[int, torch.device] = field(default_factory=dict)
+    indexed: bool = False
+
+    def prepare(
+        self,
+        sequences: Sequence[CellSequence],
+        pending: Sequence[Sequence[int]],
+        draft: Draft,
+        prefill: Sequence[tuple[CellSequence, Sequence[int]]],
+        chunk: int,
+    ) -> Prepared:
+        """``CausalLM.prepare``: ``forest``, with pending tokens beyond ``chunk`` in earlier forwards."""
+        plain = sequences and not (draft.shape.nodes or prefill or self.dense)
+        if plain and self.kinds:  # windows, chunks and biases are of positions, not of cells
+            plain = all(one.in_order for one in sequences)
+        if plain and all(len(one) == 1 for one in pending):
+            cells = [self.cells.take_next(one) for one in sequences]
+            if -1 not in cells:
+                return self._one_token_each(sequences, pending, cells)
+            for one, cell in zip(sequences, cells, strict=True):
+                if cell >= 0:
+                    self.cells.drop(one, cell)
+        every = [*sequences, *(one for one, _ in prefill)]
+        early, rest = self.chunks(every, [*pending, *(tokens for _, tokens in prefill)], chunk)
+        return self.forest(every, rest, draft, len(sequences)).after(early)
+
+    def chunks(
+        self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], chunk: int
+    ) -> tuple[list[tuple[Prepared, list[int]]], list[Sequence[int]]]:
+        """Prepare forwards of pending tokens beyond ``chunk`` (``Prepared.early``); return them and what is left."""
+        early, rest = [], list(pending)
+        while long := [b for b, tokens in enumerate(rest) if len(tokens) > chunk]:
+            early.append((self.forest([sequences[b] for b in long], [rest[b][:chunk] for b in long], None, 0), long))
+            for b in long:
+                rest[b] = rest[b][chunk:]
+        return early, rest
+
+    def plan(
+        self,
+        sequences: Sequence[CellSequence],
+        pending: Sequence[Sequence[int]],
+        draft: Draft | None,
+        trees: int,
+        given: Mapping[int, np.ndarray] = NOTHING_GIVEN,
+    ) -> Planned:
+        """Take cells for pending tokens and nodes; the first ``trees`` sequences have trees.
+
+        Args:
+            given: for some sequences, by number, the cells ``[n]`` that their rows have already; -1 for none.
+        """
+        shape = None if draft is None or not draft.shape.nodes else draft.shape
+        total = sum(map(len, pending)) + (0 if shape is None else shape.nodes)
+        numbers = np.zeros((2, total), dtype=np.int64)
+        new, pending_rows, node_rows, roots = [], [], [], []
+        start = 0
+        for tree, (sequence, tokens) in enumerate(zip(sequences, pending, strict=True)):
+            computed, count = len(sequence), len(tokens)
+            own = shape if tree < trees else None
+            stop = start + count + (0 if own is None else len(own.trees[tree]) - 1)
+            numbers[0, start : start + count] = tokens
+            query = numbers[1, start:stop]
+            query[:count] = computed if count == 1 else np.arange(computed, computed + count)
+            if own is not None:
+                np.add(own.tree_depths[tree][1:], computed + count - 1, out=query[count:])
+            if tree in given:
+                slots = given[tree]
+                slots[slots < 0] = self.cells.take(sequence, int((slots < 0).sum()))
+            else:
+                slots = self.cells.take(sequence, stop - start)
+            mask = None if stop == start + 1 else forest_mask(own, tree, count)
+            causal = mask is not None and not computed and stop == start + count
+            new.append(Uncommitted(start, sequence, slots, query, slots, query, mask, causal))
+            pending_rows.append(slice(start, start + count))
+            if tree < trees:
+                node_rows.append(slice(start + count, stop))
+                roots.append(start + count - 1)
+            start = stop
+        return Planned(numbers, new, pending_rows, node_rows, roots)
+
+    def keep(self, planned: Planned) -> None:
+        """Append the pending tokens' cells to their sequences, and hold those of nodes.
+
+        Only when nothing can fail any more: if memory runs out while cells are taken, no sequence has grown.
+        """
+        for tree, (new, rows) in enumerate(zip(planned.new, planned.pending, strict=True)):
+            count = rows.stop - rows.start
+            self.cells.keep(new.sequence, new.taken[:count].tolist())
+            if tree < len(planned.roots):
+                new.sequence.held = new.taken[count:]
+
+    def give_back(self, planned: Planned) -> None:
+        """Free the cells of a plan that is not carried out."""
+        for new in planned.new:
+            self.cells.drop(new.sequence, new.taken)
+
+    def forest(
+        self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], draft: Draft | None, trees: int
+    ) -> Prepared:
+        """Prepare one forward; the first ``trees`` sequences have trees, the others get no logits."""
+        return self.finish(self.plan(sequences, pending, draft, trees), draft)
+
+    def finish(self, planned: Planned, draft: Draft | None) -> Prepared:
+        """``forest`` of rows that are planned."""
+        numbers, roots, trees = planned.numbers, planned.roots, len(planned.roots)
+        segments, attended = self._no_segments(), 0
+        for new in planned.new:
+            attended += self._add(segments, new)
+        self.keep(planned)
+        keep: Tensor | int
+        rows: np.ndarray | None = None
+        if not trees:
+            keep = 1  # a part of a prompt: only its cells are needed
+        elif len(planned.new) == 1:
+            keep = numbers.shape[1] - roots[0]
+        elif numbers.shape[1] == trees:
+            keep = 0
+        else:
+            rows = planned.logits(draft)
+        drafted = None if draft is None or not draft.shape.nodes else draft
+        if drafted is not None and drafted.array is not None:
+            numbers[0, planned.nodes[0] if rows is None else rows[trees:]] = drafted.array
+        if rows is None:
+            given = torch.from_numpy(numbers).to(self.device)
+        else:
+            given, index = upload(self.device, numbers, rows)
+            keep = torch.from_numpy(rows) if self.split else index  # of hidden states, perhaps on another device
+        if drafted is not None and drafted.array is None:
+            given[0, planned.nodes[0] if rows is None else index[trees:]] = drafted.token
+        if self.indexed and isinstance(keep, int):
+            keep = torch.arange(numbers.shape[1] - keep if keep else 0, numbers.shape[1], device=self.device)
+        return self._prepared(given[:1], given[1:], segments, keep, attended, planned.pending, planned.nodes)
+
+    def _one_token_each(
+        self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], cells: list[int]
+    ) -> Prepared:
+        """What ``forest`` prepares for one token of each sequence in the cell after its others, in half the time.
+
+        So the step of autoregressive decoding, whose host work is a visible share of it, is not slowed down by what
+        only trees need.
+        """
+        numbers = torch.tensor([[one[0] for one in pending], cells], device=self.device)  # positions are cells here
+        segments = self._no_segments()
+        for kind, found in segments.items():
+            for row, (one, cell) in enumerate(zip(sequences, cells, strict=True)):
+                first = kind.first(cell)
+                found.append(Segment(one.span, row, row + 1, slice(cell, cell + 1), first, cell + 1, None, False))
+        for one, cell in zip(sequences, cells, strict=True):
+            self.cells.keep_next(one, cell)
+            one.held = NONE_HELD
+        rows, pack = range(len(cells)), self._pack(segments, numbers[1:])
+        pending_rows, no_nodes = [slice(row, row + 1) for row in rows], [slice(row + 1, row + 1) for row in rows]
+        keep = 1 if len(cells) == 1 else 0
+        attended = sum(cells) + len(cells)
+        return Prepared(numbers[:1], numbers[1:], pack, keep, None, attended, pending_rows, no_nodes)
+
+    def plan_level(self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray) -> Planned:
+        """Take cells for nodes whose ancestors are computed already. See ``CausalLM.extend``."""
+        new, start = [], 0
+        for tree, sequence in enumerate(sequences):
+            own = rows[shape.root[rows] == tree] if shape.roots > 1 else rows
+            if sequence is None or not len(own):
+                continue
+            nodes, places, root = shape.trees[tree][1:], shape.places, len(sequence) - 1
+            if len(sequence.held) < len(nodes):
+                more = np.full(len(nodes) - len(sequence.held), -1, dtype=np.int64)
+                sequence.held = np.concatenate([sequence.held, more])
+            before = nodes[sequence.held >= 0]
+            taken = self.cells.take(sequence, len(own))
+            sequence.held[places[own]] = taken
+            both = np.concatenate([before, own])
+            sees, mask = shape.ancestors[own][:, both], None
+            if not sees.all():
+                mask = np.where(sees, np.float32(0), np.float32(-np.inf))
+            query, slots = root + shape.depth[own], sequence.held[places[both]]
+            new.append(Uncommitted(start, sequence, taken, query, slots, root + shape.depth[both], mask))
+            start += len(own)
+        positions = np.concatenate([one.query for one in new])
+        return Planned(np.stack([np.zeros_like(positions), positions]), new, [], [], [])
+
+    def level(
+        self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray, token: Tensor
+    ) -> Prepared:
+        """Prepare nodes whose ancestors are computed already. See ``CausalLM.extend``."""
+        return self.finish_level(self.plan_level(sequences, shape, rows), token)
+
+    def blocks(self, sequences: Sequence[CellSequence], lengths: Sequence[int], size: int) -> Prepared:
+        """Prepare rows that are appended to sequences, and after those of each a block of rows that is held.
+
+        The rows of a block attend to everything before them and, in both directions, to each other. So do those that
+        are appended: they are for layers that use only their keys and values. ``Prepared.nodes`` are the blocks' rows.
+
+        Args:
+            sequences: ``[B]``.
+            lengths: ``[B]`` how many rows are appended to each, perhaps none.
+            size: the number of rows of a block, at least 1.
+        """
+        planned = self.plan(sequences, [[0] * (length + size) for length in lengths], None, 0)
+        starts = [rows.start + length for rows, length in zip(planned.pending, lengths, strict=True)]
+        appended = [slice(rows.start, start) for rows, start in zip(planned.pending, starts, strict=True)]
+        blocks = [slice(start, start + size) for start in starts]
+        segments = self._no_segments()
+        attended = sum(self._add(segments, new._replace(mask=None, causal=False)) for new in planned.new)
+        self.keep(planned._replace(pending=appended, nodes=blocks, roots=starts))
+        (where,) = upload(self.device, planned.numbers[1])
+        return self._prepared(where[None], where[None], segments, 0, attended, appended, blocks)
+
+    def finish_level(self, planned: Planned, token: Tensor, keep: Tensor | int = 0) -> Prepared:
+        """``level`` of rows that are planned, with logits of the rows ``keep`` (``Prepared``)."""
+        segments, attended = self._no_segments(), 0
+        for new in planned.new:
+            attended += self._add(segments, new)
+        (where,) = upload(self.device, planned.numbers[1])
+        return self._prepared(token[None], where[None], segments, keep, attended)
+
+    def _no_segments(self) -> dict[AttentionKind, list[Segment]]:
+        if not self.kinds:
+            return {FULL: []}
+        return {self.kinds.get(layer, FULL): [] for layer in range(self.layers)}
+
+    def _add(self, segments: dict[AttentionKind, list[Segment]], new: Uncommitted) -> int:
+        """Append the sequence's rows to the segments of every kind of layer; return the cells attended to."""
+        start, sequence, index, rows = new.start, new.sequence, as_index(new.taken, self.device), len(new.taken)
+        end = new.end
+        alone = end == len(sequence) + len(new.slots)  # all cells up to there belong to this sequence
+        causal = alone and new.causal and not self.dense
+        full = None
+        if not causal and (not alone or new.mask is not None):
+            full = np.empty((rows, end), dtype=np.float32)
+            full[:] = sequence.bias(end)
+            columns = index if isinstance(index, slice) and len(new.slots) == rows else new.slots
+            full[:, columns] = 0.0 if new.mask is None else new.mask
+        for kind, found in segments.items():
+            first, mask, simple = (0, full, causal) if kind == FULL else _nearby(kind, new, end, full, causal)
+            additive = None if mask is None else torch.from_numpy(mask).to(self.device, self.dtype)
+            found.append(Segment(sequence.span, start, start + rows, index, first, end, additive, simple))
+        return end
+
+    def _prepared(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        segments: dict[AttentionKind, list[Segment]],
+        keep: Tensor | int,
+        attended: int,
+        pending: Sequence[slice] = (),
+        nodes: Sequence[slice] = (),
+    ) -> Prepared:
+        pack = self._pack(segments, positions)
+        mask: DenseMasks | None = None
+        if self.dense:
+            masks = {kind.layer_type: self._dense_mask(one, positions.shape[1]) for kind, one in segments.items()}
+            mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        return Prepared(ids, positions, pack, keep, mask, attended, pending, nodes)
+
+    def _pack(self, segments: dict[AttentionKind, list[Segment]], positions: Tensor) -> Pack:
+        return Pack(self.cells, self.kinds, segments, self.device, self.dense, positions, self.counting)
+
+    def _dense_mask(self, segments: list[Segment], rows: int) -> Tensor:  # [1, 1, N, S * C]
+        """One additive mask over all rows and the whole store: quadratic; a reference for tests."""
+        size = rows, self.cells.spans, self.cells.capacity
+        store = torch.full(size, -torch.inf, dtype=self.dtype, device=self.device)
+        for one in segments:
+            store[one.start : one.stop, one.span, one.first : one.end] = 0.0 if one.mask is None else one.mask
+        return store.flatten(1)[None, None]
+
+
+def forest_mask(shape: Shape | None, tree: int, pending: int) -> np.ndarray:
+    """The additive mask among a tree's pending tokens (the last one is its root) and nodes, float32 ``[n, n]``.
+
+    Args:
+        shape: None if there are no nodes.
+    """
+    nodes = ROOT if shape is None else shape.tree_masks[tree]
+    if pending == 1:
+        return nodes
+    mask = np.triu(np.full((pending - 1 + len(nodes),) * 2, -np.inf, dtype=np.float32), 1)
+    mask[pending - 1 :, pending - 1 :] = nodes
+    return mask
+
+
+ROOT = np.zeros((1, 1), dtype=np.float32)
+
+
+def chunks(rest: list[Tensor], most: int) -> Iterator[tuple[list[int], Tensor]]:
+    """Cut ``most`` rows off the beginning of every longer part, and again, until there is none.
+
+    Args:
+        rest: parts ``[n, X]``; what is left of them afterwards.
+        most: rows of a part.
+
+    Yields:
+        The numbers of the parts that are cut, and the rows that are cut off, part by part.
+    """
+    while long := [number for number, part in enumerate(rest) if len(part) > most]:
+        yield long, torch.cat([rest[number][:most] for number in long])
+        for number in long:
+            rest[number] = rest[number][most:]
+
+
+def _nearby(
+    kind: AttentionKind, new: Uncommitted, end: int, full: np.ndarray | None, causal: bool
+) -> tuple[int, np.ndarray | None, bool]:
+    """Narrow down what rows attend to in a layer with full attention to what they attend to in one of this kind.
+
+    Args:
+        end: last cell + 1.
+        full: the additive mask with full attention; None if everything is visible, or causal.
+        causal: whether it is causal.
+
+    Returns:
+        The first cell that is attended to, and ``full`` and ``causal`` from there on.
+    """
+    oldest = kind.first(int(new.query.min()))  # no row attends to an earlier position
+    committed = new.sequence.slots[oldest:]
+    start = min(int(new.slots.min()), int(committed.min(initial=end)))
+    if full is not None:
+        plain = full[:, start:]
+    else:
+        plain = np.zeros((len(new.query), end - start), dtype=np.float32)
+        if causal:
+            plain[:, new.slots] = new.mask
+    mask = attention_mask(kind, new.query, new.key_positions(end)[start:], plain)
+    if not start and np.array_equal(mask, plain):
+        return 0, full, causal
+    hidden = int((mask == 0).any(0).argmax())
+    return start + hidden, mask[:, hidden:] if mask[:, hidden:].any() else None, False

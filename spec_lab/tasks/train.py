@@ -1,0 +1,254 @@
+"""``task=train``: the target answers the prompts, a drafter learns from the answers, and is measured on the rest."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from spec_lab.core.options import brief, share, whole
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.progress import Progress
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.request import Request
+from spec_lab.decode.engine import fixed_group
+from spec_lab.tasks import train_results as show
+from spec_lab.tasks.lab import Lab, Settings
+from spec_lab.tasks.shell import Done, Task
+from spec_lab.train.fit import FitPlan, Objective, fit, order_of, saved_steps
+from spec_lab.train.objectives import expected_length
+from spec_lab.train.recipe import Recipe, settings_of
+from spec_lab.train.record import record
+from spec_lab.train.texts import Texts
+from spec_lab.train.trainer import Plan, Trainer
+from spec_lab.verify import Token
+
+log = logging.getLogger(__name__)
+
+
+def train(
+    lab: Lab,
+    settings: Settings,
+    config: Mapping[str, Any],
+    console: Console | None = None,
+    *,
+    recipe: Recipe,
+    answers: int = 1,
+    passes: float = 1.0,
+    rows: int = 16,
+    held_out: float = 0.1,
+    learning_rate: float = 4e-3,
+    weight_decay: float = 0.1,
+    warmup_steps: int = 30,
+    decay: float = 0.4,
+    save_seconds: float = 120,
+) -> int:
+    """Train a drafter for the target on its own answers to the prompts.
+
+    The answers are sampled as the run samples and kept on disk with the hidden states that the drafter reads. The same
+    command with the same ``output_dir`` resumes at the last checkpoint, to the same weights. At the end the drafter is
+    in ``output_dir/drafter``, calibrated on held-out answers if its trees need that. On held-out prompts the accepted
+    length of a chain is estimated from the acceptance at each position, without decoding, and measured by decoding.
+
+    Args:
+        lab: the target and the prompts; the proposer is not used.
+        settings: the scalars; ``batch_size`` prompts are answered together.
+        config: the configuration, for the manifest.
+        console: prints the result; default standard output.
+        recipe: the kind of drafter.
+        answers: of each prompt; more than one only at temperature 1.
+        passes: how often each answer is seen.
+        rows: texts of a training step.
+        held_out: share of the prompts that the drafter does not learn from.
+        learning_rate: peak, of Muon for matrices; that of AdamW, for everything else, is half of it.
+        weight_decay: of matrices, times the learning rate in each step. At 0 the queries and keys of a drafter may grow
+            until each position attends to one other only.
+        warmup_steps: in which the rates rise; at most half of the steps before they fall.
+        decay: share of the steps in which they fall.
+        save_seconds: seconds between two checkpoints.
+
+    Returns:
+        The exit code: 0, or 130 after Ctrl-C.
+
+    Raises:
+        ValueError: an invalid option, a constraint, too few prompts, a target or sampling that is not supported, a
+            loss that is NaN or infinite, or a directory that holds another run.
+        OSError: the directory cannot be written.
+    """
+    console = console or Console()
+    for name, value in (("answers", answers), ("rows", rows), ("warmup_steps", warmup_steps)):
+        whole(f"task.{name}", value)
+    for name, part_of in (("held_out", held_out), ("decay", decay), ("weight_decay", weight_decay)):
+        share(f"task.{name}", part_of)
+    rates = {"passes": passes, "learning_rate": learning_rate, "save_seconds": save_seconds}
+    for name, number in rates.items():
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < float("inf"):
+            raise ValueError(f"task.{name} must be a positive number, not {brief(number)}")
+    if lab.applied is not None:
+        raise ValueError("task=train does not support constraints; set constraint=none")
+    _check_sampling(lab.sampling)
+    if answers > 1 and lab.sampling.temperature == 0:
+        raise ValueError(
+            f"task.answers must be 1 at sampling.temperature=0, not {answers}: all answers to a prompt are the same"
+        )
+    lab.check_one_turn("task=train")
+    requests = lab.requests(settings)
+    rest = requests[len(requests) - max(1, round(held_out * len(requests))) :]
+    known = requests[: len(requests) - len(rest)]
+    repeated = [replace(one, id=one.id + number * len(requests)) for number in range(answers) for one in known]
+    if len(repeated) < rows:
+        raise ValueError(
+            f"task.rows={rows} texts make a training step, but there are {len(repeated)} answers to learn from: give "
+            "more prompts, set task.answers to more than one, or task.rows to less"
+        )
+    if not order_of(len(repeated) // rows, rows, rows, passes):
+        raise ValueError(
+            f"task.passes={passes} of {len(repeated)} answers makes no training step of task.rows={rows} texts: set "
+            "task.passes to more"
+        )
+    recipe.begin(lab.target, [], settings.seed)  # refuses wrong options before the target answers
+    if settings.batch_size > rows:
+        log.warning(
+            "batch_size=%d has no effect above task.rows=%d: the prompts of one training step are answered together. "
+            "Set task.rows to %d, or batch_size to %d", settings.batch_size, rows, settings.batch_size, rows,
+        )  # fmt: skip
+    if left_out := len(repeated) % rows:
+        console.print(
+            f"{len(repeated)} answers to learn from: the last {left_out} are left out, since each training step has "
+            f"task.rows={rows} texts.",
+            highlight=False,
+        )
+        repeated = repeated[:-left_out]
+    part = rows // 2 if rows % 2 == 0 else rows
+    plan = FitPlan(
+        passes, rows, part, warmup_steps, decay, save_seconds=save_seconds,
+        plan=Plan(muon_rate=learning_rate, adamw_rate=learning_rate / 2, weight_decay=weight_decay, seed=settings.seed),
+    )  # fmt: skip
+    out, states = settings.output_dir, recipe.states(lab.target)
+
+    def work(facts: Mapping[str, Any]) -> Done:
+        paths = _answered(lab, settings, repeated, states, out / "texts", rows)
+        others = _answered(lab, settings, rest, states, out / "held_out", rows, rest=True)
+        begun = recipe.begin(lab.target, paths, settings.seed)
+        with (
+            _shared_threads(rows // part) as threads,
+            Progress(desc=recipe.name, unit="step") as bar,
+        ):
+            trainer = Trainer(begun.module, plan.plan, threads, torch.float32)
+            own = out / "training", plan, settings_of(recipe, lab.target, begun)
+
+            def measure() -> dict[str, Any]:
+                begun.module.eval()
+                accepted, agreed = _held_out(begun.objective, others, part, lab.target.lm.device)
+                begun.module.train()
+                lengths = {"accepted_length": expected_length(accepted), "agreed_length": expected_length(agreed)}
+                return {"accepted": accepted, "agreed": agreed} | {key: round(one, 4) for key, one in lengths.items()}
+
+            tick = partial(_at, bar)
+            fit(trainer, begun.objective, paths, *own, tick=tick, wrote=lab.tracker.training, measure=measure)
+        begun.module.eval()
+        source = {"target_sha256": lab.target.sha256, "seed": str(settings.seed), "method": recipe.name}
+        sha256 = recipe.write(begun.module, lab.target, out / "drafter", source)
+        if begun.calibrate is not None:
+            begun.calibrate(out / "drafter", others, lab.sampling.temperature)
+        accepted, agreed = _held_out(begun.objective, others, part, lab.target.lm.device)
+        curve = [json.loads(line) for line in (out / "training" / "learning.jsonl").read_text().splitlines()]
+        summary = {
+            "experiment": settings.name, "target": lab.target.name, "temperature": lab.sampling.temperature,
+            "drafter": recipe.name, "sha256": sha256, "texts": len(paths) * rows, "steps": trainer.step, **begun.facts,
+            "parameters": sum(one.numel() for one in begun.module.parameters()),
+            "accepted": accepted, "agreed": agreed,
+            "estimated_length": expected_length(agreed if lab.sampling.temperature == 0 else accepted),
+            "measured_length": _measured(lab, settings, recipe, out / "drafter", rest), "learning": curve,
+        }  # fmt: skip
+        figures = out / "figures"
+        return Done(summary, lambda: show.draw(curve, figures), lambda found: show.print_summary(found, console))
+
+    def left() -> tuple[int, str]:
+        done = saved_steps(out / "training")
+        what = f"the checkpoint after {done} training steps is" if done else "the answers that are written are"
+        return done, f"{what} in {out}"
+
+    leaves = "Drafter, texts, learning curves, summary and manifest"
+    return Task(lab, settings, config, [recipe.name], work, left, leaves=leaves, resumes=True).run(console)
+
+
+def _at(bar: Any, done: int, total: int) -> None:
+    bar.total = total
+    bar.update(done - bar.n)
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    """Refuse sampling for which the acceptance in training is not that of decoding."""
+    allowed = Sampling(temperature=1.0 if sampling.temperature == 1 else 0.0)
+    names = [one.name for one in fields(Sampling)]
+    if wrong := [name for name in names if getattr(sampling, name) != getattr(allowed, name)]:
+        given = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in wrong)
+        raise ValueError(
+            f"task=train does not support {given}: losses and estimated_length are those of temperature 1 or of greedy "
+            "decoding. Set sampling.temperature to 1 or 0, and the other options of sampling to their defaults"
+        )
+
+
+@contextmanager
+def _shared_threads(pieces: int) -> Iterator[int]:
+    """Divide torch's threads among Python threads, at most one for each piece of a step; yield the number of these."""
+    every = torch.get_num_threads()
+    threads = min(every, pieces)
+    torch.set_num_threads(every // threads)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(every)
+
+
+def _answered(
+    lab: Lab,
+    settings: Settings,
+    requests: Sequence[Request],
+    states: tuple[int, ...],
+    folder: Path,
+    rows: int,
+    rest: bool = False,
+) -> list[Path]:
+    own = states, folder, rows, settings.batch_size, settings.seed, lab.pieces, rest
+    with Progress(total=len(requests), desc=folder.name, unit="text") as bar:
+        return record(lab.target, requests, *own, bar.update)
+
+
+@torch.no_grad()
+def _held_out(
+    objective: Objective, paths: Sequence[Path], part: int, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Acceptance of sampled tokens and agreement of the likeliest at each draft position, ``part`` texts at once."""
+    sums = torch.zeros(())
+    for path in paths:
+        texts = Texts.read(path)
+        for start in range(0, len(texts), part):
+            found = objective(texts.rows(slice(start, start + part)).to(device))[1]
+            shares = torch.tensor([[1, one.accepted, one.agreed] for one in found], dtype=torch.float64)
+            sums = sums + shares * torch.tensor([[one.rows] for one in found])
+    accepted, agreed = (sums[:, 1:] / sums[:, :1].clamp_min(1)).T.tolist()
+    return [round(one, 4) for one in accepted], [round(one, 4) for one in agreed]
+
+
+def _measured(lab: Lab, settings: Settings, recipe: Recipe, folder: Path, requests: Sequence[Request]) -> float:
+    """Mean accepted tokens of a chain of ``recipe.depth`` tokens, of steps in which a whole chain was drafted."""
+    proposer = recipe.load(lab.target, folder, recipe.depth)
+    accepted = list[int]()
+    for start in range(0, len(requests), settings.batch_size):
+        some = requests[start : start + settings.batch_size]
+        draws = CounterDraws(settings.seed)
+        for info in fixed_group(lab.target, proposer, Token(), some, draws, pieces=lab.pieces):
+            for tree, done in enumerate(info.committed):
+                if len(info.draft.shape.trees[tree]) == recipe.depth + 1:
+                    accepted.append(len(done.path))
+    return sum(accepted) / max(1, len(accepted))

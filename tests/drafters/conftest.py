@@ -1,0 +1,3 @@
+"""The tiny target of the tests of proposers."""
+
+from tests.propose.conftest import *  # noqa

@@ -1,0 +1,307 @@
+"""Block drafters: the cached, batched network agrees with plain forwards over whole texts; drafts are as declared."""
+
+import pytest
+import torch
+
+from spec_lab.core.draft import empty
+from spec_lab.core.probabilities import Sampling, logits_to_probs
+from spec_lab.drafters.block.propose import BlockDrafter
+from spec_lab.verify import Traversal
+from tests.drafters.block_drafters import dflash, dspark
+from tests.drafters.eagle_heads import SIZES, written
+from tests.oracles import block as oracle
+from tests.propose.lab import (
+    COLD,
+    WARM,
+    batch_of,
+    calls,
+    compare_stated,
+    decode,
+    emitted,
+    expanded,
+    fork_of,
+    observations,
+    plain_greedy,
+    requests,
+)
+from tests.tiny import VOCABULARY, tiny_target
+
+H = 32
+TREE = "0 1 2 0.0 0.1 1.0 0.0.0 0.1.0"
+VARIANTS = {
+    "dflash": dflash(H, rope_theta=1e6),
+    "dflash-llama": dflash(H, family="llama", layers=1, size=4),
+    "dflash-own-head": dflash(H, layers=1, size=7, head=VOCABULARY),
+    "dspark": dspark(H, VOCABULARY),
+    "dspark-product": dspark(H, VOCABULARY, rank=0, confidence=False, layers=2),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: written(tmp_path_factory.mktemp(name), *drafter) for name, drafter in VARIANTS.items()}
+
+
+def reference(name, target, text, path):
+    """Logits ``[V]`` after ``text``, whose last token is pending, and a drafted ``path``."""
+    config, w = VARIANTS[name]
+    model, inner = target.lm.model, config.get("dflash_config", config)
+    states = model(input_ids=torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True).hidden_states
+    taps = torch.cat([states[layer + 1][0] for layer in inner["target_layer_ids"]], -1)
+    parts = model.get_input_embeddings().weight, model.lm_head.weight
+    block = text[-1], inner["mask_token_id"], config["block_size"]
+    rows = oracle.base_logits(w, *parts, taps, *block, SIZES, config["rope_theta"])
+    return oracle.level(w, rows, len(path) + 1, [text[-1], *path][-1], "markov_rank" in config)
+
+
+def check(name, target, draft, sequences):
+    """Compare every stated distribution; return how many there are."""
+    compared = 0
+    for row, sequence, text, _ in expanded(draft, sequences):
+        logits = reference(name, target, sequence.tokens, text[len(sequence.tokens) :])
+        expected = logits_to_probs(logits[None], [WARM])[0]
+        torch.testing.assert_close(draft.q[draft.q_row[row]], expected, rtol=0, atol=1e-6)
+        compared += 1
+    return compared
+
+
+@pytest.mark.one_in(12)
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, folders, name):
+    proposer = BlockDrafter.load(target, folders[name], tree=TREE, drawn="without")
+
+    def expected(text, path):
+        return reference(name, target, text, path)
+
+    def each(info):
+        assert calls(info) <= 1
+
+    compared, rejections = compare_stated(target, proposer, requests(WARM, new=12), expected, each)
+    assert compared > 50 and rejections > 5
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_only_with_a_markov_head_a_level_depends_on_the_token_above(target, folders, name):
+    proposer = BlockDrafter.load(target, folders[name], tree="2x1", drawn="without")
+    _, steps = decode(target, proposer, requests(WARM, new=4))
+    draft = next(info.draft for info in steps if info.draft.shape.nodes)
+    first, second = (draft.q[draft.q_row[row]] for row in draft.shape.children[0])
+    assert torch.equal(first, second) == (name == "dflash")
+
+
+@torch.no_grad()
+def test_distributions_are_right_after_rewinds_and_forks_and_forced_tokens_are_computed_first(target, folders):
+    proposer = BlockDrafter.load(target, folders["dspark"], depth=3)
+    batch = batch_of(target, requests(WARM)[:1], proposer)
+    (one,) = batch.sequences
+    target.lm.capture(proposer.requires.hidden)
+
+    def compute():
+        starts = [len(sequence.kv) for sequence in batch.sequences]
+        pending = [sequence.pending for sequence in batch.sequences]
+        for sequence in batch.sequences:
+            sequence.tokens.append(7)
+        output = target.lm.forward([sequence.kv for sequence in batch.sequences], pending, empty(len(batch.sequences)))
+        proposer.observe(observations(batch.sequences, output, starts))
+
+    def drafted():
+        draft = proposer.propose(batch)
+        for sequence in batch.sequences:
+            sequence.step += 1
+        return check("dspark", target, draft, batch.sequences)
+
+    assert drafted() == 0, "no position is computed"
+    compute()
+    assert drafted() == 3
+    one.tokens += [5, 9]
+    assert drafted() == 0, "several tokens are pending"
+    compute()
+    assert drafted() == 3
+    for length in (4, 1):
+        del one.tokens[length + 1 :]
+        one.kv.truncate(length)
+        proposer.rewind(one.state, length)
+        one.tokens[-1] = 30 + length
+        assert drafted() == 3
+        compute()
+    batch.sequences.append(fork_of(one, proposer))
+    assert drafted() == 6
+    batch.sequences[1].tokens[-1] = 3
+    compute()
+    assert drafted() == 6
+    target.lm.capture(())
+    for sequence in batch.sequences:
+        proposer.close(sequence.state)
+    assert not proposer.lm.cells.references.any()
+
+
+WAYS = [
+    {"tree": TREE, "drawn": "point"},
+    {"depth": 4},
+    {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "point"},
+    {"nodes": 7, "max_depth": 4, "drawn": "without", "temperature": 1.0},
+]
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.one_in(27)
+def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, options):
+    truth = [plain_greedy(target.lm.model, one.tokens, 20) for one in requests()]
+    group, steps = decode(target, BlockDrafter.load(target, folders[name], **options), requests())
+    assert emitted(group) == truth
+    assert all(info.draft.shape.nodes == 0 for info in steps[:1]), "no position is computed before the first step"
+    assert sum(info.draft.shape.nodes for info in steps) > 60
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+@pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
+@pytest.mark.one_in(9)
+def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
+    proposer = BlockDrafter.load(target, folders[name], tree=TREE, drawn="without", temperature=1.0)
+    wanted = requests(sampling, new=12)
+    together = emitted(decode(target, proposer, wanted, Traversal())[0])
+    assert together == [emitted(decode(target, proposer, [one], Traversal())[0])[0] for one in wanted]
+
+
+def test_drafts_end_with_the_target_s_context(folders):
+    target = tiny_target(num_hidden_layers=4, context=20)
+    group, _ = decode(target, BlockDrafter.load(target, folders["dflash"], depth=4), requests())
+    assert {one.finish for one in group.sequences} <= {"context", "length"}
+    for one, found in zip(requests(), emitted(group), strict=True):
+        assert found == plain_greedy(target.lm.model, one.tokens, len(found))
+
+
+def test_taps_are_spread_over_the_target_where_none_are_named(tmp_path):
+    config, tensors = dflash(H, ids=(0, 0, 0), layers=3)
+    del config["dflash_config"]["target_layer_ids"]
+    target = tiny_target(num_hidden_layers=12)
+    proposer = BlockDrafter.load(target, written(tmp_path / "drafter", config, tensors), depth=2)
+    assert proposer.requires.hidden == (2, 6, 10)
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_a_field_with_the_value_that_is_meant_without_it_changes_nothing(target, folders, tmp_path, where):
+    """Configs of the block's authors, of NVIDIA's exporter and of SpecForge state many of these."""
+    config, tensors = VARIANTS["dflash"]
+    more = {
+        "causal": False, "use_swa": False, "sample_from_anchor": False, "shift_label": False, "markov_rank": 0,
+        "rope_is_neox_style": True, "output_multiplier": 1, "final_logit_softcapping": None, "attention_mode": "gqa",
+        "num_target_layers": 4, "swa_window_size": 1024, "projector_type": "dflash",
+    }  # fmt: skip
+    inside = config["dflash_config"] | (more if where == "inside" else {"block_size": config["block_size"]})
+    changed = config | {"dflash_config": inside} | (more if where == "outside" else {})
+    if where == "outside":
+        del changed["block_size"]  # which some files hold in dflash_config only
+    path = written(tmp_path / "drafter", changed, tensors)
+    found = [
+        emitted(decode(target, BlockDrafter.load(target, folder, tree=TREE), requests(WARM))[0])
+        for folder in (folders["dflash"], path)
+    ]
+    assert found[0] == found[1]
+
+
+def inner(**fields):
+    return lambda config, _: config["dflash_config"].update(fields)
+
+
+def outer(**fields):
+    return lambda config, _: config.update(fields)
+
+
+REFUSED = {
+    "missing": (dflash, lambda c, t: t.pop("hidden_norm.weight"), "hidden_norm.weight is missing"),
+    "surplus": (dflash, lambda c, t: t.update(extra=torch.zeros(2)), "'extra' is in no layer"),
+    "misshapen": (dflash, lambda c, t: t.update({"norm.weight": torch.ones(5)}), r"norm.weight is \[5\], not \[32\]"),
+    "nan": (dflash, lambda c, t: t["fc.weight"].fill_(float("nan")), "'fc.weight' holds NaN"),
+    "no drafter": (dflash, lambda c, t: c.pop("dflash_config"), "neither dflash_config .* nor markov_rank"),
+    "mask token": (dflash, inner(mask_token_id=VOCABULARY), f"mask_token_id .* 0 to {VOCABULARY - 1}, not"),
+    "no mask token": (dflash, lambda c, t: c["dflash_config"].pop("mask_token_id"), "mask_token_id .*None"),
+    "taps": (dflash, inner(target_layer_ids=[0, 4]), "names layer 4, but the target .* -1 to 3 can"),
+    "taps of text": (dflash, inner(target_layer_ids="all"), "list of layers"),
+    "fewer taps": (dflash, inner(target_layer_ids=[1]), r"fc.weight is \[32, 64\], not \[32, 32\]"),
+    "descending taps": (dflash, inner(target_layer_ids=[2, 0]), r"ascending order, not \[2, 0\]"),
+    "the same tap twice": (dflash, inner(target_layer_ids=[2, 2]), "different layers"),
+    "other taps outside": (dflash, outer(target_layer_ids=[0, 1]), r"is \[0, 1\], but \[0, 2\] in dflash_config"),
+    "another block inside": (dflash, inner(block_size=7), "block_size is 5, but 7 in dflash_config"),
+    "DSpark in SpecForge's layout": (
+        dflash,
+        inner(projector_type="dspark", markov_rank=0, confidence_head_alpha=1.0, enable_confidence_head=True),
+        r"dflash_config\.projector_type is 'dspark'.*enable_confidence_head is True",
+    ),
+    "DSpark with both layouts": (
+        dflash,
+        outer(markov_rank=6, markov_head_type="vanilla"),
+        "markov_rank is 6.*head_type",
+    ),
+    "rows of DSpark": (dflash, outer(sample_from_anchor=True), "sample_from_anchor is True, and only False"),
+    "rows of DFlash": (dspark, outer(sample_from_anchor=False), "sample_from_anchor is False, and only True"),
+    "shifted labels": (dflash, inner(shift_label=True), r"dflash_config\.shift_label is True"),
+    "interleaved rotation": (dspark, outer(rope_is_neox_style=False), "rope_is_neox_style is False, and only True"),
+    "causal": (dflash, inner(causal=True), r"dflash_config\.causal is True, and only False"),
+    "windows inside": (dflash, inner(use_swa=True, swa_window_size=1024), r"dflash_config\.use_swa is True"),
+    "windows by a flag": (dflash, outer(use_sliding_window=True, sliding_window=4096), "use_sliding_window is True"),
+    "caps": (dflash, inner(final_logit_softcapping=30.0), r"final_logit_softcapping is 30\.0, and only null"),
+    "factor": (dflash, inner(output_multiplier=0.2), r"output_multiplier is 0\.2, and only 1\.0"),
+    "sinks": (dflash, inner(attention_sink_bias=True), "attention_sink_bias is True"),
+    "DFlash2": (
+        dflash,
+        inner(conv_kernel_size=2, selector_rank=256),
+        r"conv_kernel_size \(2\), .*selector_rank \(256\)",
+    ),
+    "Domino": (dflash, inner(projector_type="domino", gru_hidden_dim=8), r"'domino'.*gru_hidden_dim \(8\)"),
+    "speculators": (
+        dspark,
+        outer(speculators_model_type="dspark"),
+        "format of speculators .speculators_model_type 'dspark'.",
+    ),
+    "unknown field": (dspark, outer(gate_scale=2), r"gate_scale \(2\)"),
+    "block": (dflash, outer(block_size=0), "block_size must be a whole number"),
+    "block of one": (dflash, outer(block_size=1), "block_size is 1"),
+    "windows": (dflash, outer(layer_types=["sliding_attention"]), "layer_types must be full_attention"),
+    "family": (dflash, outer(model_type="mamba"), "model_type must be one of llama, qwen3, not 'mamba'"),
+    "layers": (dflash, outer(num_hidden_layers=10**6), "num_hidden_layers is 1000000"),
+    "hidden size": (dflash, outer(target_hidden_size=64), "size 64, the target .* 32"),
+    "recurrent": (dspark, outer(markov_head_type="rnn"), "markov_head_type 'rnn' is not supported"),
+    "rank": (dspark, outer(markov_rank=5), r"markov_w1.weight is \[61, 6\], not \[61, 5\]"),
+    "another vocabulary": (dspark, lambda c, t: t.update({"lm_head.weight": torch.ones(9, H)}), "lm_head.weight is"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_drafter_that_does_not_fit_is_refused_with_the_reason(target, tmp_path, case):
+    kind, change, message = REFUSED[case]
+    config, tensors = kind(H) if kind is dflash else kind(H, VOCABULARY)
+    change(config, tensors)
+    with pytest.raises(ValueError, match=message):
+        BlockDrafter.load(target, written(tmp_path / "drafter", config, tensors), depth=2)
+
+
+@pytest.mark.parametrize("options", [{"depth": 5}, {"tree": "1x1x1x1x1"}, {"nodes": 9, "max_depth": 5}])
+def test_trees_deeper_than_a_block_are_refused(target, folders, options):
+    with pytest.raises(ValueError, match="drafts 4 tokens at a time, not 5: set a smaller proposer.depth"):
+        BlockDrafter.load(target, folders["dflash"], **options)
+
+
+def test_pickled_weights_are_never_read(target, tmp_path):
+    path = written(tmp_path / "drafter", *dflash(H), name="pytorch_model.bin")
+    with pytest.raises(ValueError, match="pytorch_model.bin"):
+        BlockDrafter.load(target, path, depth=2)
+
+
+def test_a_missing_folder_is_named(target, tmp_path):
+    with pytest.raises(OSError, match="config.json is missing, as is the folder"):
+        BlockDrafter.load(target, str(tmp_path / "none"), depth=2)
+
+
+def test_the_drafter_states_what_it_does(target, folders):
+    proposer = BlockDrafter.load(target, folders["dspark"], depth=3, drawn="iid")
+    assert (proposer.name, proposer.drawn, proposer.nodes, proposer.branches) == ("block", "iid", 3, False)
+    assert proposer.requires.hidden == (1, 2, 3) and len(proposer.sha256) == 64
+    assert proposer.facts.items() >= {"hidden_states": [1, 2, 3], "block_size": 4, "markov_rank": 6}.items()

@@ -1,0 +1,134 @@
+"""Which fields of drafters' configs are known: those of published files are, and others are refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spec_lab.drafters.block.files import DFLASH, DSPARK
+from spec_lab.drafters.drafter_files import IRRELEVANT, LAYER, MEANINGS, Fields
+from spec_lab.drafters.eagle.files import FIRST, SPECULATORS, THIRD
+from spec_lab.drafters.hydra.files import FIELDS as HYDRA
+from spec_lab.drafters.kangaroo.files import FIELDS as KANGAROO
+from spec_lab.drafters.medusa.files import OWN_FIELDS, PUBLISHED
+from tests.gguf_files import ZOO
+
+FILE = Path("config.json")
+FAMILIES = (DFLASH, DSPARK, FIRST, THIRD, SPECULATORS, LAYER, HYDRA, KANGAROO, OWN_FIELDS, PUBLISHED)
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096,
+    "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 1, "num_key_value_heads": 32,
+    "pad_token_id": 0, "pretraining_tp": 1, "rms_norm_eps": 1e-6, "rope_scaling": None, "tie_word_embeddings": False,
+    "torch_dtype": "float16", "transformers_version": "4.31.0", "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+QWEN3 = LLAMA | {
+    "attention_bias": False, "attention_dropout": 0.0, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "dtype": "bfloat16", "head_dim": 128, "layer_types": ["full_attention"] * 5, "max_window_layers": 5,
+    "model_type": "qwen3", "num_hidden_layers": 5, "num_target_layers": 36, "rope_theta": 1000000, "block_size": 16,
+    "sliding_window": None, "use_sliding_window": False,
+}  # fmt: skip
+SPECULATORS_EAGLE3 = {
+    "architectures": ["Eagle3Speculator"], "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+    "draft_vocab_size": 32000, "eagle_aux_hidden_state_layer_ids": None, "embed_requires_grad": False,
+    "fc_norm": False, "has_no_defaults_at_init": False, "model_type": "speculators", "norm_before_fc": False,
+    "norm_before_residual": True, "norm_output": False, "speculators_config": {"algorithm": "eagle3"},
+    "speculators_model_type": "eagle3", "speculators_version": "0.5.0", "target_hidden_size": None,
+    "tie_word_embeddings": False, "transformer_layer_config": LLAMA, "transformers_version": "4.57.1",
+    "dtype": "bfloat16",
+}  # fmt: skip
+PUBLISHED_CONFIGS = {  # as their authors and tools write them
+    "EAGLE for Llama 2": (FIRST, LLAMA),
+    "EAGLE for Llama 3": (FIRST, LLAMA | {"bias": False, "attention_bias": False, "rope_theta": 500000.0}),
+    "EAGLE of ModelOpt": (FIRST, LLAMA | {"eagle_config": {
+        "use_aux_hidden_state": False, "use_input_layernorm_in_first_layer": False, "use_last_layernorm": False,
+        "use_mtp_layernorm": False, "eagle_aux_hidden_state_layer_ids": [], "next_layer_regular": True,
+        "parallel_draft_step": 1, "parallel_draft_heads_num_layers": None,
+    }, "mlp_bias": False, "draft_vocab_size": 128256}),
+    "EAGLE-3 of its authors": (THIRD, LLAMA | {"draft_vocab_size": 32000}),
+    "EAGLE-3.1 of SpecForge": (THIRD, LLAMA | {
+        "fc_norm": True, "norm_output": True, "max_window_layers": 48, "sliding_window": None,
+        "use_sliding_window": False, "draft_vocab_size": 32000,
+    }),
+    "EAGLE-3 of SpecForge for Gemma 3": (THIRD, LLAMA | {
+        "sliding_window": 512, "use_sliding_window": False, "target_model_type": "gemma3_text",
+        "draft_vocab_size": 32000, "decoder_sparse_step": 1,
+    }),
+    "EAGLE-3 of SpecForge for Kimi": (THIRD, LLAMA | {"eagle_config": {
+        "eagle_aux_hidden_state_layer_ids": [2, 30, 58], "use_aux_hidden_state": True,
+    }}),
+    "EAGLE-3 of ModelOpt": (THIRD, LLAMA | {"eagle_config": {
+        "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+        "use_mtp_layernorm": False, "eagle_aux_hidden_state_layer_ids": [1, 17, 32], "next_layer_regular": True,
+        "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1, "norm_before_fc": True,
+    }}),
+    "EAGLE-3 of speculators": (SPECULATORS, SPECULATORS_EAGLE3),
+    "its layers": (LAYER, LLAMA | {"_attn_implementation": "simple_flex_attention", "head_dim": 128}),
+    "EAGLE of speculators": (SPECULATORS, {
+        "speculators_model_type": "eagle", "transformer_layer_architecture": "LlamaDecoderLayer", "fusion_bias": False,
+        "layernorms": False, "speculators_config": {}, "transformer_layer_config": LLAMA,
+    }),
+    "DFlash": (DFLASH, QWEN3 | {"dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17]}}),
+    "DFlash of ModelOpt": (DFLASH, QWEN3 | {
+        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17], "causal": False},
+    }),
+    "DSpark": (DSPARK, QWEN3 | {
+        "mask_token_id": 163839, "markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True,
+        "confidence_head_with_markov": True, "target_layer_ids": [1, 7, 13], "num_anchors": 512,
+        "confidence_head_alpha": 1.0,
+    }),
+    "Medusa": (PUBLISHED, {
+        "base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_heads": 2, "medusa_num_layers": 1,
+        "transformers_version": "4.31.0",
+    }),
+    "Medusa of vLLM": (PUBLISHED, {
+        "model_type": "medusa", "architectures": ["MedusaModel"], "dtype": "bfloat16", "hidden_size": 4096,
+        "vocab_size": 32000, "num_heads": 3, "num_hidden_layers": 1, "truncated_vocab_size": 32000, "max_paths": 64,
+        "topk": 10, "max_seq_len": 2**20, "original_lm_head": False, "medusa_fc_bias": True, "logit_scale": 1.0,
+        "torch_dtype": "float16",
+    }),
+    "Hydra": (HYDRA, {
+        "base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "grounded_heads": True, "hidden_state_offset": 0,
+        "hydra_head_arch": "prefix-mlp", "hydra_num_heads": 4, "hydra_num_layers": 4, "transformers_version": "4.34.1",
+        "dropout_rate": 0.0,
+    }),
+    "Kangaroo": (KANGAROO, LLAMA),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED_CONFIGS)
+def test_published_configs_are_known(name):
+    fields, config = PUBLISHED_CONFIGS[name]
+    inside = next((key for key in ("eagle_config", "dflash_config") if key in config), "")
+    fields.check(FILE, config, inside)
+
+
+@pytest.mark.parametrize(("name", "fields"), [("medusa", OWN_FIELDS), ("hydra", HYDRA), ("eagle3", SPECULATORS)])
+def test_the_bundled_drafters_are_known(name, fields):
+    fields.check(FILE, json.loads((ZOO.parent / name / "config.json").read_text()))
+
+
+def test_every_unknown_and_every_unsupported_field_is_named_with_its_value():
+    fields = Fields("a thing", {"a"}, {"b": ((1, 2), "others are not")}, {"c": "a reason"})
+    fields.check(
+        FILE, {"a": 0, "b": 2.0, "c": 0, "d": None, "architectures": ["X"], "inner": {"a": 1, "d": None}}, "inner"
+    )
+    with pytest.raises(ValueError, match="config.json: of a thing") as found:
+        fields.check(FILE, {"b": True, "e": [1], "inner": {"b": 3, "f": "x", "use_sliding_window": True}}, "inner")
+    for said in (
+        "b is True, and only 1 or 2 is supported (others are not)", "inner.b is 3", "e ([1])", "inner.f ('x')",
+        "inner.use_sliding_window is True, and only False",
+    ):  # fmt: skip
+        assert said in str(found.value)
+    with pytest.raises(ValueError, match="inner must be a mapping, not 'x'"):
+        fields.check(FILE, {"inner": "x"}, "inner")
+    many = {f"x{number}": number for number in range(20)}
+    with pytest.raises(ValueError, match=r"x7 \(7\) and 12 more mean"):
+        fields.check(FILE, many)
+
+
+def test_no_field_is_in_two_tables():
+    for fields in FAMILIES:
+        meanings = {*MEANINGS, *fields.meanings}
+        assert not meanings & {*fields.read} and not meanings & {*IRRELEVANT, *fields.irrelevant}, fields.what
+        assert not {*fields.read} & {*IRRELEVANT, *fields.irrelevant}, fields.what

@@ -1,0 +1,355 @@
+"""EAGLE: the cached, batched network over trees agrees with plain forwards over whole texts; drafts are as declared."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from spec_lab.core.draft import empty
+from spec_lab.core.probabilities import Sampling, logits_to_probs
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.proposer import Observation
+from spec_lab.drafters.eagle import propose as eagle
+from spec_lab.models.support import Unsupported
+from spec_lab.verify import Traversal
+from tests.drafters.eagle_heads import SIZES, eagle1, eagle3, speculators, written
+from tests.oracles import eagle as oracle
+from tests.propose.lab import COLD, WARM, batch_of, compare_stated, decode, emitted, plain_greedy, requests
+from tests.tiny import VOCABULARY, tiny_target
+
+H = 32
+IDS = [3, 5, 6, 8, 13, 14, 15, 21, 26, 31, 34, 41, 50, 55, 57, 60]
+TREE = "0 1 2 0.0 0.1 1.0 0.0.0 0.1.0"
+VARIANTS = {
+    "eagle1": eagle1(H, VOCABULARY),
+    "eagle1-two-layers-without-bias": eagle1(H, VOCABULARY, layers=2, bias=False),
+    "eagle3": eagle3(H, VOCABULARY, IDS),
+    "eagle3-every-flag": eagle3(
+        H, VOCABULARY, IDS, flags=("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    ),
+    "eagle3-two-layers-all-tokens": eagle3(H, VOCABULARY, layers=2),
+    "eagle3-five-taps-own-embedding": eagle3(
+        H, VOCABULARY, IDS, taps=5, embedding=True, eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 0, 1, 2, 3]}
+    ),
+    "eagle3-norms-of-queries": eagle3(H, VOCABULARY, IDS, norms=True),
+    "eagle3-narrow": eagle3(20, VOCABULARY, IDS, wide=H, embedding=True),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: written(tmp_path_factory.mktemp(name), *head) for name, head in VARIANTS.items()}
+
+
+def taps_of(config, last):
+    inner = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    return sorted([2, last // 2, last - 3]) if inner is None else [number + 1 for number in inner]
+
+
+def reference(name, target, text, path):
+    """Logits ``[V]`` after ``text`` and a drafted ``path``, whose features are the network's own."""
+    config, w = VARIANTS[name]
+    model = target.lm.model
+    states = model(input_ids=torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True).hidden_states
+    embedding, tokens = model.get_input_embeddings().weight, torch.tensor(text[1:])
+    flags = [flag for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if config.get(flag)]
+    if name.startswith("eagle1"):
+        features = states[-1][0]
+        for token in (*path, None):
+            found = oracle.eagle1(w, embedding, tokens, features, SIZES)[-1:]
+            if token is None:
+                return model.lm_head(found)[0]
+            features, tokens = torch.cat([features, found]), torch.cat([tokens, torch.tensor([token])])
+    taps = [states[tap][0] for tap in taps_of(config, len(states) - 1)]
+    features = oracle.eagle3_features(w, taps, flags)
+    for token in (*path, None):
+        found, logits = oracle.eagle3(w, embedding, tokens, features, SIZES, flags)
+        if token is None:
+            ids = torch.arange(VOCABULARY) if "d2t" not in w else torch.arange(len(w["d2t"])) + w["d2t"]
+            return torch.full((VOCABULARY,), -torch.inf, dtype=torch.float64).index_copy(0, ids, logits[-1])
+        features, tokens = torch.cat([features, found[-1:]]), torch.cat([tokens, torch.tensor([token])])
+    return None
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+@pytest.mark.one_in(9)
+def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, folders, name):
+    proposer = eagle.load(target, folders[name], tree=TREE, drawn="without")
+
+    def expected(text, path):
+        return reference(name, target, text, path)
+
+    compared, rejections = compare_stated(target, proposer, requests(WARM, new=9), expected)
+    assert compared > 50 and rejections > 5
+
+
+WAYS = [
+    {"tree": TREE, "drawn": "point"},
+    {"depth": 4},
+    {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "point"},
+    {"nodes": 7, "drawn": "without", "temperature": 1.0},
+    {"nodes": 7, "drawn": "point", "dtype": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.one_in(27)
+def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, options):
+    truth = [plain_greedy(target.lm.model, one.tokens, 20) for one in requests()]
+    group, steps = decode(target, eagle.load(target, folders[name], **options), requests())
+    assert emitted(group) == truth
+    assert all(info.draft.shape.nodes == 0 for info in steps[:1]), "no position is computed before the first step"
+    assert sum(info.draft.shape.nodes for info in steps) > 60
+
+
+@pytest.mark.one_in(4)
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "eagle3-two-layers-all-tokens", "eagle3-every-flag"])
+def test_a_head_may_have_another_dtype_than_the_target(target, folders, name):
+    proposer = eagle.load(target, folders[name], tree=TREE, drawn="without", dtype="float32")
+    assert proposer.facts["dtype"] == "float32" and target.lm.dtype == torch.float64
+    assert {one.dtype for one in proposer.network.parameters()} == {torch.float32}
+
+    def expected(text, path):
+        return reference(name, target, text, path)
+
+    compare_stated(target, proposer, requests(WARM, new=9), expected, atol=1e-5, check_dtype=False)
+
+
+def test_an_unknown_dtype_is_named(target, folders):
+    with pytest.raises(ValueError, match=r"proposer\.dtype must be one of bfloat16, .*'int4'"):
+        eagle.load(target, folders["eagle1"], depth=2, dtype="int4")
+
+
+@torch.no_grad()
+def test_nothing_is_drafted_below_several_pending_tokens_and_drafting_resumes_after_them(target, folders):
+    """Features of pending positions are not known."""
+    proposer, wanted = eagle.load(target, folders["eagle3"], depth=2), requests(WARM, prompts=[(3, 14, 15, 9, 26, 5)])
+    batch = batch_of(target, wanted, proposer, CounterDraws(1))
+    (sequence,) = batch.sequences
+    target.lm.capture(proposer.requires.hidden)
+    for forced in ([4, 17, 8], [2]):  # what follows what is computed
+        assert proposer.propose(batch).shape.nodes == 0
+        start = len(sequence.kv)
+        output = target.lm.forward([sequence.kv], [sequence.pending], empty(1))
+        sequence.tokens += forced
+        proposer.observe(
+            [Observation(sequence, start, sequence.tokens[start : len(sequence.kv) + 1], output.pending[0])]
+        )
+    draft = proposer.propose(batch)
+    assert draft.shape.nodes == 2
+    expected = logits_to_probs(reference("eagle3", target, sequence.tokens, [])[None], [WARM])[0]
+    torch.testing.assert_close(draft.q[draft.q_row[0]], expected, rtol=0, atol=1e-6)
+    target.lm.capture()
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
+@pytest.mark.one_in(3)
+def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
+    proposer = eagle.load(target, folders[name], tree=TREE, drawn="without", temperature=1.0)
+    wanted = requests(sampling, new=12)
+    together = emitted(decode(target, proposer, wanted, Traversal())[0])
+    assert together == [emitted(decode(target, proposer, [one], Traversal())[0])[0] for one in wanted]
+
+
+def test_the_formats_of_one_head_draft_the_same(target, tmp_path):
+    config, tensors = eagle3(H, VOCABULARY, IDS, flags=("norm_before_residual",))
+    official = written(tmp_path / "official", config, tensors)
+    other = written(tmp_path / "speculators", *speculators(config, tensors))
+    found = [
+        emitted(decode(target, eagle.load(target, path, tree=TREE, drawn="without"), requests(WARM))[0])
+        for path in (official, other)
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("config", "taps"), [
+    ({}, (1, 2, 2)),
+    ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, (1, 2, 4)),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, (2, 3, 4)),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 1, 2], "use_aux_hidden_state": True}}, (2, 3, 4)),
+])  # fmt: skip
+def test_taps_are_read_by_the_convention_of_their_field(target, tmp_path, config, taps):
+    path = written(tmp_path / "head", *eagle3(H, VOCABULARY, IDS, **config))
+    assert eagle.load(target, path, depth=1).requires.hidden == taps
+
+
+def test_taps_in_another_order_than_the_layers_are_read_in_order_and_logged(target, tmp_path, caplog):
+    order, other = [1, 2, 4], [4, 1, 2]
+    found = []
+    for ids in (order, other):
+        path = written(tmp_path / str(ids), *eagle3(H, VOCABULARY, IDS, eagle_aux_hidden_state_layer_ids=ids))
+        with caplog.at_level("WARNING", "spec_lab.drafters.eagle.files"):
+            found.append(emitted(decode(target, eagle.load(target, path, tree=TREE), requests(WARM))[0]))
+        assert [str(ids) in line for line in caplog.messages] == [True] * (ids == other)
+    assert found[0] == found[1]
+
+
+def test_a_head_that_this_package_trained_with_taps_in_another_order_keeps_it(target, tmp_path, caplog):
+    config, tensors = eagle3(H, VOCABULARY, IDS, eagle_aux_hidden_state_layer_ids=[4, 1, 2])
+    path = written(tmp_path / "head", config, tensors)
+    facts = {"format": "pt", "target_sha256": "", "method": "eagle3", "seed": "0"}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, f"{path}/model.safetensors", facts)
+    assert eagle.load(target, path, depth=1).requires.hidden == (4, 1, 2)
+    assert [record.levelname for record in caplog.records if "[4, 1, 2]" in record.getMessage()] == ["WARNING"]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", ["norm_before_fc", "fc_norm"])
+def test_flags_in_eagle_config_are_read(target, tmp_path, name):
+    config, tensors = eagle3(H, VOCABULARY, IDS, flags=(name,))
+    inner = {key: value for key, value in config.items() if key != name} | {"eagle_config": {name: True}}
+    found = [
+        emitted(
+            decode(target, eagle.load(target, written(tmp_path / str(at), one, tensors), depth=2), requests(WARM))[0]
+        )
+        for at, one in enumerate((config, inner))
+    ]
+    assert found[0] == found[1]
+
+
+def broken(change, head=None):
+    config, tensors = head or eagle3(H, VOCABULARY, IDS)
+    config, tensors = dict(config), dict(tensors)
+    change(config, tensors)
+    return config, tensors
+
+
+def renamed(old, new):
+    return lambda _, tensors: tensors.update({new: tensors.pop(old)})
+
+
+REFUSED = {
+    "missing": (lambda c, t: t.pop("midlayer.hidden_norm.weight"), "hidden_norm.weight is missing"),
+    "surplus": (lambda c, t: t.update(extra=torch.zeros(2)), "'extra' is in no layer"),
+    "misshapen": (lambda c, t: t.update({"norm.weight": torch.ones(5)}), r"norm.weight is \[5\], not \[32\]"),
+    "nan": (lambda c, t: t["fc.weight"].fill_(float("nan")), "NaN"),
+    "without d2t": (lambda c, t: (t.pop("d2t"), t.pop("t2d")), "no d2t"),
+    "absolute d2t": (lambda c, t: t.update(d2t=torch.tensor(IDS)), "no offset"),
+    "descending d2t": (lambda c, t: t.update(d2t=t["d2t"].flip(0)), "no offset"),
+    "d2t of floats": (lambda c, t: t.update(d2t=t["d2t"].float()), "whole numbers"),
+    "other t2d": (lambda c, t: t.update(t2d=~t["t2d"]), "no offset"),
+    "taps": (
+        lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 9]),
+        "names layer 9, but the target .* 4 layers",
+    ),
+    "windows by a flag": (lambda c, t: c.update(use_sliding_window=True), "use_sliding_window is True, and only False"),
+    "no taps": (
+        lambda c, t: c.update(eagle_config={"use_aux_hidden_state": False}),
+        "eagle_config.use_aux_hidden_state is False, and only True",
+    ),
+    "P-EAGLE": (
+        lambda c, t: c.update(mask_token_id=3, parallel_drafting=True),
+        r"parallel_drafting.*mask_token_id \(3\)",
+    ),
+    "interleaved rotation": (lambda c, t: c.update(rope_is_neox_style=False), "rope_is_neox_style is False"),
+    "unknown field": (lambda c, t: c.update(residual_multiplier=0.2), r"residual_multiplier \(0\.2\)"),
+    "eagle_config of text": (lambda c, t: c.update(eagle_config="all"), "eagle_config must be a mapping"),
+    "taps of text": (lambda c, t: c.update(eagle_aux_hidden_state_layer_ids="all"), "list of layers"),
+    "hidden size": (lambda c, t: c.update(target_hidden_size=64), "size 64, the target .* 32"),
+    "vocabulary": (lambda c, t: c.update(vocab_size=1000), "vocabulary of 1000 tokens, the target .* has 61"),
+    "draft vocabulary": (lambda c, t: c.update(draft_vocab_size=1000), "draft_vocab_size"),
+    "both names of a tensor": (
+        lambda c, t: t.update({"layers.0.self_attn.q_proj.weight": t["midlayer.self_attn.q_proj.weight"].clone()}),
+        "q_proj.weight' is in no layer",
+    ),
+    "scalar": (
+        lambda c, t: (c.pop("draft_vocab_size"), t.update({"lm_head.weight": torch.tensor(1.0)})),
+        "lm_head.weight",
+    ),
+    "quantized": (lambda c, t: t.update({"fc.weight": t["fc.weight"].to(torch.int8)}), "'fc.weight' has data type I8"),
+    "eight bits": (
+        lambda c, t: t.update({"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}),
+        "'fc.weight' has data type F8_E4M3",
+    ),
+    "windows": (lambda c, t: c.update(layer_types=["sliding_attention"]), "layer_types must be full_attention"),
+    "windows of a family": (lambda c, t: c.update(model_type="mistral", sliding_window=8), "full attention"),
+    "endless rotary embedding": (lambda c, t: c.update(head_dim=2**31), "rotary embedding"),
+    "flag": (lambda c, t: c.update(norm_before_residual="yes"), "norm_before_residual must be true or false"),
+    "unread flag": (lambda c, t: c.update(norm_before_fc=True), "input_norm.weight is missing"),
+    "layers": (lambda c, t: c.update(num_hidden_layers=10**6), "num_hidden_layers is 1000000"),
+    "size": (lambda c, t: c.update(hidden_size="wide"), "hidden_size must be a whole number"),
+    "family": (lambda c, t: c.update(model_type="mamba"), "mamba"),
+    "other speculator": (lambda c, t: c.update(speculators_model_type="mlp"), "'mlp' is not supported"),
+    "no head": (lambda c, t: (t.clear(), t.update(a=torch.zeros(1))), "no EAGLE head"),
+}
+
+
+def test_rotary_embeddings_are_scaled_by_the_head_s_own_context(target, tmp_path):
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": None, "original_max_position_embeddings": 16}
+    head = eagle3(H, VOCABULARY, max_position_embeddings=64, rope_parameters=rope)
+    found = eagle.load(target, written(tmp_path / "head", *head), tree=TREE).network.body.rotary
+    assert target.context != 64
+    sizes = dict(hidden_size=H, num_attention_heads=4, head_dim=8)
+    own = LlamaRotaryEmbedding(LlamaConfig(**sizes, max_position_embeddings=64, rope_parameters=rope))
+    x, places = torch.zeros(1, 1, 1, dtype=torch.float64), torch.arange(100)[None]
+    for one, expected in zip(found(x, places), own(x, places), strict=True):
+        torch.testing.assert_close(one, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotations_that_depend_on_the_batch_are_refused(target, tmp_path, rope):
+    head = eagle3(H, VOCABULARY, max_position_embeddings=64, rope_parameters=rope | {"rope_theta": 10000.0})
+    with pytest.raises(Unsupported, match="RoPE"):
+        eagle.load(target, written(tmp_path / "head", *head), tree=TREE)
+
+
+def test_no_more_cells_are_reserved_than_the_target_has_positions(target, folders):
+    proposer = eagle.load(target, folders["eagle3"], depth=2)
+    proposer.close(proposer.init(requests(new=2**20)[0]))
+    assert proposer.lm.cells.references.size <= 2 * (target.context + 2)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_head_that_does_not_fit_is_refused_with_the_reason(target, tmp_path, case):
+    change, message = REFUSED[case]
+    path = written(tmp_path / "head", *broken(change, eagle3(H, VOCABULARY, IDS, seed=1)))
+    with pytest.raises(ValueError, match=message):
+        eagle.load(target, path, depth=2)
+
+
+def test_an_eagle1_head_for_another_width_is_refused(target, tmp_path):
+    path = written(tmp_path / "head", *eagle1(48, VOCABULARY))
+    with pytest.raises(ValueError, match="for hidden size 48, the target .* has 32"):
+        eagle.load(target, path, depth=2)
+
+
+def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target, folders):
+    assert eagle.load(target, folders["eagle3"], tree=f"{len(IDS)}").nodes == len(IDS)
+    with pytest.raises(ValueError, match=rf"proposer\.tree: a tree {len(IDS) + 1} wide .* {len(IDS)}$"):
+        eagle.load(target, folders["eagle3"], tree=f"{len(IDS) + 1}")
+
+
+def test_pickled_weights_are_never_read(target, tmp_path):
+    path = written(tmp_path / "head", *eagle1(H, VOCABULARY), name="pytorch_model.bin")
+    with pytest.raises(ValueError, match="spec-lab convert"):
+        eagle.load(target, path, depth=2)
+
+
+def test_a_missing_folder_is_named(target, tmp_path):
+    with pytest.raises(OSError, match="config.json is missing, as is the folder"):
+        eagle.load(target, str(tmp_path / "none"), depth=2)
+
+
+def test_the_drafter_says_what_it_does(target, folders):
+    proposer = eagle.load(target, folders["eagle3"], depth=3)
+    assert (proposer.name, proposer.drawn, proposer.nodes, proposer.branches) == ("eagle3", "iid", 3, False)
+    assert proposer.facts["hidden_states"] == [1, 2, 2] and len(proposer.sha256) == 64
+    np.testing.assert_array_equal(proposer.network.ids.numpy(), IDS)

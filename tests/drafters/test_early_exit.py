@@ -1,0 +1,327 @@
+"""Early exit: its stated distributions, its work, what is left in the KV cache after any history, and refusals."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.engine import Engine, Limits
+from spec_lab.decode.proposer import Requires
+from spec_lab.drafters.early_exit import EarlyExit
+from spec_lab.drafters.skip.propose import Skip
+from spec_lab.models.layer_checks import check_exit
+from spec_lab.models.support import Unsupported
+from spec_lab.models.target import Target
+from spec_lab.propose.best_first import Budget
+from spec_lab.propose.expansion import RowLogits
+from spec_lab.propose.tree_plan import TreePlan
+from spec_lab.propose.trees import parse
+from spec_lab.runners.causal_lm import CausalLM
+from spec_lab.runners.llama_cpp import LlamaCpp
+from spec_lab.verify import Gumbel, Token, Traversal
+from tests.propose.lab import (
+    COLD,
+    PROMPTS,
+    WARM,
+    batch_of,
+    calls,
+    compare_stated,
+    decode,
+    emitted,
+    plain_greedy,
+    plain_logits,
+    requests,
+)
+from tests.tiny import CONTEXT, tiny_model, tiny_target
+
+TREE = "0 1 2 0.0 0.1 1.0 0.0.0 0.1.0"
+PLANS = {
+    "chain": TreePlan(parse("1x1x1x1")),
+    "confident": TreePlan(parse("1x1x1x1"), confidence=0.3),
+    "tree": TreePlan(parse(TREE), "point"),
+    "sampled tree": TreePlan(parse(TREE), "without", 1.0),
+    "best first": TreePlan(drawn="point", budget=Budget(6, 2, 3, 2)),
+    "reranked": TreePlan(drawn="point", budget=Budget(5, 3, 3, 3, rerank=True)),
+}
+LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(num_hidden_layers=LAYERS)
+
+
+def early_exit(target, plan="chain", layers=2, head=None):
+    return EarlyExit(target.causal_lm, layers, PLANS[plan] if isinstance(plan, str) else plan, head)
+
+
+def first_layers(layers):
+    """The draft as a model of its own."""
+    model = tiny_model(num_hidden_layers=LAYERS)
+    model.model.layers = model.model.layers[:layers]
+    model.config.num_hidden_layers = layers
+    return model
+
+
+# Tokens and distributions ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.one_in(27)
+def test_greedy_drafting_emits_the_target_s_tokens(target, truth, plan, layers):
+    group, steps = decode(target, early_exit(target, plan, layers), requests())
+    assert emitted(group) == truth
+    assert not target.lm.cells.references.any()
+    assert sum(one.draft.shape.nodes for one in steps) > 0
+    assert max(map(calls, steps)) <= PLANS[plan].depth
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "qwen3", "gemma", "phi", "opt"])
+def test_other_families_do_as_well(family):
+    target = tiny_target(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 3})
+    wanted = [plain_greedy(target.lm.model, prompt, 8) for prompt in PROMPTS]
+    assert emitted(decode(target, early_exit(target, "tree", 2), requests(new=8))[0]) == wanted
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("drawn", ["iid", "without"])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_stated_distributions_are_those_of_the_first_layers(target, layers, drawn):
+    proposer = early_exit(target, TreePlan(parse("2x1x1"), drawn), layers)
+    proposer.lm = target.lm
+    draft = first_layers(layers)
+    compared, rejections = compare_stated(
+        target, proposer, requests(WARM, 12), lambda text, path: plain_logits(draft, [*text, *path]), atol=1e-10
+    )
+    assert compared > 20 and rejections > 2
+
+
+@pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
+@pytest.mark.parametrize("plan", ["chain", "sampled tree", "best first"])
+@pytest.mark.one_in(27)
+def test_a_batch_decodes_as_its_requests_alone(target, plan, sampling):
+    wanted = requests(sampling, new=12)
+    together = emitted(decode(target, early_exit(target, plan), wanted)[0])
+    assert together == [emitted(decode(target, early_exit(target, plan), [one])[0])[0] for one in wanted]
+
+
+def test_noise_is_shared_with_the_target(target):
+    proposer = early_exit(target, TreePlan(parse("2x1"), "gumbel"))
+    found = emitted(decode(target, proposer, requests(WARM, 12), Gumbel(), seed=4)[0])
+    assert [len(one) for one in found] == [12] * 3
+    assert not target.lm.cells.references.any()
+
+
+# Work --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("plan", ["chain", "tree", "best first"])
+def test_each_row_runs_each_layer_once(plan):
+    target, rows = tiny_target(num_hidden_layers=LAYERS), Counter()
+    proposer = early_exit(target, plan)
+    assert len(target.lm.sublayers) == 2 * LAYERS  # found by a forward of one token
+    for number, layer in enumerate(target.lm.model.model.layers):
+        layer.register_forward_hook(lambda _, args, __, number=number: rows.update({number: args[0].shape[1]}))
+    _, steps = decode(target, proposer, requests())
+    assert rows == dict.fromkeys(range(LAYERS), sum(sum(one.pending) + one.draft.shape.nodes for one in steps))
+
+
+def test_nodes_that_are_not_kept_run_the_first_layers_only():
+    target, rows = tiny_target(num_hidden_layers=LAYERS), Counter()
+    proposer = early_exit(target, "reranked")
+    assert len(target.lm.sublayers) == 2 * LAYERS  # found by a forward of one token
+    for number, layer in enumerate(target.lm.model.model.layers):
+        layer.register_forward_hook(lambda _, args, __, number=number: rows.update({number: args[0].shape[1]}))
+    _, steps = decode(target, proposer, requests())
+    assert rows[2] == rows[3] == sum(sum(one.pending) + one.draft.shape.nodes for one in steps) < rows[0] == rows[1]
+
+
+def test_prompts_longer_than_a_chunk_are_not_drafted_for():
+    target = tiny_target(num_hidden_layers=LAYERS, chunk=8)
+    wanted = [plain_greedy(target.lm.model, prompt, 20) for prompt in PROMPTS]
+    group, steps = decode(target, early_exit(target), requests())
+    assert emitted(group) == wanted
+    first = steps[0].draft.shape
+    assert [len(tree) > 1 for tree in first.trees] == [len(prompt) <= 8 for prompt in PROMPTS]
+
+
+# Histories ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("limits", [Limits(max_batch_size=2), Limits(2, 4), Limits(None, 5, 40)])
+@pytest.mark.parametrize("plan", ["chain", "tree", "reranked"])
+def test_requests_come_go_and_are_preempted(target, truth, plan, limits):
+    if limits.max_kv_tokens is not None:
+        limits = replace(limits, max_kv_tokens=limits.max_kv_tokens + PLANS[plan].computed - PLANS[plan].nodes)
+    engine = Engine(target, early_exit(target, plan), Token(), CounterDraws(0), limits=limits)
+    for one in requests():
+        engine.add(one)
+    assert sum(1 for _ in engine) > 3
+    assert emitted(engine) == truth
+    assert not target.lm.cells.references.any()
+
+
+def test_an_aborted_request_gives_its_cells_back(target, truth):
+    engine = Engine(target, early_exit(target), Token(), CounterDraws(0))
+    for one in requests():
+        engine.add(one)
+    engine.step()
+    engine.step()
+    engine.abort(1)
+    while engine.has_unfinished():
+        engine.step()
+    found = emitted(engine)
+    assert found[0] == truth[0] and found[2] == truth[2] and found[1] == truth[1][: len(found[1])]
+    assert not target.lm.cells.references.any()
+
+
+def test_an_abandoned_draft_is_given_back(target, monkeypatch):
+    """The step fails after the draft, before the target's forward."""
+    engine = Engine(target, early_exit(target, "tree"), Traversal(), CounterDraws(0))
+    for one in requests():
+        engine.add(one)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(target.lm, "prepare", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert not target.lm.cells.references.any()
+
+
+def test_a_failing_draft_is_given_back(target, monkeypatch):
+    engine = Engine(target, early_exit(target, "tree"), Token(), CounterDraws(0))
+    for one in requests():
+        engine.add(one)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr("spec_lab.runners.causal_draft_pass.CausalDraftPass.extend", lambda *_: 1 / 0)
+        with pytest.raises(Exception, match="early_exit"):
+            engine.step()
+    assert not target.lm.cells.references.any()
+
+
+def test_the_same_text_is_drafted_for_in_the_same_way(target):
+    proposer = early_exit(target, "tree")
+    batch = batch_of(target, requests(), proposer)
+    first = proposer.propose(batch)
+    again = proposer.propose(batch)  # the first draft was never computed
+    assert torch.equal(first.token, again.token)
+    for one in batch.sequences:
+        one.kv.close()
+    assert not target.lm.cells.references.any()
+
+
+# Heads of its own --------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """The target's final norm and LM head, and what is observed."""
+
+    name, sha256, facts = "recorded", None, {"head": "recorded"}
+
+    def __init__(self, target, hidden):
+        self.services, self.hidden, self.seen = target.services, hidden, {}
+        self.closed = 0
+
+    def init(self, request):
+        return [request.id]
+
+    def fork(self, state):
+        return list(state)
+
+    def rewind(self, state, length):
+        pass
+
+    def close(self, state):
+        self.closed += 1
+
+    def ready(self, sequence):
+        return True
+
+    def observe(self, observed):
+        for one in observed:
+            for place, state in enumerate(one.hidden):
+                self.seen[one.sequence.state[0], one.start + place] = state
+
+    def roots(self, sequences, pending, exits, timed):
+        assert len(exits) == sum(pending) and [one.state[0] for one in sequences]
+        return self._logits(exits[torch.tensor(pending).cumsum(0) - 1])
+
+    def nodes(self, sequences, shape, rows, exits, timed):
+        assert len(rows) == len(exits) and len(sequences) == shape.roots
+        return self._logits(exits)
+
+    def _logits(self, exits):
+        return RowLogits.of(self.services.lm_head(self.services.final_norm(exits)))
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("plan", ["chain", "tree", "best first"])
+def test_a_head_gets_the_exit_states_of_every_row_and_position(target, truth, plan):
+    """With hidden states 0 to the last one, also those below the exit."""
+    head = Recorded(target, (0, 1, 2, 3, -1))
+    group, steps = decode(target, early_exit(target, plan, 2, head), requests())
+    assert emitted(group) == truth
+    _, same = decode(target, early_exit(target, plan, 2), requests())
+    assert all(torch.equal(a.draft.token, b.draft.token) for a, b in zip(steps, same, strict=True))
+    assert head.closed == 3
+    for one in group.sequences:
+        ids = torch.tensor([one.tokens])
+        with torch.no_grad():
+            states = target.lm.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+        wanted = torch.cat([states[layer][0] for layer in head.hidden], -1)
+        length = len(one.tokens) - 1
+        found = torch.stack([head.seen[one.request.id, place] for place in range(length)])
+        torch.testing.assert_close(found, wanted[:length], rtol=0, atol=1e-10)
+
+
+# Loading -----------------------------------------------------------------------------------------------------------
+
+
+def test_options_are_checked(target):
+    assert EarlyExit.load(target, depth=3).layers == 1
+    proposer = EarlyExit.load(target, 3, tree="2x1", drawn="point")
+    assert proposer.facts["layers"] == 3 and proposer.facts["of_layers"] == LAYERS
+    assert proposer.requires == Requires(abilities=frozenset({"layer_ranges"}))
+    for layers, why in ((4, "at most 3"), (0, "1 or more"), (True, "whole number"), (1.5, "whole number")):
+        with pytest.raises(ValueError, match=f"proposer.layers must be .*{why}"):
+            EarlyExit.load(target, layers, depth=3)
+    with pytest.raises(ValueError, match="does not fit a vocabulary"):
+        EarlyExit.load(target, 1, tree="62", drawn="point")
+    with pytest.raises(Unsupported, match="single layer"):
+        EarlyExit.load(tiny_target(num_hidden_layers=1), depth=3)
+
+
+def test_runners_without_ranges_of_layers_are_refused(target):
+    model = tiny_model(num_hidden_layers=LAYERS)
+    for lm, why in ((CausalLM(model, "dense"), "attention=dense"), (CausalLM(model, fixed=True), "graphs=true")):
+        other = Target(lm, None, "tiny", CONTEXT, "", 0.0)
+        with pytest.raises(Unsupported, match=f"'early_exit' .* target 'tiny' cannot: .*{why}"):
+            EarlyExit.load(other, depth=3)
+        with pytest.raises(ValueError, match="requires layer_ranges of the target"):
+            Engine(other, early_exit(target), Token(), CounterDraws(0))
+
+
+@pytest.mark.parametrize("load", [EarlyExit.load, Skip.load])
+def test_a_target_that_llama_cpp_computes_is_refused(load):
+    with pytest.raises(Unsupported, match="target 'model.gguf' is computed by LlamaCpp, which does not run ranges"):
+        load(Target(object.__new__(LlamaCpp), None, "model.gguf", CONTEXT, "", 0.0), depth=3)
+
+
+def test_a_model_that_continues_wrongly_is_refused():
+    """A layer that reads more than the hidden states of the one before."""
+    model = tiny_model(num_hidden_layers=3)
+    last = [0.0]
+    model.model.layers[2].register_forward_pre_hook(lambda _, args: (args[0] + last[0], *args[1:]))
+    model.model.layers[0].register_forward_hook(lambda _, __, out: last.insert(0, out.sum()))
+    with pytest.raises(Unsupported, match="continues wrongly after 1 layers"):
+        check_exit(CausalLM(model), 1, "odd")
+    sound = CausalLM(tiny_model(num_hidden_layers=3))
+    assert check_exit(sound, 2, "llama").error < 1e-12 and not sound.cells.references.any()

@@ -1,0 +1,233 @@
+"""Kangaroo: the adapter with a KV cache agrees with one over whole texts, by hand and as a proposer; refusals."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from spec_lab.core.clock import Clock
+from spec_lab.core.draft import forest, tree
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Observation
+from spec_lab.drafters.kangaroo import propose as kangaroo
+from spec_lab.drafters.kangaroo.files import read_kangaroo
+from spec_lab.drafters.kangaroo.propose import KangarooHead
+from spec_lab.models.support import Unsupported
+from spec_lab.propose.trees import parse
+from spec_lab.verify import Traversal
+from tests.drafters.eagle_heads import SIZES, written
+from tests.drafters.kangaroo_adapters import adapter
+from tests.oracles import kangaroo as oracle
+from tests.propose.lab import COLD, WARM, compare_stated, decode, emitted, plain_greedy, requests
+from tests.tiny import tiny_target
+
+H = 32
+REQUEST = Request(0, "p0", (1, 2), COLD, 6, frozenset())
+TREE = "0 1 2 0.0 0.1 1.0 0.0.0 0.1.0"
+SHAPE = "0 1 0.0 0.1 1.0 0.0.0"
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(num_hidden_layers=3)
+
+
+@pytest.fixture(params=[1, 2])
+def driven(request, target, tmp_path):
+    """The adapter, and what it should return: whole exit states ``[n, H]`` -> logits ``[V]`` at the last of them."""
+    config, w = adapter(H, 2, layers=request.param)
+    network = read_kangaroo(written(tmp_path, config, w), target).network
+    timed = Clock(torch.device("cpu")).phase("propose_forward")
+
+    def expected(exits):
+        return target.services.lm_head(oracle.adapter(w, exits, SIZES)[-1])
+
+    return KangarooHead(network, target, 6), expected, timed
+
+
+class Sequence:
+    """Random exit states of one sequence, and what the adapter knows of it."""
+
+    def __init__(self, own, seed):
+        self.own, self.generator = own, torch.Generator().manual_seed(seed)
+        self.known, self.state, self.computed = torch.empty(0, H, dtype=torch.float64), own.init(REQUEST), 0
+
+    def more(self, count):
+        return torch.randn(count, H, generator=self.generator, dtype=torch.float64)
+
+    def commit(self, exits):
+        """What the target computes is observed."""
+        self.known = torch.cat([self.known[: self.computed], exits])
+        holder = SimpleNamespace(state=self.state)
+        self.own.observe([Observation(holder, self.computed, [0] * (len(exits) + 1), exits.clone())])
+        self.computed += len(exits)
+
+
+def step(own, timed, expected, sequences, pending, accepted):
+    """A step in which every sequence has a tree; the nodes ``accepted`` of each are committed."""
+    exits = [one.more(count) for one, count in zip(sequences, pending, strict=True)]
+    found = own.roots(sequences, pending, torch.cat(exits), timed).logits
+    for one, given, logits in zip(sequences, exits, found, strict=True):
+        torch.testing.assert_close(logits, expected(torch.cat([one.known, given])), rtol=0, atol=1e-6)
+    shape = forest((tree(parse(SHAPE)),) * len(sequences))
+    nodes = torch.randn(shape.nodes, H, generator=sequences[0].generator, dtype=torch.float64)
+    for depth in (1, 2, 3):
+        rows = np.flatnonzero(shape.depth == depth)
+        found = own.nodes(sequences, shape, rows, nodes[rows - shape.roots], timed).logits
+        for row, logits in zip(rows, found, strict=True):
+            root = next(number for number, some in enumerate(shape.trees) if row in some)
+            path = nodes[[node - shape.roots for node in shape.path(row)]]
+            whole = torch.cat([sequences[root].known, exits[root], path])
+            torch.testing.assert_close(logits, expected(whole), rtol=0, atol=1e-6)
+    for root, (one, given, kept) in enumerate(zip(sequences, exits, accepted, strict=True)):
+        own_rows = shape.trees[root][1:][list(kept)] if kept else []
+        one.commit(torch.cat([given, nodes[[row - shape.roots for row in own_rows]]]))
+
+
+@torch.no_grad()
+def test_logits_are_those_of_whole_sequences_over_steps_with_rejections(driven):
+    own, expected, timed = driven
+    sequences = [Sequence(own, 1), Sequence(own, 2)]
+    sequences[0].commit(sequences[0].more(5))  # a prompt, of one sequence only
+    for pending, accepted in [
+        ((1, 4), ((0, 2), ())),
+        ((1, 1), ((), (1,))),
+        ((3, 1), ((0, 2, 5), (0,))),
+        ((1, 2), ((),) * 2),
+    ]:
+        step(own, timed, expected, sequences, pending, accepted)
+    sequences[1].commit(sequences[1].more(3))  # a step without a draft
+    step(own, timed, expected, sequences, (1, 1), ((1,), (0, 3)))
+    for one in sequences:
+        one.state.close()
+    assert not own.lm.cells.references.any()
+
+
+@torch.no_grad()
+def test_forks_and_rewinds_forget_what_they_should(driven):
+    own, expected, timed = driven
+    first = Sequence(own, 1)
+    first.commit(first.more(4))
+    step(own, timed, expected, [first], (2,), ((0, 2),))
+    twin = Sequence(own, 3)
+    twin.state.close()
+    twin.state, twin.known, twin.computed = first.state.fork(), first.known, first.computed
+    for length in (7, 5, 5, 1, 0):
+        own.rewind(twin.state, length)
+        twin.computed = length
+        twin.known = twin.known[:length]
+        step(own, timed, expected, [first, twin], (1, 2), ((1,), (0, 3)))
+    own.rewind(first.state, first.computed)  # nothing to forget but the tentative nodes
+    step(own, timed, expected, [first], (1,), ((),))
+    for one in (first, twin):
+        one.state.close()
+    assert not own.lm.cells.references.any()
+
+
+# As a proposer ------------------------------------------------------------------------------------------------------
+
+
+def reference(target, w, exit_layer):
+    """Logits ``[V]`` after ``text`` and a drafted ``path``, by plain forwards over all of it."""
+
+    def expected(text, path):
+        ids = torch.tensor([[*text, *path]])
+        every = target.lm.model.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+        return target.services.lm_head(oracle.adapter(w, every[exit_layer][0], SIZES)[-1])
+
+    return expected
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(("exit_layer", "layers"), [(1, 1), (2, 1), (2, 2)])
+@torch.no_grad()
+def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(
+    target, tmp_path, exit_layer, layers
+):
+    config, w = adapter(H, exit_layer, layers)
+    proposer = kangaroo.load(target, written(tmp_path, config, w), depth=None, tree=TREE, drawn="without", confidence=0)
+    expected = reference(target, w, exit_layer)
+    compared, rejections = compare_stated(target, proposer, requests(WARM, new=14), expected)
+    assert compared > 50 and rejections > 5
+    assert proposer.head is not None and not proposer.head.lm.cells.references.any()
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("options", [
+    {"depth": 6, "confidence": 0.6}, {"tree": TREE, "drawn": "point"},
+    {"nodes": 7, "drawn": "without", "temperature": 1.0},
+    {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "point"},
+], ids=str)  # fmt: skip
+def test_greedy_drafting_emits_the_target_s_tokens(target, tmp_path, options):
+    proposer = kangaroo.load(target, written(tmp_path, *adapter(H, 2)), **options)
+    group, steps = decode(target, proposer, requests())
+    assert emitted(group) == [plain_greedy(target.lm.model, one.tokens, 20) for one in requests()]
+    assert steps[0].draft.shape.nodes > 0, "the first layers run on the prompt before it is verified"
+    assert proposer.head is not None and not proposer.head.lm.cells.references.any()
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("sampling", [COLD, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
+def test_a_batch_decodes_as_its_requests_alone(target, tmp_path, sampling):
+    folder = written(tmp_path, *adapter(H, 1))
+    proposer = kangaroo.load(target, folder, tree=TREE, drawn="without", temperature=1.0)
+    wanted = requests(sampling, new=12)
+    together = emitted(decode(target, proposer, wanted, Traversal())[0])
+    assert together == [emitted(decode(target, proposer, [one], Traversal())[0])[0] for one in wanted]
+
+
+def test_each_row_runs_each_layer_of_the_target_once(tmp_path):
+    target, rows = tiny_target(num_hidden_layers=3), Counter()
+    proposer = kangaroo.load(target, written(tmp_path, *adapter(H, 1)), depth=4, confidence=0)
+    for number, layer in enumerate(target.lm.model.model.layers):
+        layer.register_forward_hook(lambda _, args, __, number=number: rows.update({number: args[0].shape[1]}))
+    _, steps = decode(target, proposer, requests())
+    assert rows == dict.fromkeys(range(3), sum(sum(one.pending) + one.draft.shape.nodes for one in steps))
+
+
+def test_drafting_stops_after_the_first_token_of_low_confidence_which_stays(target, tmp_path):
+    folder = written(tmp_path, *adapter(H, 2))
+    proposer = kangaroo.load(target, folder, depth=6, confidence=0.05)
+    _, steps = decode(target, proposer, requests(WARM))
+    lengths = Counter()
+    for info in steps:
+        shape = info.draft.shape
+        for own in shape.trees:
+            lengths[len(own) - 1] += 1
+            for row in own[:-1].tolist():  # of each drafted token
+                sure = float(info.draft.q[info.draft.q_row[row]].max()) >= 0.05
+                assert sure or row == own[-2], "nothing is drafted below a token of low confidence"
+    assert lengths[1] and sum(count for length, count in lengths.items() if length > 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": None}, r"proposer\.path must name a folder"),
+        ({"depth": 0}, r"proposer\.depth"),
+        ({"confidence": 2}, r"proposer\.confidence"),
+        ({"exit_layer": 0}, r"proposer\.exit_layer"),
+        ({"exit_layer": True}, r"proposer\.exit_layer"),
+        ({"exit_layer": 2}, r"proposer\.exit_layer must be 1"),
+        ({"depth": None, "tree": "99"}, r"proposer\.tree"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(target, tmp_path, options, message):
+    own = {"path": written(tmp_path, *adapter(H, 1)), "depth": 6} | options
+    with pytest.raises(ValueError, match=message):
+        kangaroo.load(target, **own)
+
+
+def test_unknown_fields_are_refused_by_name(target, tmp_path):
+    config, tensors = adapter(H, 1)
+    with pytest.raises(ValueError, match=r"gate \(True\) mean"):
+        kangaroo.load(target, written(tmp_path, config | {"gate": True}, tensors), depth=6)
+
+
+def test_a_target_that_cannot_run_ranges_of_layers_is_refused(tmp_path):
+    dense = tiny_target(attention="dense", num_hidden_layers=3)
+    with pytest.raises(Unsupported, match="kangaroo.*attention=dense"):
+        kangaroo.load(dense, written(tmp_path, *adapter(H, 1)), depth=6)

@@ -1,0 +1,497 @@
+"""Skipped sublayers: stated distributions, the search, what is left in the KV cache after any history, and refusals."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from spec_lab.core.draft import empty
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.engine import Engine, Limits
+from spec_lab.decode.proposer import Requires
+from spec_lab.drafters.early_exit import EarlyExit
+from spec_lab.drafters.skip.propose import Skip
+from spec_lab.drafters.skip.search import SkipSearch, Try, expected_improvement, parse_sublayers, write_sublayers
+from spec_lab.models.support import Unsupported
+from spec_lab.models.target import Target
+from spec_lab.propose import Null
+from spec_lab.propose.best_first import Budget
+from spec_lab.propose.tree_plan import TreePlan
+from spec_lab.propose.trees import parse
+from spec_lab.runners.causal_draft_pass import CausalDraftPass
+from spec_lab.runners.causal_lm import CausalLM
+from spec_lab.runners.draft_pass import Route, Sublayer
+from spec_lab.runners.kv_cache import Cells
+from spec_lab.runners.layer_ranges import _Zero
+from spec_lab.verify import Token
+from tests.propose.lab import (
+    COLD,
+    PROMPTS,
+    WARM,
+    batch_of,
+    compare_stated,
+    decode,
+    emitted,
+    fork_of,
+    plain_greedy,
+    plain_logits,
+    requests,
+)
+from tests.tiny import CONTEXT, tiny_model, tiny_target
+
+LAYERS = 4
+PLANS = {
+    "chain": TreePlan(parse("1x1x1")),
+    "tree": TreePlan(parse("2x2x1"), "point"),
+    "sampled tree": TreePlan(parse("2x1x1"), "without", 1.0),
+    "best first": TreePlan(drawn="point", budget=Budget(6, 2, 3, 2)),
+}
+INNER = tuple(Sublayer(kind, layer) for layer in (1, 2) for kind in ("attn", "mlp"))
+SETS = {
+    "attention": "attn 1 2",
+    "whole layer": "attn 1 mlp 1",
+    "mixed": "attn 2 mlp 1 3",
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(num_hidden_layers=LAYERS)
+
+
+def skip(target, plan="chain", skipped="mixed", scope="request", **search):
+    chosen = SkipSearch(INNER, 0.5, **{"tries": 4, "every": 2, "window": 4} | search)
+    if skipped is not None:
+        chosen = parse_sublayers(SETS[skipped])
+    return Skip(target.causal_lm, PLANS[plan] if isinstance(plan, str) else plan, chosen, scope)
+
+
+# Tokens and distributions ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skipped", [*SETS, None])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.one_in(36)
+def test_greedy_drafting_emits_the_target_s_tokens(target, truth, plan, skipped):
+    group, steps = decode(target, skip(target, plan, skipped), requests())
+    assert emitted(group) == truth
+    assert not target.lm.cells.references.any()
+    assert sum(one.draft.shape.nodes for one in steps) > 0
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "qwen3", "gemma", "phi", "cohere"])
+def test_other_families_do_as_well(family):
+    target = tiny_target(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 4})
+    wanted = [plain_greedy(target.lm.model, prompt, 8) for prompt in PROMPTS]
+    assert emitted(decode(target, skip(target, "tree"), requests(new=8))[0]) == wanted
+
+
+def test_stated_distributions_follow_the_target_s_cache(target):
+    """The past of all layers, then the draft without its sublayers: each row by a pass of its own."""
+    proposer = skip(target, TreePlan(parse("2x1x1"), "iid"))
+    proposer.lm = target.lm
+    oracle = CausalLM(target.lm.model)
+    timed = oracle.clock.phase("propose_forward")
+
+    def expected(text, path):
+        kv = oracle.open()
+        try:
+            past = max(0, expected.computed[tuple(text)])
+            if past:
+                oracle.forward([kv], [text[:past]], empty(1))
+            one = oracle.draft_pass(Route(skipped=proposer.skipped))
+            return one.forward([kv], [[*text[past:], *path]], timed).logits[0]
+        finally:
+            kv.close()
+
+    expected.computed = {}
+    inner = proposer.propose
+
+    def propose(batch):
+        expected.computed |= {tuple(one.tokens): len(one.kv) for one in batch.sequences}
+        return inner(batch)
+
+    proposer.propose = propose
+    compared, rejections = compare_stated(target, proposer, requests(WARM, 12), expected, atol=1e-10)
+    assert compared > 20 and rejections > 2
+
+
+@pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
+@pytest.mark.parametrize("skipped", ["mixed", None])
+@pytest.mark.one_in(27)
+def test_a_batch_decodes_as_its_requests_alone(target, skipped, sampling):
+    wanted = requests(sampling, new=14)
+    together = emitted(decode(target, skip(target, "sampled tree", skipped), wanted)[0])
+    alone = [emitted(decode(target, skip(target, "sampled tree", skipped), [one])[0])[0] for one in wanted]
+    assert together == alone
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("limits", [Limits(max_batch_size=2), Limits(2, 4), Limits(None, 5, 40)])
+@pytest.mark.parametrize(("skipped", "scope"), [("mixed", "request"), (None, "request"), (None, "run")])
+def test_requests_come_go_and_are_preempted(target, truth, skipped, scope, limits):
+    engine = Engine(target, skip(target, "tree", skipped, scope), Token(), CounterDraws(0), limits=limits)
+    for one in requests():
+        engine.add(one)
+    assert sum(1 for _ in engine) > 3
+    assert emitted(engine) == truth
+    assert not target.lm.cells.references.any()
+
+
+def test_a_failing_draft_is_given_back(target, monkeypatch):
+    proposer = skip(target, "tree")
+    batch = batch_of(target, requests(), proposer)
+    with monkeypatch.context() as patch:
+        patch.setattr("spec_lab.runners.causal_draft_pass.CausalDraftPass.extend", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            proposer.propose(batch)
+    assert not target.lm.cells.references.any()
+
+
+def without_finite_logits(target):
+    """Layer 1 returns NaN where its attention is skipped."""
+    layer = target.lm.model.model.layers[1]
+    layer.register_forward_hook(lambda one, _, out: out * float("nan") if isinstance(one.self_attn, _Zero) else out)
+
+
+def finite_cells(target):
+    spans = [span for layer in target.lm.cells.views for store in layer for span in store]
+    return all(torch.isfinite(one).all() for one in spans)
+
+
+@pytest.mark.parametrize("sampling", [COLD, WARM])
+@pytest.mark.parametrize("plan", ["chain", "best first"])
+def test_a_draft_without_finite_logits_is_none(plan, sampling):
+    target = tiny_target(num_hidden_layers=LAYERS)
+    wanted = emitted(decode(target, Null(), requests(sampling, 8))[0])
+    without_finite_logits(target)
+    group, steps = decode(target, skip(target, plan, "attention"), requests(sampling, 8))
+    assert not group.errors and finite_cells(target) and sum(one.draft.shape.nodes for one in steps) == 0
+    assert emitted(group) == wanted if sampling is COLD else all(len(one) == 8 for one in emitted(group))
+    assert not target.lm.cells.references.any()
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("sampling", [COLD, WARM])
+@pytest.mark.parametrize("plan", ["chain", "sampled tree", "best first"])
+def test_nothing_is_drafted_below_a_row_without_finite_logits(monkeypatch, plan, sampling):
+    """The rows above it keep what was drawn from their distributions."""
+    target = tiny_target(num_hidden_layers=LAYERS)
+    inner = CausalDraftPass.extend
+    monkeypatch.setattr(
+        CausalDraftPass, "extend", lambda *args: (one := inner(*args))._replace(logits=one.logits * float("nan"))
+    )
+    group, steps = decode(target, skip(target, plan), requests(sampling, 8))
+    assert not group.errors and finite_cells(target)
+    assert {int(one.draft.shape.depth.max(initial=0)) for one in steps[:3]} == {1}
+
+
+def test_a_set_without_finite_logits_scores_nothing_and_leaves_nothing():
+    target = tiny_target(num_hidden_layers=LAYERS)
+    without_finite_logits(target)
+    proposer = skip(target, "chain", None, window=6)
+    batch = batch_of(target, requests(prompts=[(*PROMPTS[2], *PROMPTS[0])]), proposer)
+    (one,) = batch.sequences
+    target.lm.forward([one.kv], [one.tokens[:-1]], empty(1))
+    assert proposer._try(one, frozenset({INNER[0]}), len(one.tokens), batch).score == 0
+    assert finite_cells(target)
+    one.kv.close()
+    assert not target.lm.cells.references.any()
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_a_window_beyond_a_chunk_is_scored_in_parts(chunk):
+    target, other = tiny_target(num_hidden_layers=LAYERS), tiny_target(num_hidden_layers=LAYERS, chunk=chunk)
+    scores = []
+    for own in (target, other):
+        proposer = skip(own, "chain", None, window=11)
+        batch = batch_of(own, requests(prompts=[(*PROMPTS[2], *PROMPTS[0])]), proposer)
+        (one,) = batch.sequences
+        own.lm.forward([one.kv], [one.tokens[:-1]], empty(1))
+        timed = batch.clock.phase("propose_forward")
+        one_pass, twin = own.lm.draft_pass(Route(skipped=frozenset(INNER[:1]))), one.kv.fork()
+        twin.truncate(3)
+        scores.append(proposer._logits(one_pass, twin, one.tokens[3:-1], timed))
+        one_pass.drop()
+        twin.close()
+        proposer._try(one, frozenset(INNER[:1]), len(one.tokens), batch)
+        one.kv.close()
+        assert not own.lm.cells.references.any()
+    torch.testing.assert_close(*scores, rtol=0, atol=1e-10)
+
+
+def test_a_search_decodes_with_small_chunks(truth):
+    target = tiny_target(num_hidden_layers=LAYERS, chunk=4)
+    proposer = skip(target, "chain", None, "run", window=12, enough=1.0)
+    assert emitted(decode(target, proposer, requests())[0]) == truth
+    assert proposer._shared.tries
+
+
+def test_a_try_that_fails_leaves_no_fork(target, monkeypatch):
+    proposer = skip(target, "chain", None)
+    batch = batch_of(target, requests(), proposer)
+    for one in batch.sequences:
+        target.lm.forward([one.kv], [one.tokens[:-1]], empty(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(target.lm, "draft_pass", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            proposer.propose(batch)
+    for one in batch.sequences:
+        one.kv.close()
+    assert not target.lm.cells.references.any()
+
+
+RERANKED = TreePlan(drawn="point", budget=Budget(3, 3, 3, 3, rerank=True))
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("plan", "skipped", "window"), [(RERANKED, "mixed", 4), ("chain", None, 18)])
+def test_cells_in_use_stay_within_the_limit(target, truth, monkeypatch, plan, skipped, window):
+    """A draft may use more cells than the forward that verifies it, and a try more than a draft."""
+    proposer, used, take = skip(target, plan, skipped, window=window), [], Cells.take
+    assert proposer.target_cells > proposer.nodes
+
+    def counted(cells, *args):
+        found = take(cells, *args)
+        used.append(np.count_nonzero(cells.references))
+        return found
+
+    monkeypatch.setattr(Cells, "take", counted)
+    most = max(len(one.tokens) for one in requests()) + 20 + proposer.target_cells
+    engine = Engine(target, proposer, Token(), CounterDraws(0), limits=Limits(max_kv_tokens=most))
+    for one in requests():
+        engine.add(one)
+    assert sum(1 for _ in engine) > 3 and emitted(engine) == truth
+    assert max(used) <= most
+
+
+# The search --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_found_follows_from_the_text_alone(target):
+    """Step by step, in one step, after a rewind, and in a fork."""
+    proposer = skip(target, "chain", None, tries=8)
+    text = [*PROMPTS[0], *plain_greedy(target.lm.model, PROMPTS[0], 16)]
+
+    def follow(state_of, lengths):
+        batch = batch_of(target, requests(prompts=PROMPTS[:1]), proposer)
+        (one,) = batch.sequences
+        if state_of is not None:
+            one.state = state_of
+        for length in lengths:
+            one.tokens[:] = text[:length]
+            target.lm.forward([one.kv], [one.pending[:-1]], empty(1)) if len(one.pending) > 1 else None
+            proposer.propose(batch)
+        tries = list(one.state.tries)
+        one.kv.close()
+        return one.state, tries
+
+    steps = [len(PROMPTS[0]), *range(len(PROMPTS[0]) + 1, len(text) + 1)]
+    state, slowly = follow(None, steps)
+    _, at_once = follow(None, [len(text)])
+    assert slowly == at_once
+    assert len({one.skipped for one in slowly}) == len(slowly) == proposer.skipped.sets == 4  # each set once
+    twin = proposer.fork(state)
+    proposer.rewind(twin, 9)
+    assert twin.tries == slowly[:2] and state.tries == slowly
+    _, again = follow(twin, [len(text)])
+    assert again == slowly
+    assert not target.lm.cells.references.any()
+
+
+def test_scores_are_agreements_with_the_text(target):
+    proposer = skip(target, "chain", None, window=6)
+    batch = batch_of(target, requests(prompts=[(*PROMPTS[2], *PROMPTS[0])]), proposer)
+    (one,) = batch.sequences
+    target.lm.forward([one.kv], [one.tokens[:-1]], empty(1))
+    found = proposer._try(one, frozenset(), len(one.tokens), batch)  # nothing skipped: the target's own arg max
+    own = [int(plain_logits(target.lm.model, one.tokens[:end]).argmax()) for end in range(1, len(one.tokens))]
+    assert found.score == np.mean([a == b for a, b in zip(own[-6:], one.tokens[-6:], strict=True)])
+    twin = fork_of(one, proposer)
+    twin.kv.close()
+    one.kv.close()
+    assert not target.lm.cells.references.any()
+
+
+def test_a_search_ends_with_a_good_set_or_after_its_tries():
+    search = SkipSearch(INNER, 0.5, tries=3, enough=0.9, every=4, window=6)
+    assert search.ends(10, 9, []) == [] and search.ends(10, 21, []) == [10, 14, 18]
+    assert search.ends(2, 6, []) == [] and search.ends(2, 12, []) == [7, 11]  # a score rests on the whole window
+    assert not search.due(6, 0) and search.due(7, 0) and not search.due(10, 7) and search.due(11, 7)
+    done = [Try(search.candidate(()), 0.5, 10)]
+    assert search.ends(10, 18, done) == [14, 18] and not search.over(done)
+    assert search.over([*done, replace(done[0], score=0.9)]) and search.over(done * 3)
+    assert search.ends(10, 50, [replace(done[0], score=0.95)]) == []
+    better = Try(frozenset({INNER[0], INNER[3]}), 0.7, 14)
+    assert search.best([*done, better, replace(better, skipped=frozenset())]) == better.skipped
+
+
+def test_one_token_that_agrees_ends_no_search(target):
+    """The first try is made when the text has a whole window."""
+    for scope in ("run", "request"):
+        proposer = skip(target, "chain", None, scope, window=10, enough=0.1)
+        batch = batch_of(target, requests(prompts=[(3, 14)]), proposer)
+        (one,) = batch.sequences
+        target.lm.forward([one.kv], [one.tokens[:-1]], empty(1))
+        proposer.propose(batch)
+        assert not one.state.tries and not proposer._shared.tries
+        one.kv.close()
+
+
+def test_every_set_is_scored_once():
+    inner = tuple(Sublayer(kind, layer) for layer in range(1, 5) for kind in ("attn", "mlp"))
+    search, done = SkipSearch(inner, 0.25, tries=64), []
+    assert search.sets == 16
+    while not search.over(done):
+        done.append(Try(search.candidate(done), 0.5, len(done)))
+    assert len({one.skipped for one in done}) == len(done) == 16
+
+
+def test_candidates_keep_the_ratio_and_repeat():
+    inner = tuple(Sublayer(kind, layer) for layer in range(1, 11) for kind in ("attn", "mlp"))
+    search, done = SkipSearch(inner, 0.45), []
+    generator = np.random.default_rng(0)
+    for number in range(12):
+        found = search.candidate(done)
+        assert found == search.candidate(done) and found <= set(inner)
+        for kind in ("attn", "mlp"):
+            assert sum(one.kind == kind for one in found) == 4  # round(4.5)
+        done.append(Try(found, float(generator.random()), number))
+    assert len({one.skipped for one in done}) == 12
+
+
+def test_the_search_finds_which_sublayers_matter():
+    """Each bad sublayer costs agreement: the Gaussian process beats the random candidates' average."""
+    inner = tuple(Sublayer(kind, layer) for layer in range(1, 9) for kind in ("attn", "mlp"))
+    search = SkipSearch(inner, 0.5, enough=1.0)
+    generator = np.random.default_rng(1)
+    cost = {one: float(generator.random()) / 8 for one in inner}
+    done = []
+    for number in range(40):
+        found = search.candidate(done)
+        done.append(Try(found, 1 - sum(cost[one] for one in found), number))
+    chosen = [one.score for number, one in enumerate(done) if number >= 15 and number % 5 == 0]
+    random = [one.score for number, one in enumerate(done) if number % 5]
+    assert np.mean(chosen) > np.mean(random) + np.std(random) / 2
+
+
+def test_expected_improvement_prefers_what_resembles_the_best():
+    known = np.array([[1, 1, 0, 0], [0, 0, 1, 1]], dtype=bool)
+    pool = np.array([[1, 1, 0, 1], [0, 1, 1, 1]], dtype=bool)
+    gain = expected_improvement(known, np.array([0.9, 0.1]), pool)
+    assert gain[0] > gain[1] > 0
+    flat = expected_improvement(known, np.array([0.5, 0.5]), pool)
+    np.testing.assert_allclose(flat[0], flat[1])
+
+
+def test_sublayers_are_read_and_written():
+    read = parse_sublayers("attn 2 3, mlp 4")
+    assert read == {Sublayer("attn", 2), Sublayer("attn", 3), Sublayer("mlp", 4)}
+    assert write_sublayers(read) == "attn 2 3 mlp 4"
+    for wrong in ("", "attn", "2 3", "attn 2 x", "attn -1", "mlp 1.5", "ffn 2", "attn ²"):
+        with pytest.raises(ValueError, match="proposer.skipped must name sublayers"):
+            parse_sublayers(wrong)
+
+
+# Loading -----------------------------------------------------------------------------------------------------------
+
+
+def test_options_are_checked(target):
+    proposer = Skip.load(target, depth=3)
+    assert proposer.requires == Requires(abilities=frozenset({"layer_ranges"}))
+    assert proposer.facts["skipped"] == "searched" and proposer.facts["scope"] == "run"
+    assert set(proposer.skipped.sublayers) == set(INNER)
+    assert proposer.shared_store and not Skip.load(target, scope="request", depth=3).shared_store
+    fixed = Skip.load(target, "attn 1 mlp 2", depth=3)
+    assert fixed.facts["skipped"] == "attn 1 mlp 2" and not fixed.shared_store
+    for options, why in (
+        ({"skipped": "attn 9"}, "cannot skip attn 9; it can skip attn 0 1 2 3 mlp 0 1 2 3"),
+        ({"skipped": "attn 0 1 2 3 mlp 0 1 2 3"}, "must leave some"),
+        ({"ratio": 0.0}, "proposer.ratio must lie between"),
+        ({"ratio": 1}, "proposer.ratio must lie between"),
+        ({"tries": 0}, "proposer.tries"),
+        ({"every": 0}, "proposer.every"),
+        ({"window": "x"}, "proposer.window"),
+        ({"window": 1025}, "proposer.window must be at most 1024"),
+        ({"tries": 1025}, "proposer.tries must be at most 1024"),
+        ({"enough": 2}, "proposer.enough"),
+        ({"scope": "all"}, "proposer.scope"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            Skip.load(target, depth=3, **options)
+    with pytest.raises(ValueError, match="finds no sublayer"):
+        Skip.load(tiny_target(num_hidden_layers=2), depth=3)
+    with pytest.raises(ValueError, match="cannot skip mlp 1; it can skip attn 0 1 2"):
+        Skip.load(tiny_target("opt", num_hidden_layers=3), "mlp 1", depth=3)
+
+
+def test_runners_without_ranges_of_layers_are_refused(target):
+    other = Target(CausalLM(tiny_model(num_hidden_layers=LAYERS), "dense"), None, "tiny", CONTEXT, "", 0.0)
+    with pytest.raises(Unsupported, match="'skip' .* target 'tiny' cannot: .*attention=dense"):
+        Skip.load(other, depth=3)
+
+
+def test_a_layer_that_runs_only_as_a_whole_is_refused():
+    """Its MLP is read by the layer's own code."""
+    target = tiny_target(num_hidden_layers=LAYERS)
+    for layer in target.lm.model.model.layers:
+        layer.register_forward_pre_hook(lambda one, _: (one.mlp.down_proj, None)[1])
+    with pytest.raises(Unsupported, match="'tiny-llama' cannot skip sublayers .AttributeError"):
+        Skip.load(target, depth=3)
+
+
+def test_sublayers_that_cannot_be_found_are_refused(monkeypatch):
+    target = tiny_target(num_hidden_layers=LAYERS)
+    for layer in target.lm.model.model.layers:
+        layer.register_forward_hook(lambda *_: None)
+    monkeypatch.setattr("spec_lab.runners.layer_ranges._probe", lambda *_: {})
+    with pytest.raises(Unsupported, match="do not return hidden states"):
+        Skip.load(target, depth=3)
+
+
+@pytest.mark.parametrize("load", [partial(Skip.load, skipped="attn 1"), EarlyExit.load])
+def test_a_lack_of_memory_says_nothing_about_the_model(monkeypatch, load):
+    target = tiny_target(num_hidden_layers=LAYERS)
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("of the device")
+
+    monkeypatch.setattr(CausalDraftPass, "forward", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        load(target, depth=3)
+
+
+@dataclass
+class Wrapped:
+    """A runner of another class with the ability ``layer_ranges``."""
+
+    lm: CausalLM
+
+    def __getattr__(self, name):
+        return getattr(self.lm, name)
+
+
+@pytest.mark.parametrize("load", [partial(Skip.load, skipped="attn 1"), EarlyExit.load])
+def test_other_runners_of_ranges_of_layers_are_accepted(target, truth, load):
+    own = replace(target, lm=Wrapped(target.lm))
+    assert emitted(decode(own, load(own, depth=2), requests())[0]) == truth
+
+
+def test_a_warm_up_leaves_nothing_in_the_shared_search(target):
+    proposer = skip(target, "chain", None, "run", enough=1.0)
+    decode(target, proposer, requests())
+    assert len(proposer._shared.tries) == 4
+    proposer.forget()
+    assert not proposer._shared.tries
+    assert torch.equal(*(one.draft.token for one in _first_steps(target, proposer)))
+
+
+def _first_steps(target, proposer):
+    for _ in range(2):
+        proposer.forget()
+        _, steps = decode(target, proposer, requests())
+        yield steps[3]
