@@ -17,11 +17,9 @@ from spec_lab.tasks.certify.ground_truth import truth
 from spec_lab.tasks.certify.instances import CONSTRAINED, END, PIECES, Instance, constrained
 from spec_lab.verify import Match, Token, Traversal
 from tests.constrain.toys import distance
-from tests.oracles import automaton
 
 CHAIN, TREE = ("1x1", "iid", 3), ("2x1", "iid", 2)
 DRAFTS = (CHAIN, TREE, ("2x1", "without", 2), ("2x1", "point", 3))
-ENGINES = {"llguidance": grammar, "automaton": automaton}
 SOURCES = {
     "regex": (PIECES, "(ab|c)(a|b|c)*b|a[bc]"),
     "choice": (PIECES, ["ab", "abc", "acb", "cab", "b"]),
@@ -31,9 +29,9 @@ SOURCES = {
 
 
 @cache
-def constraint(engine: str, kind: str):
+def constraint(kind: str):
     tokens, source = SOURCES[kind]
-    return getattr(ENGINES[engine], kind)(Vocabulary.plain(tokens, 4), source)
+    return getattr(grammar, kind)(Vocabulary.plain(tokens, 4), source)
 
 
 @pytest.mark.one_in(12)
@@ -50,12 +48,7 @@ def constraint(engine: str, kind: str):
     ],
 )
 def test_the_output_has_the_masked_distribution(kind, tree, drawn, tokens, verifier, placement):
-    check("llguidance", kind, tree, drawn, tokens, verifier, placement)
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-def test_the_oracle_engine_has_the_masked_distribution_too(kind):
-    check("automaton", kind, *TREE, Token(), "both")
+    check(kind, tree, drawn, tokens, verifier, placement)
 
 
 @pytest.mark.one_in(4)
@@ -63,11 +56,11 @@ def test_the_oracle_engine_has_the_masked_distribution_too(kind):
 @pytest.mark.parametrize("placement", ["target", "both"])
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda v: v.name)
 def test_the_output_has_the_masked_distribution_however_siblings_are_drawn(tree, drawn, tokens, verifier, placement):
-    check("llguidance", "regex", tree, drawn, tokens, verifier, placement)
+    check("regex", tree, drawn, tokens, verifier, placement)
 
 
-def check(engine, kind, tree, drawn, tokens, verifier, placement):
-    applied = AppliedConstraint(constraint(engine, kind), placement, fast_forward=placement == "both")
+def check(kind, tree, drawn, tokens, verifier, placement):
+    applied = AppliedConstraint(constraint(kind), placement, fast_forward=placement == "both")
     instance = Instance(CONSTRAINED, tree, tokens, END, applied=applied)
     found, wanted = decoded(instance, drawn, verifier), truth(instance)
     assert len(wanted) > 2
@@ -79,7 +72,7 @@ def check(engine, kind, tree, drawn, tokens, verifier, placement):
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS)
 @pytest.mark.parametrize("placement", ["draft", "both"])
 def test_the_output_does_not_depend_on_how_many_masks_the_draft_uses(budget, tree, drawn, tokens, placement):
-    applied = AppliedConstraint(constraint("llguidance", "regex"), placement, draft_budget=budget)
+    applied = AppliedConstraint(constraint("regex"), placement, draft_budget=budget)
     instance = Instance(CONSTRAINED, tree, tokens, END, applied=applied)
     assert distance(decoded(instance, drawn, Token()), truth(instance)) < 1e-12
 
@@ -88,7 +81,7 @@ def test_the_output_does_not_depend_on_how_many_masks_the_draft_uses(budget, tre
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS)
 @pytest.mark.parametrize("placement", ["target", "both", "none"])
 def test_masks_computed_during_the_target_s_forward_change_nothing(tree, drawn, tokens, placement):
-    in_thread = AppliedConstraint(constraint("llguidance", "regex"), placement, async_masks=True)
+    in_thread = AppliedConstraint(constraint("regex"), placement, async_masks=True)
     instance = Instance(CONSTRAINED, tree, tokens, END, applied=in_thread)
     assert distance(decoded(instance, drawn, Token()), truth(instance)) < 1e-12
 

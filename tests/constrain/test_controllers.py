@@ -12,7 +12,7 @@ from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.banned import Banned
 from spec_lab.constrain.control import Branch, ControllerConstraint, Event
 from spec_lab.constrain.controllers import banned, candidates, choices, pattern, template
-from spec_lab.constrain.load import regex
+from spec_lab.constrain.load import lark, regex
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
@@ -27,7 +27,6 @@ from spec_lab.tasks.certify.toy_models import RandomToy
 from spec_lab.verify import Token, Traversal
 from tests.constrain.narrow import FEW
 from tests.constrain.toys import Table, distance, uneven
-from tests.oracles import automaton
 from tests.propose.lab import PROMPTS, draft_model, plain_logits
 from tests.tiny import VOCABULARY, tiny_model, tiny_target
 
@@ -65,9 +64,13 @@ def results(group):
     return sorted((s.request.id, s.lineage, s.emitted, s.finish, s.kept) for s in group.sequences)
 
 
-def by_oracle(source):
-    """``pattern`` over the oracle's state, which never forces tokens."""
-    inner = automaton.regex(LETTERS, source)
+def unforced(source):
+    """The engine's states of a pattern without forced tokens: every tokenization of a text is allowed."""
+    return lark(LETTERS, f'%llguidance {{"no_forcing": true}}\nstart: /{source}/')
+
+
+def pattern_of(inner):
+    """``pattern`` over the states of a constraint."""
     return ControllerConstraint(
         lambda request: pattern.PatternController(inner.start(request), LETTERS.ends), LETTERS.size, "pattern"
     )
@@ -75,7 +78,7 @@ def by_oracle(source):
 
 MADE = {
     "choices": lambda: choices.load(LETTERS, ["cat", "cab", "cat and dog", "another one", "re"]),
-    "pattern": lambda: by_oracle(r"[a-n]{3,6}(: )?[0-9]+\."),
+    "pattern": lambda: pattern_of(unforced(r"[a-n]{3,6}(: )?[0-9]+\.")),
     "candidates": lambda: candidates.load(LETTERS, 3),
     "banned": lambda: banned.load(LETTERS, ["a", "in", "\n", "er", "c"]),
     "template": lambda: template.load(
@@ -144,17 +147,14 @@ def test_a_stop_token_distinguishes_a_choice_from_a_longer_one():
 # Pattern -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["llguidance", "oracle"])
+@pytest.mark.parametrize("own", [regex, lambda _, source: unforced(source)], ids=["forced", "unforced"])
 @pytest.mark.parametrize("proposer", [Null(), Ngram(4, 3, 1), draft_model()], ids=["alone", "ngram", "drafted"])
-def test_the_output_matches_the_pattern_as_its_own_constraint_has_it(target, engine, proposer):
+def test_the_output_matches_the_pattern_as_its_own_constraint_has_it(target, own, proposer):
     source = r"[a-n]{3,6}(: )?[0-9]{1,2}\."
-    made = {"llguidance": lambda: pattern.load(LETTERS, source), "oracle": lambda: by_oracle(source)}[engine]()
-    group = play(target, made, proposer, WARM)
+    group = play(target, pattern_of(own(LETTERS, source)), proposer, WARM)
     assert all(re.fullmatch(source, text) for text in texts(group))
-    own = {"llguidance": regex, "oracle": automaton.regex}[engine](LETTERS, source)
-    plain = play(target, own, proposer, WARM)
     if proposer.name == "none":
-        assert results(group) == results(plain)
+        assert results(group) == results(play(target, own(LETTERS, source), proposer, WARM))
 
 
 def test_a_state_wrapped_in_a_controller_has_its_own_distribution():

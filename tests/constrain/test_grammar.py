@@ -12,10 +12,12 @@ import pytest
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
 
+from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.engines.grammar import Grammar, choice, json_schema, lark, regex
 from spec_lab.constrain.protocol import ConstraintError, mask_of, masks_by_forking, unpack, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Shape, chain, forest
+from spec_lab.tasks.certify.masks import compare_masks
 from tests.constrain import parts
 from tests.constrain.decoding import NESTED_ARRAYS, TREE, wrong_rows
 from tests.constrain.parts import after, allowed, bundled, by_fresh_matchers, drafted, prefix, request, same, toy, wood
@@ -352,26 +354,71 @@ def walked(grammar: Grammar, rng: np.random.Generator, most: int = 120) -> str |
     return None
 
 
-@pytest.mark.one_in(4)
+TEXTS = [
+    "", "a", "b", "ab", "abc", "abd", "abb", "aabb", "abab", "cdab", "ac", "bc", "abf", "abg", "7", "123",
+    "1234", "xxy", "y", "Word", "word", "(123) 456-7890", "é", "éü", "e", "日本語", "日本人", "日本", "-1.25", "+7",
+    "1.", "AB", "1 ", "a/b/", "a/b/c", '"ab"', '"a', "[]{}", "ab@cd.com", "ab@cd.net", "0xff", "0xfffff", "yes",
+    "yes no", "yes yes no no", "\t\n", "\n", "HeLLo", "hello", "\\n", "-]", "]]", "?\n",
+]  # fmt: skip
+VALUES = [
+    None, True, False, 0, 2, 3, 4, 5, 17, 18, -5, 1.5, "", "x", "yy", "ab", "abc", "abcd", "abcde", "é", [], [True],
+    [True, False], [1, 2, 3], [1, 2, 3, 4], [None, True], [None, 1], [None, True, 2], {}, {"a": 1}, {"a": "x"},
+    {"a": [1, "x"]}, {"a": True}, {"b": True, "c": False}, {"a": True, "b": True, "c": True}, {"next": None},
+    {"next": {"next": None}}, {"next": 1}, {"name": "n", "kind": "x"}, {"name": "n", "age": 3, "kind": None},
+    {"name": "n"}, {'é"': "\\/\n"}, {'é"': "/"},
+]  # fmt: skip
+
+
+def compare(grammar: Grammar, rows: int = 60) -> None:
+    """The masks of drafts are those of states that saw none."""
+    found = compare_masks(AppliedConstraint(grammar), [request()], rows, 0, grammar.tokens.bytes)
+    assert found.rows >= rows and found.different == 0, found.first
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_texts_under_the_masks_of_a_regex_match_it(pattern):
+def test_a_regex_has_the_language_that_it_has_in_re_and_drafts_change_no_mask(pattern):
     rng, grammar = np.random.default_rng(11), regex(bundled(), pattern)
-    texts = [text for text in (walked(grammar, rng) for _ in range(6)) if text is not None]
+    assert [text for text in TEXTS if accepts(grammar, text)] == [text for text in TEXTS if re.fullmatch(pattern, text)]
+    texts = [text for text in (walked(grammar, rng) for _ in range(3)) if text is not None]
     assert texts
     for text in texts:
         assert re.fullmatch(pattern, text), text
+    compare(grammar)
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
-@pytest.mark.one_in(3)
-def test_texts_under_the_masks_of_a_schema_are_valid(schema):
-    rng = np.random.default_rng(11)
+def test_a_schema_has_the_values_that_it_has_in_jsonschema_and_drafts_change_no_mask(schema):
+    rng, judge = np.random.default_rng(11), jsonschema.Draft202012Validator(schema)
+    valid = [value for value in VALUES if judge.is_valid(value)] if "format" not in schema else []
     for flexible in (False, True):
         grammar = json_schema(bundled(), json.dumps(schema), whitespace_flexible=flexible)
-        texts = [text for text in (walked(grammar, rng) for _ in range(4)) if text is not None]
+        spelled = {"separators": None if flexible else (",", ":"), "ensure_ascii": False}
+        assert [value for value in VALUES if accepts(grammar, json.dumps(value, **spelled))] == valid
+        texts = [text for text in (walked(grammar, rng) for _ in range(2)) if text is not None]
         assert texts
         for text in texts:
-            jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+            judge.validate(json.loads(text))
+    compare(grammar)
+
+
+@pytest.mark.parametrize(
+    ("source", "pattern"),
+    [
+        ('start: "a" b ("c" | "d")?\nb: "b"+  // some\n  | "x"~2..3', "a(b+|x{2,3})[cd]?"),
+        ('start: DATE ("," DATE)*\nDATE: /[0-9]{2}/\n# the end', "[0-9]{2}(,[0-9]{2})*"),
+        ('start: "[" [pair ("," pair){0,2}] "]{}"\npair: NAME "=" /[0-9]+/\nNAME: /[a-z]+/',
+         r"\[([a-z]+=[0-9]+(,[a-z]+=[0-9]+){0,2})?\]\{\}"),
+        ('start: LINE{1,2}\nLINE: WORD? (" " WORD)* "\\n"\nWORD: /[^ \\n]/', "(([^ \n])?( [^ \n])*\n){1,2}"),
+    ],
+)  # fmt: skip
+def test_a_grammar_has_the_language_of_its_rules_and_drafts_change_no_mask(source, pattern):
+    rng, grammar = np.random.default_rng(11), lark(bundled(), source)
+    assert [text for text in TEXTS if accepts(grammar, text)] == [text for text in TEXTS if re.fullmatch(pattern, text)]
+    texts = [text for text in (walked(grammar, rng) for _ in range(3)) if text is not None]
+    assert texts
+    for text in texts:
+        assert re.fullmatch(pattern, text), text
+    compare(grammar)
 
 
 CHOICES = [
