@@ -66,7 +66,7 @@ DECODING = ("spec_lab.tasks.benchmark.run", "spec_lab.tasks.serve.serve", "spec_
 
 GGUF = "spec_lab.models.gguf.load"
 REQUIRE_TRANSFORMERS = {
-    "task": ("spec_lab.train.",
+    "task": ("spec_lab.tasks.train.",
              "drafters learn from the hidden states of a model of transformers; leave target=gguf out"),
     "sampling": ("spec_lab.models.generation.", "a GGUF file holds no generation_config.json; set sampling=greedy, or "
                  "sampling.temperature and others"),

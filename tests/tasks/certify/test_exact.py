@@ -256,7 +256,7 @@ def factory(proposer):
     """What configs name: drafters of features, and early exits with a head, have one class and several networks."""
     kind = type(proposer)
     return (
-        f"spec_lab.propose.{proposer.name}.load"
+        f"spec_lab.drafters.{proposer.name}.propose.load"
         if kind is FeatureDrafter or getattr(proposer, "head", None) is not None
         else f"{kind.__module__}.{kind.__name__}.load"
     )
