@@ -6,6 +6,7 @@ says by how much logits may differ.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -196,6 +197,7 @@ def checked(
         return Checked(*cache.self_checks[setting])
     LOG.info("Self-check: a forest of draft trees against plain forwards")
     measured = self_check(model, attention, fixed, kv_dtype)
+    gc.collect()  # modules refer to each other: the copy in float32 would stay until the next collection
     if sha256:
         cache.self_checks[setting] = measured
     return measured
