@@ -37,7 +37,7 @@ for package in ("my_drafts", "my_drafts/conf"):
 #
 # The idea: after each token draft the one that followed its last occurrence in the same text. A proposer has a `name`,
 # declares how its siblings are `drawn` (here `point`: deterministic) and how many `nodes` it drafts at most. `propose`
-# receives the live sequences and returns one tree for each: here a chain, which may be empty. `Lifecycle` has defaults
+# receives the live sequences and returns one tree for each: here a chain, which may be empty. `Proposer` has defaults
 # for the rest: this proposer carries no state from step to step, and `requires` no hidden states or logits of the
 # target.
 
@@ -52,13 +52,13 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, chain, forest
 from spec_lab.core.options import whole
-from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 
 
 @dataclass(frozen=True)
-class Recent(Lifecycle):
+class Recent(Proposer):
     depth: int
     name: str = "recent"
     drawn: Drawn = "point"  # the same text always gets the same draft, so it carries no probabilities q

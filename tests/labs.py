@@ -9,7 +9,7 @@ from spec_lab.analysis.tracking import Files
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.process_cache import ProcessCache
-from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.text.prompts import Prompt
@@ -34,7 +34,7 @@ class Letters:
         return "".join(chr(97 + token % 26) for token in tokens)
 
 
-class Repeat(Lifecycle):
+class Repeat(Proposer):
     """Drafts the last token again, ``depth`` times."""
 
     name = "repeat"

@@ -21,7 +21,7 @@ from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.draft import Draft, Shape, chain, forest, tree
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Lifecycle, Proposer
+from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.decode.step import Parts, step
 from spec_lab.drafters.draft_model.propose import DraftModel
@@ -41,7 +41,7 @@ CONTEXT = 32768
 TREE = tree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0), (0, 0, 0, 0)))
 
 
-class RandomTokens(Lifecycle):
+class RandomTokens(Proposer):
     """Drafts random tokens in a fixed shape."""
 
     name, drawn = "random", "point"

@@ -23,7 +23,7 @@ from spec_lab.cli.status import Status
 from spec_lab.core.faults import causes, described, place
 from spec_lab.core.options import brief
 from spec_lab.core.process_cache import ProcessCache
-from spec_lab.core.protocols import WrongValue, check_declared, members
+from spec_lab.core.protocols import Part, WrongValue, check_declared, required
 from spec_lab.core.terminal import visible
 from spec_lab.models import ranks
 from spec_lab.results import sweep
@@ -48,7 +48,7 @@ CONTRACTS = {
     "tracker": "spec_lab.analysis.tracking.Tracker",
     "peers": "spec_lab.tasks.lab.Arm",
 }
-"""The class whose members (``core.protocols.members``) each part of a run must have."""
+"""The class whose members (``core.protocols.required``) each part of a run must have."""
 
 DECLARED = {
     "proposer": "spec_lab.decode.proposer.DECLARED",
@@ -207,14 +207,20 @@ def check_part(made: Any, group: str, target: str) -> None:
     Raises:
         ValueError: names the attribute, and the line where its class is defined.
     """
-    if lacks := [name for name in members(get_object(CONTRACTS[group])) if not hasattr(made, name)]:
+    contract = get_object(CONTRACTS[group])
+    if issubclass(contract, Part) and not isinstance(made, contract):
+        raise ValueError(
+            f"_target_={target} returns an object of type {type(made).__name__}, which is no {contract.__name__}: make "
+            f"its class a subclass of {CONTRACTS[group]}{_defined(type(made))}"
+        )
+    if lacks := [name for name in required(contract) if not hasattr(made, name)]:
         raise ValueError(
             f"_target_={target} returns an object of type {type(made).__name__} without {', '.join(lacks)}: these are "
             f"members of {CONTRACTS[group]}"
         )
     try:
         check_declared(made, get_object(DECLARED[group]) if group in DECLARED else {})
-    except WrongValue as error:
+    except (TypeError, WrongValue) as error:
         raise ValueError(f"_target_={target}: {error}{_defined(type(made))}") from error
     if group == "prompts" and isinstance(made, list | tuple):
         from spec_lab.text.prompts import Prompt

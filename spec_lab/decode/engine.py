@@ -17,19 +17,11 @@ from spec_lab.core.faults import attributed
 from spec_lab.core.options import whole
 from spec_lab.core.randomness import Draws
 from spec_lab.core.request import BROKEN, Ended, Request, without_name
+from spec_lab.decode.capacity import check_requires, most_at_once
 from spec_lab.decode.commit import Committed
 from spec_lab.decode.global_constraint import conditioned
 from spec_lab.decode.prefix_cache import PrefixCache, check_prefix_cache, copier
-from spec_lab.decode.proposer import (
-    Observation,
-    Proposer,
-    branches,
-    check_requires,
-    check_sampling,
-    draws_of,
-    most_at_once,
-    release,
-)
+from spec_lab.decode.proposer import Observation, Proposer, release
 from spec_lab.decode.recording import Recording
 from spec_lab.decode.sequence import SequenceState
 from spec_lab.decode.step import Chunk, Parts, StepInfo, settle, step
@@ -51,8 +43,8 @@ class Limits:
             preemption, forced tokens) computed in one step; longer ones are computed in chunks over several steps,
             together with the decoding of others. None for no limit.
         max_kv_tokens: most tokens of admitted sequences, summed over them: of each its tokens, the next one, and the
-            rows that a draft may add (``Proposer.nodes``, and ``DraftsForcedTokens.forced_nodes`` where forced tokens
-            are drafted), or the cells that drafting uses where these are more (``UsesTargetCells``). The cells in use
+            rows that a draft may add (``Proposer.nodes``, and ``forced_nodes`` where forced tokens
+            are drafted), or the cells that drafting uses where these are more (``target_cells``). The cells in use
             are at most so many, since cells that forks share are counted for each of them; allocated memory is not
             bounded, since it grows in blocks, and a prefix cache has a limit of its own. None for no limit. Requests
             wait until there is room. Where decoding needs more than there is, the sequence that was admitted last, or
@@ -110,7 +102,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         check_requires(self.proposer, self.target)
-        check_pair(self.proposer.name, draws_of(self.proposer), self.verifier, branches(self.proposer))
+        check_pair(self.proposer.name, self.proposer.draws, self.verifier, self.proposer.branches)
         if self.prefix_cache is not None:
             check_prefix_cache(self.proposer, self.target)
         applied, constraint, self._conditional = self.applied, None, None
@@ -137,7 +129,7 @@ class Engine:
         """
         request.check_fits(self.target.context, self.target.vocabulary)
         try:
-            check_sampling(self.proposer, request.sampling)
+            self.proposer.check_sampling(request.sampling)
         except ValueError as error:
             raise ValueError(f"request '{request.name}': proposer '{self.proposer.name}': {error}") from error
         if request.id in self._ids:

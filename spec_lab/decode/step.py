@@ -26,8 +26,9 @@ from spec_lab.core.inference import inference
 from spec_lab.core.probabilities import argmax_of_finite, finite_, probs_dtype
 from spec_lab.core.randomness import Draws
 from spec_lab.core.readback import Readback
+from spec_lab.decode.capacity import most_cells, most_rows
 from spec_lab.decode.commit import Commit, Committed, Decision, act, commit
-from spec_lab.decode.proposer import Observation, Proposer, most_cells, most_rows, release
+from spec_lab.decode.proposer import Observation, Proposer, release
 from spec_lab.decode.recording import Distributions, Recorded, Recording, expanded, feature_hash, recorded_numbers
 from spec_lab.decode.rows import (
     at_temperature_1,

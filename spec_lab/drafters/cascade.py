@@ -26,23 +26,11 @@ from spec_lab.core.inference import inference
 from spec_lab.core.limit import Limit
 from spec_lab.core.options import one_of, temperature_or_none, whole
 from spec_lab.core.probabilities import Sampling, one_hot_, probs_dtype
-from spec_lab.core.protocols import Hashed, facts_of
 from spec_lab.core.randomness import CounterDraws, Draws
 from spec_lab.core.request import Request
+from spec_lab.decode.capacity import most_at_once
 from spec_lab.decode.engine import Engine
-from spec_lab.decode.proposer import (
-    CertifiableProposer,
-    LearnsAcrossRequests,
-    Lifecycle,
-    Observation,
-    Proposer,
-    Requires,
-    check_sampling,
-    forget,
-    kv_bytes,
-    most_at_once,
-    runner_kv_bytes,
-)
+from spec_lab.decode.proposer import Observation, Proposer, Requires, runner_kv_bytes
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.decode.step import Choose, Memory, Parts, StepInfo, step
 from spec_lab.drafters.draft_model.loading import check_same_tokens, load_draft
@@ -102,7 +90,7 @@ class KeptRows:
 
 
 @dataclass(frozen=True, eq=False)
-class WithinChain(Lifecycle):
+class WithinChain(Proposer):
     """The inner proposer in a step, with drafts that end before the chain does: a bonus token follows them.
 
     Args:
@@ -129,7 +117,7 @@ class WithinChain(Lifecycle):
         return self.inner.nodes
 
     @property
-    def requires(self) -> Requires:  # type: ignore[override]
+    def requires(self) -> Requires:
         """The inner proposer's."""
         return self.inner.requires
 
@@ -145,7 +133,7 @@ class WithinChain(Lifecycle):
 
 
 @dataclass(eq=False)
-class DraftCascade(Lifecycle):
+class DraftCascade(Proposer):
     """Drafts the tokens that a draft model emits, decoded with an inner proposer.
 
     Every step of the target is a decoding of its own for the draft model. Its random choices are keyed as those of a
@@ -226,27 +214,25 @@ class DraftCascade(Lifecycle):
     @property
     def sha256(self) -> str | None:
         """Of the draft model's weights, with those of the inner proposer's files if it has any."""
-        inner, own = self.parts.proposer, self.parts.target.sha256
-        other = inner.sha256 if isinstance(inner, Hashed) else None
+        other, own = self.parts.proposer.sha256, self.parts.target.sha256
         return sha256(f"{own} {other}".encode()).hexdigest() if own and other else own
 
     @property
     def facts(self) -> Mapping[str, Any]:
         """What a record should keep."""
         inner = self.parts.proposer
-        of_inner = {"name": inner.name, "drawn": inner.drawn, **facts_of(inner)}
+        of_inner = {"name": inner.name, "drawn": inner.drawn, **inner.facts}
         own = {"depth": self.depth, "temperature": self.temperature, "verifier": self.parts.verifier.name}
         return own | {"inner": of_inner}
 
     @property
     def shared_store(self) -> str:
-        """See ``LearnsAcrossRequests``."""
-        inner = self.parts.proposer
-        return inner.shared_store if isinstance(inner, LearnsAcrossRequests) else ""
+        """See ``Proposer``."""
+        return self.parts.proposer.shared_store
 
     def forget(self) -> None:
-        """See ``LearnsAcrossRequests``."""
-        forget(self.parts.proposer)
+        """See ``Proposer``."""
+        self.parts.proposer.forget()
 
     def sampling(self, request: Sampling) -> Sampling:
         """How the draft model samples for a request."""
@@ -254,18 +240,16 @@ class DraftCascade(Lifecycle):
         return request if temperature is None else replace(request, temperature=temperature)
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """See ``ChecksSampling``."""
+        """See ``Proposer``."""
         try:
-            check_sampling(self.parts.proposer, self.sampling(sampling))
+            self.parts.proposer.check_sampling(self.sampling(sampling))
         except ValueError as error:
             raise ValueError(f"proposer.inner, which drafts for the draft model: {error}") from error
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> DraftCascade:
         """The same with another draft model, for which an inner draft model is the toy's target."""
         model = Target(cast(Runner, draft), None, "toy draft", target.context, "", 0.0)
-        inner = self.parts.proposer
-        if isinstance(inner, CertifiableProposer):
-            inner = inner.toy(model, cast(DraftRunner, target.lm), tree)
+        inner = self.parts.proposer.toy(model, cast(DraftRunner, target.lm), tree)
         return replace(
             self, parts=replace(self.parts, target=model, proposer=inner, memory=Memory()), depth=depth_of(tree)
         )
@@ -283,10 +267,10 @@ class DraftCascade(Lifecycle):
             raise
 
     def kv_bytes(self, positions: Sequence[int]) -> int:
-        """See ``HoldsKVCache``; with that of the inner proposer."""
+        """See ``Proposer``; with that of the inner proposer."""
         model, inner = self.parts.target, self.parts.proposer
-        own = runner_kv_bytes(cast(DraftRunner, model.lm), [min(one, model.context + inner.nodes) for one in positions])
-        return own + kv_bytes(inner, positions)
+        own = runner_kv_bytes(cast(DraftRunner, model.lm), [min(end, model.context + inner.nodes) for end in positions])
+        return own + inner.kv_bytes(positions)
 
     def fork(self, state: DraftedText) -> DraftedText:
         """A copy that shares the KV cache of the tokens so far."""

@@ -14,16 +14,16 @@ import numpy as np
 from torch import Tensor
 
 from spec_lab.core.clock import Phase
-from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.inference import inference
-from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.models.layer_checks import check_exit, layers_of, with_layer_ranges
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import Computed, RowLogits
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+from spec_lab.propose.tree_proposer import TreeProposer
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.draft_pass import Partial, Route, RunsLayerRanges
 from spec_lab.runners.runner import DraftRunner
@@ -49,7 +49,7 @@ class ExitHead(Protocol):
 
     @property
     def sha256(self) -> str | None:
-        """Of its weights, as of ``Hashed``."""
+        """Of its weights, as of ``Proposer``."""
         ...
 
     @property
@@ -113,7 +113,7 @@ class ExitHead(Protocol):
         ...
 
 
-class EarlyExit(Lifecycle):
+class EarlyExit(TreeProposer):
     """Drafts with the first layers of the target.
 
     A sequence with more pending tokens than the runner computes in one forward, such as a long prompt, gets no draft.
@@ -126,13 +126,9 @@ class EarlyExit(Lifecycle):
     """
 
     def __init__(self, lm: RunsLayerRanges, layers: int, plan: TreePlan, head: ExitHead | None = None) -> None:
-        self.lm, self.layers, self.plan, self.head = lm, layers, plan, head
-        self.name = "early_exit" if head is None else head.name
-        self.sha256 = None if head is None else head.sha256
-        self.drawn: Drawn = plan.drawn
-        self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
-        hidden = () if head is None else head.hidden
-        self.requires = Requires(hidden=hidden, abilities=frozenset({"layer_ranges"}))
+        name, hidden, sha256 = ("early_exit", (), None) if head is None else (head.name, head.hidden, head.sha256)
+        super().__init__(plan, name, Requires(hidden=hidden, abilities=frozenset({"layer_ranges"})), sha256)
+        self.lm, self.layers, self.head = lm, layers, head
 
     @staticmethod
     def load(target: Target, layers: int | None = None, **options: Unpack[TreeOptions]) -> EarlyExit:
@@ -155,21 +151,12 @@ class EarlyExit(Lifecycle):
         return EarlyExit(lm, end, plan)
 
     @property
-    def why_not_stopped(self) -> str:
-        """See ``StopsEarly``."""
-        return self.plan.why_not_stopped
-
-    @property
     def target_cells(self) -> int:
-        """See ``UsesTargetCells``."""
+        """See ``Proposer``."""
         return self.plan.computed
 
-    def check_sampling(self, request: Sampling) -> None:
-        """See ``TreePlan.check_sampling``."""
-        self.plan.check_sampling(request)
-
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> EarlyExit:
-        """The same proposer after the toy's first layer. See ``CertifiableProposer``."""
+        """The same proposer after the toy's first layer. See ``Proposer``."""
         head = None if self.head is None else self.head.toy(target)
         return EarlyExit(target.causal_lm, 1, self.plan.toy(tree), head)
 

@@ -19,16 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.inference import inference
-from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.drafters.features import Features, FeatureState, observe_features
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.tree_plan import TreePlan
+from spec_lab.propose.tree_proposer import TreeProposer
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.feature_lm import FeatureLM
 from spec_lab.runners.runner import DraftRunner, KVSequence
@@ -68,7 +68,7 @@ class FeatureNetwork(Protocol):
         ...
 
 
-class FeatureDrafter(Lifecycle):
+class FeatureDrafter(TreeProposer):
     """Drafts below every sequence with one pending token and computed positions before it; nothing elsewhere.
 
     So nothing is drafted in the first step of a request, whose prompt is not computed yet, nor where forced tokens are
@@ -92,23 +92,12 @@ class FeatureDrafter(Lifecycle):
         sha256: str | None = "",
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.network, self.plan, self.name, self.sha256 = network, plan, name, sha256
-        self.drawn: Drawn = plan.drawn
-        self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
-        self.requires, self.context = Requires(hidden=network.hidden), target.context
+        super().__init__(plan, name, Requires(hidden=network.hidden), sha256)
+        self.network, self.context = network, target.context
         self.lm = FeatureLM(network, network.layers, target.lm.device, dtype or target.lm.dtype)
 
-    @property
-    def why_not_stopped(self) -> str:
-        """See ``StopsEarly``."""
-        return self.plan.why_not_stopped
-
-    def check_sampling(self, request: Sampling) -> None:
-        """See ``TreePlan.check_sampling``."""
-        self.plan.check_sampling(request)
-
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> FeatureDrafter:
-        """The same proposer with a random network in the toy's dtype, and another tree. See ``CertifiableProposer``."""
+        """The same proposer with a random network in the toy's dtype, and another tree. See ``Proposer``."""
         return FeatureDrafter(self.network.toy(target), target, self.plan.toy(tree), self.name, None)
 
     @property

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.draft import Draft
 from spec_lab.core.faults import attributed
 from spec_lab.core.limit import Limit, StopRule
 from spec_lab.core.options import brief
-from spec_lab.core.probabilities import Sampling
-from spec_lab.core.protocols import facts_of
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import ChoosesPart, LearnsAcrossRequests, Observation, Proposer, Requires, StopsEarly
+from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.policy.policy import DraftOutcome, Policy
-from spec_lab.propose.parts import PartStates, ProposerParts
+from spec_lab.propose.hybrid import Hybrid, PartStates
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.runner import DraftRunner
 
@@ -36,7 +34,7 @@ def adapt(proposer: Proposer, policy: Policy) -> Adaptive:
             f"proposer '{proposer.name}' has the policy '{proposer.policy.name}' already: choose one of them"
         )
     check_pair(proposer, policy.name, policy.stop, policy.parts)
-    return Adaptive(ProposerParts({proposer.name: proposer}), policy)
+    return Adaptive({proposer.name: proposer}, policy)
 
 
 def check_pair(proposer: Proposer, policy: str, stop: StopRule | None, parts: Sequence[str]) -> None:
@@ -52,7 +50,7 @@ def check_pair(proposer: Proposer, policy: str, stop: StopRule | None, parts: Se
             chooses a part, and the proposer has no such part.
     """
     if stop is not None:
-        if not isinstance(proposer, StopsEarly):
+        if proposer.why_not_stopped is None:
             raise ValueError(
                 f"policy '{policy}' stops drafts by their probabilities, and proposer '{proposer.name}' does not ask "
                 "it while it drafts: choose a policy of depths (fixed, heuristic, bandit, goodput), or a proposer that "
@@ -61,8 +59,8 @@ def check_pair(proposer: Proposer, policy: str, stop: StopRule | None, parts: Se
         if why := proposer.why_not_stopped:
             raise ValueError(f"policy '{policy}' stops drafts early, but {why}")
     if parts:
-        known = proposer.part_names if isinstance(proposer, ChoosesPart) else ()
-        if unknown := [one for one in parts if one not in known]:
+        known = proposer.part_names
+        if unknown := [part for part in parts if part not in known]:
             has = f"has the parts {', '.join(known)}" if known else "does not choose between parts, as best_of does"
             raise ValueError(f"policy '{policy}' names the part {unknown[0]}, but proposer '{proposer.name}' {has}")
 
@@ -81,21 +79,21 @@ class Decided:
 
 
 @dataclass(frozen=True, eq=False)
-class Adaptive:
+class Adaptive(Hybrid):
     """A proposer under a policy. It declares and records what the proposer does, and "policy" in addition.
 
     Args:
-        parts: the proposer, as the only part.
+        parts: the proposer by its name, as the only part.
         policy: decides.
     """
 
-    parts: ProposerParts
+    parts: Mapping[str, Proposer]
     policy: Policy
 
     @property
     def proposer(self) -> Proposer:
         """What drafts."""
-        return self.parts.all[0]
+        return self.proposers[0]
 
     @property
     def name(self) -> str:
@@ -103,80 +101,40 @@ class Adaptive:
         return self.proposer.name
 
     @property
-    def drawn(self) -> Drawn:
-        """See ``Proposer``."""
-        return self.proposer.drawn
-
-    @property
-    def draws(self) -> frozenset[Drawn]:
-        """See ``DrawsSeveralWays``."""
-        return self.parts.draws
-
-    @property
-    def branches(self) -> bool:
-        """See ``Branching``."""
-        return self.parts.branches
-
-    @property
     def nodes(self) -> int:
-        """See ``Proposer``."""
+        """The proposer's."""
         return self.proposer.nodes
 
     @property
-    def forced_nodes(self) -> int:
-        """See ``DraftsForcedTokens``."""
-        return self.parts.forced_nodes
-
-    @property
-    def target_cells(self) -> int:
-        """See ``UsesTargetCells``."""
-        return self.parts.target_cells
-
-    @property
     def requires(self) -> Requires:
-        """See ``Proposer``."""
+        """The proposer's."""
         return self.proposer.requires
-
-    def kv_bytes(self, positions: Sequence[int]) -> int:
-        """See ``HoldsKVCache``."""
-        return self.parts.kv_bytes(positions)
-
-    @property
-    def sha256(self) -> str | None:
-        """See ``Hashed``."""
-        return self.parts.sha256
 
     @property
     def shared_store(self) -> str:
-        """See ``LearnsAcrossRequests``."""
-        own = self.policy.shared_store if isinstance(self.policy, LearnsAcrossRequests) else ""
-        inner = self.proposer.shared_store if isinstance(self.proposer, LearnsAcrossRequests) else ""
-        return "; ".join(one for one in (inner, own) if one)
+        """The proposer's and the policy's."""
+        return "; ".join(part.shared_store for part in (self.proposer, self.policy) if part.shared_store)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        return facts_of(self.proposer) | {"policy": {"name": self.policy.name, **facts_of(self.policy)}}
+        return {**self.proposer.facts, "policy": {"name": self.policy.name, **self.policy.facts}}
 
     def forget(self) -> None:
-        """See ``LearnsAcrossRequests``."""
-        self.parts.forget()
-        if isinstance(self.policy, LearnsAcrossRequests):
+        """Empty both stores."""
+        super().forget()
+        with attributed("policy", self.policy):
             self.policy.forget()
 
-    def check_sampling(self, sampling: Sampling) -> None:
-        """See ``ChecksSampling``."""
-        self.parts.check_sampling(sampling)
-
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Adaptive:
-        """See ``CertifiableProposer``. Outcomes are enumerated side by side: they share nothing."""
-        return Adaptive(self.parts.toy(target, draft, tree), self.policy.toy())
+        """See ``Proposer``. Outcomes are enumerated side by side: they share nothing."""
+        return Adaptive(self.toy_parts(target, draft, tree), self.policy.toy())
 
-    def init(self, request: Request) -> PartStates:
+    def init(self, request: Request, own: Any = None) -> PartStates:
         """See ``Proposer``."""
         with attributed("policy", self.policy):
             state = self.policy.init(request)
-        return self.parts.init(request, Decided(state))
+        return super().init(request, Decided(state))
 
     def propose(self, batch: Batch) -> Draft:
         """Let the policy decide, and draft no deeper than it allows.
@@ -184,43 +142,35 @@ class Adaptive:
         Raises:
             ValueError: the policy decided nothing sensible for the batch.
         """
-        own: list[Decided] = [one.state.own for one in batch.sequences]
+        own: list[Decided] = [sequence.state.own for sequence in batch.sequences]
         with attributed("policy", self.policy):
             limits = list(self.policy.decide(batch, [decided.state for decided in own]))
             if len(limits) != len(own) or not all(isinstance(limit, Limit) for limit in limits):
                 raise ValueError(f"decide must return {len(own)} Limit, one for each sequence, not {brief(limits)}")
-        inner = replace(self.parts.view(batch, 0), limits=limits, stop=self.policy.stop)
+        inner = replace(self.view(batch, 0), limits=limits, stop=self.policy.stop)
         draft = self.proposer.propose(inner).cut_nodes(inner.room())
         deepest = np.zeros(len(own), dtype=np.int64)
         np.maximum.at(deepest, draft.shape.root, draft.shape.depth)
         every = zip(own, limits, deepest.tolist(), draft.acceptable_nodes.tolist(), strict=True)
-        for one, limit, levels, nodes in every:
-            one.last = DraftOutcome(one.state, limit, levels, nodes, 0, len(own))
+        for decided, limit, levels, nodes in every:
+            decided.last = DraftOutcome(decided.state, limit, levels, nodes, 0, len(own))
         return replace(draft, limits=tuple(limits))
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Let the proposer observe, and the policy learn."""
         outcomes = []
-        for one in observed:
-            decided: Decided = one.sequence.state.own
+        for each in observed:
+            decided: Decided = each.sequence.state.own
             if decided.last is not None:
-                outcomes.append(replace(decided.last, accepted=len(one.accepted)))
+                outcomes.append(replace(decided.last, accepted=len(each.accepted)))
                 decided.last = None
         if outcomes:
             with attributed("policy", self.policy):
                 self.policy.learn(outcomes)
         self.proposer.observe([
-            replace(one, sequence=replace(one.sequence, state=one.sequence.state.each[0])) for one in observed
+            replace(each, sequence=replace(each.sequence, state=each.sequence.state.each[0])) for each in observed
         ])  # fmt: skip
 
-    def fork(self, state: PartStates) -> PartStates:
+    def fork(self, state: PartStates, own: Any = None) -> PartStates:
         """See ``Proposer``."""
-        return self.parts.fork(state, Decided(deepcopy(state.own.state)))
-
-    def rewind(self, state: PartStates, length: int) -> None:
-        """See ``Proposer``."""
-        self.parts.rewind(state, length)
-
-    def close(self, state: PartStates) -> None:
-        """See ``Proposer``."""
-        self.parts.close(state)
+        return super().fork(state, Decided(deepcopy(state.own.state)))

@@ -23,7 +23,7 @@ from spec_lab.policy import toys
 from spec_lab.policy.adaptive import check_pair
 from spec_lab.policy.costs import DraftCosts, Timing, TimingOptions, draft_costs
 from spec_lab.policy.goodput import Scope
-from spec_lab.policy.policy import DraftOutcome
+from spec_lab.policy.policy import DraftOutcome, Policy
 from spec_lab.propose.stop_rules import described, rule_of
 from spec_lab.propose.trees import MOST_DEPTH
 
@@ -82,7 +82,7 @@ class Rewards:
 
 
 @dataclass(frozen=True, eq=False)
-class Bandit:
+class Bandit(Policy):
     """Chooses a configuration in each step: for every sequence from its own past, or one for all from the run's past.
 
     Source: BanditSpec (2505.15141): UCB takes the largest mean + sqrt(c ln t / n) with n the steps of that
@@ -173,11 +173,11 @@ class Bandit:
 
     @property
     def shared_store(self) -> str:
-        """See ``LearnsAcrossRequests``."""
+        """See ``Policy``."""
         return "tokens per second of each configuration" if self.scope == "run" else ""
 
     def forget(self) -> None:
-        """See ``LearnsAcrossRequests``."""
+        """See ``Policy``."""
         self.shared.age(0.0)
 
     def toy(self) -> Bandit:

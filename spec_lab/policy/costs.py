@@ -12,16 +12,15 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 
+from spec_lab.core.faults import attributed
 from spec_lab.core.options import temperature_or_none, true_or_false, whole
 from spec_lab.core.probabilities import Sampling
-from spec_lab.core.protocols import Hashed, facts_of
-from spec_lab.decode.proposer import Proposer, StopsEarly, forget
+from spec_lab.decode.proposer import Proposer
 from spec_lab.models.target import Target
 from spec_lab.policy.adaptive import Adaptive
 from spec_lab.policy.depths import FixedDepth
 from spec_lab.propose.calibrate import conditions, visits
 from spec_lab.propose.cost_cache import CostCache, default_folder
-from spec_lab.propose.parts import ProposerParts
 from spec_lab.propose.step_costs import StepCosts, measure
 from spec_lab.propose.stop_rules import Confidence
 
@@ -109,9 +108,8 @@ def without_costs(facts: Any) -> Any:
 
 def drafter_of(proposer: Proposer) -> dict[str, Any]:
     """Return what tells a proposer's drafts from another's, as part of the key of cached costs."""
-    sha256 = proposer.sha256 if isinstance(proposer, Hashed) else None
-    facts = without_costs(facts_of(proposer))
-    return {"name": proposer.name, "sha256": sha256, "drawn": proposer.drawn, "nodes": proposer.nodes, "facts": facts}
+    own = {"name": proposer.name, "sha256": proposer.sha256, "drawn": proposer.drawn, "nodes": proposer.nodes}
+    return own | {"facts": without_costs(proposer.facts)}
 
 
 def draft_costs(
@@ -136,8 +134,8 @@ def draft_costs(
     """
     sizes = [*(k for k in depths if k < depth), depth]
     sampling = Sampling(timing.temperature)
-    stop = Confidence() if isinstance(proposer, StopsEarly) else None  # at the threshold 0: never
-    own = ProposerParts({proposer.name: proposer})
+    stop = None if proposer.why_not_stopped is None else Confidence()  # at the threshold 0: never
+    own = {proposer.name: proposer}
     limited: dict[int, Proposer] = {k: Adaptive(own, FixedDepth(k, part, stop=stop)) for k in sizes}
     drafter = drafter_of(proposer) | {"part": part}
     cache = CostCache(default_folder() if timing.cache is None else Path(timing.cache))
@@ -160,5 +158,6 @@ def draft_costs(
                 "the measured costs are used for this run and not kept", 100 * costs.overall_spread,
             )  # fmt: skip
         found[live] = costs.seconds
-    forget(proposer)
+    with attributed("proposer", proposer):
+        proposer.forget()
     return DraftCosts(found)

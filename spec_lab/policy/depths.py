@@ -12,21 +12,21 @@ from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
-from spec_lab.policy.policy import DraftOutcome
+from spec_lab.policy.policy import DraftOutcome, Policy
 from spec_lab.propose.trees import MOST_DEPTH
 
 
 @dataclass(frozen=True)
-class FixedDepth:
+class FixedDepth(Policy):
     """The same depth in every step: a tree without the levels below it.
 
     Args:
         depth: 0 drafts nothing.
-        part: of a proposer that chooses one of several, the one that drafts; empty: it chooses itself.
+        part_name: of a proposer that chooses one of several, the one that drafts; empty: it chooses itself.
     """
 
     depth: int
-    part: str = ""
+    part_name: str = ""
     name: str = "fixed"
     stop: StopRule | None = None
 
@@ -42,22 +42,16 @@ class FixedDepth:
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        return {"depth": self.depth, "part": self.part}
+        return {"depth": self.depth, "part": self.part_name}
 
     @property
     def parts(self) -> tuple[str, ...]:
         """See ``Policy``."""
-        return (self.part,) if self.part else ()
-
-    def init(self, request: Request) -> None:
-        """Nothing is learned."""
+        return (self.part_name,) if self.part_name else ()
 
     def decide(self, batch: Batch, states: Sequence[Any]) -> list[Limit]:
         """See ``Policy``."""
-        return [Limit(self.depth, part=self.part)] * len(states)
-
-    def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
-        """Nothing is learned."""
+        return [Limit(self.depth, part=self.part_name)] * len(states)
 
     def toy(self) -> FixedDepth:
         """See ``Policy``. Two levels at most: toys have trees of three."""
@@ -72,7 +66,7 @@ class Depth:
 
 
 @dataclass(frozen=True)
-class Heuristic:
+class Heuristic(Policy):
     """Deeper after a draft that was wholly accepted, shallower after another.
 
     Source: transformers' ``num_assistant_tokens_schedule="heuristic"`` (``AssistedCandidateGenerator``): + 2 and - 1,

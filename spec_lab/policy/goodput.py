@@ -15,7 +15,7 @@ from spec_lab.models.target import Target
 from spec_lab.policy import toys
 from spec_lab.policy.adaptive import check_pair
 from spec_lab.policy.costs import DraftCosts, Timing, TimingOptions, draft_costs
-from spec_lab.policy.policy import DraftOutcome
+from spec_lab.policy.policy import DraftOutcome, Policy
 from spec_lab.propose.stop_rules import Gain, described, rule_of
 from spec_lab.propose.trees import MOST_DEPTH
 
@@ -78,7 +78,7 @@ class Levels:
 
 
 @dataclass(frozen=True, eq=False)
-class Goodput:
+class Goodput(Policy):
     """One depth for the whole batch: that of the most expected tokens per second. 0 is a choice as well.
 
     Source: SmartSpec/TurboSpec (2406.14066, section 4): the maximum over k of the batch's expected tokens over the
@@ -156,11 +156,11 @@ class Goodput:
 
     @property
     def shared_store(self) -> str:
-        """See ``LearnsAcrossRequests``."""
+        """See ``Policy``."""
         return "acceptance by depth" if self.scope == "run" else ""
 
     def forget(self) -> None:
-        """See ``LearnsAcrossRequests``."""
+        """See ``Policy``."""
         self.shared.clear()
 
     def toy(self) -> Goodput:
@@ -217,7 +217,7 @@ class Rate:
 
 
 @dataclass(frozen=True, eq=False)
-class GainOverCost:
+class GainOverCost(Policy):
     """Drafts on below a node where the next one's probability to be accepted pays for its seconds.
 
     A step's rate is tokens / seconds; one more node of gain g and of c seconds raises it where g > c tokens / seconds.
@@ -278,11 +278,11 @@ class GainOverCost:
 
     @property
     def shared_store(self) -> str:
-        """See ``LearnsAcrossRequests``."""
+        """See ``Policy``."""
         return "tokens per second" if self.scope == "run" else ""
 
     def forget(self) -> None:
-        """See ``LearnsAcrossRequests``."""
+        """See ``Policy``."""
         self.shared.tokens = self.shared.seconds = 0.0
 
     def toy(self) -> GainOverCost:

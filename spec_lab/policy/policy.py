@@ -7,12 +7,13 @@ tokens without leaving out a drawn one.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from spec_lab.core.limit import Limit, StopRule
-from spec_lab.core.protocols import FACTS, TEXT, TEXTS, Declared
+from spec_lab.core.protocols import FACTS, TEXT, TEXTS, Declared, Part, default
 from spec_lab.core.request import Request
 from spec_lab.decode.sequence import Batch
 
@@ -54,41 +55,42 @@ DECLARED = {
 """What a policy's attributes must be."""
 
 
-class Policy(Protocol):
+class Policy(Part):
     """Decides what may be drafted. Its decisions are recorded, and repeated by the policy ``recorded``.
 
-    A policy with a store that requests share is a ``LearnsAcrossRequests``; ``facts`` (``Described``) are recorded.
+    A policy states its ``name`` and decides in ``decide``; the other members have defaults.
     """
 
-    @property
-    def name(self) -> str:
-        """As in configs and records."""
-        ...
-
-    @property
+    @default
     def stop(self) -> StopRule | None:
         """The rule that stops drafts at ``Limit.threshold``; None: drafts end at their depth only."""
-        ...
+        return None
 
-    @property
+    @default
     def parts(self) -> tuple[str, ...]:
         """The parts that it names in limits, of a proposer that chooses one of several; empty for none."""
-        ...
+        return ()
+
+    @default
+    def shared_store(self) -> str:
+        """What requests share, in a few words for the manifest; empty for nothing. See ``Proposer.shared_store``."""
+        return ""
+
+    def forget(self) -> None:
+        """Empty the store that requests share."""
 
     def init(self, request: Request) -> Any:
-        """The state of a new sequence. Forks get deep copies."""
-        ...
+        """Return the state of a new sequence. Forks get deep copies."""
 
+    @abstractmethod
     def decide(self, batch: Batch, states: Sequence[Any]) -> Sequence[Limit]:
-        """A limit for each sequence ``[B]``, given the policy's states of them."""
-        ...
+        """Return a limit for each sequence ``[B]``, given the policy's states of them."""
 
     def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Learn what came of the last decisions; once for each step."""
-        ...
 
     def toy(self) -> Policy:
-        """The same policy for toys: it decides for each sequence from its own past only, so that it can be enumerated,
-        with values that cut some drafts of the toys and leave others whole (``policy.toys``).
+        """Return the same policy for toys: it decides for each sequence from its own past only, so that it can be
+        enumerated, with values that cut some drafts of the toys and leave others whole (``policy.toys``).
         """
-        ...
+        return self

@@ -14,14 +14,14 @@ from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.policy import toys
-from spec_lab.policy.policy import DraftOutcome
+from spec_lab.policy.policy import Policy
 from spec_lab.propose.stop_rules import described, rule_of
 from spec_lab.results.manifest import begun
 from spec_lab.results.writer import load
 
 
 @dataclass(frozen=True, eq=False)
-class RecordedPolicy:
+class RecordedPolicy(Policy):
     """What another run decided, for the same requests step by step.
 
     Args:
@@ -118,9 +118,6 @@ class RecordedPolicy:
                 "prompts, seed and constraint"
             )
         return of_request[step]
-
-    def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
-        """Nothing is learned."""
 
     def toy(self) -> RecordedPolicy:
         """See ``Policy``. The first different decisions for the first request are repeated in turn."""

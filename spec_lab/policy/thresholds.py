@@ -13,7 +13,7 @@ from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.policy import toys
-from spec_lab.policy.policy import DraftOutcome
+from spec_lab.policy.policy import DraftOutcome, Policy
 from spec_lab.propose.stop_rules import AdaEdl, Confidence, Svip, described
 from spec_lab.propose.trees import MOST_DEPTH
 
@@ -30,7 +30,7 @@ class Controlled:
 
 
 @dataclass(frozen=True)
-class Threshold:
+class Threshold(Policy):
     """A rule with a threshold, which a controller may move so that nine of ten drafted tokens are accepted.
 
     Sources: the rules, see ``propose.stop_rules``; the controller Draft&Verify (2309.08168, equation 4), which AdaEDL

@@ -2,7 +2,7 @@
 
 Choosing by what was known before anything was drawn is exact (SAM-Decoding 2411.10666 and SuffixDecoding 2411.04975
 choose between a suffix match and a model by the match's score). A part that can tell the expected accepted tokens of
-its next draft (``Scored``) is asked; of others it is the moving average of what was accepted when they drafted.
+its next draft is asked (``Proposer.scores``); of others it is the moving average of what was accepted in their drafts.
 
 Where the chosen part drafts nothing, as a look-up without a match, the next one drafts in the same step. That is exact
 as well: whether a draft is empty follows from the past, since no part drops a token that it has sampled.
@@ -12,31 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.draft import Draft
 from spec_lab.core.options import brief, number, share
-from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Observation, Proposer, Requires, draws_of
+from spec_lab.decode.proposer import Observation, Proposer
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
-from spec_lab.propose.parts import PartStates, ProposerParts, join, note
+from spec_lab.propose.hybrid import Hybrid, PartStates, check_parts, join, note
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.runner import DraftRunner
 
 RECOVERY = 0.01
 """In a step in which another part drafts, an expectation below ``start`` moves this share of the way back to it, so
 that a part that was bad for some time is tried again."""
-
-
-@runtime_checkable
-class Scored(Protocol):
-    """A proposer that knows before it draws anything how many of its tokens will be accepted."""
-
-    def scores(self, batch: Batch) -> Sequence[float]:
-        """Expected accepted tokens for each sequence, ``[B]``; ``propose`` is called next, perhaps with fewer."""
-        ...
 
 
 @dataclass
@@ -54,7 +44,7 @@ class Record:
 
 
 @dataclass(frozen=True, eq=False)
-class BestOf:
+class BestOf(Hybrid):
     """Lets the part draft that promises most: the maximum of (1 + expected accepted tokens) / (1 + cost).
 
     Where it drafts nothing, the one that promises most of the others does, and so on. Of the parts that sample only the
@@ -68,7 +58,7 @@ class BestOf:
         memory: weight of the past in the moving average, from 0 to 1.
     """
 
-    parts: ProposerParts
+    parts: Mapping[str, Proposer]
     costs: tuple[float, ...]
     start: float
     memory: float
@@ -94,94 +84,38 @@ class BestOf:
             ValueError: fewer than two parts, a part drawn "gumbel", costs that are no mapping, a cost of no part, a
                 number out of range.
         """
-        own = ProposerParts(dict(parts))
-        if len(own.all) < 2:
-            raise ValueError("proposer.parts must name at least two proposers")
-        if "gumbel" in own.draws:
-            raise ValueError("proposer.parts: a part drawn 'gumbel' shares its noise with the verifier; choose another")
+        check_parts(parts)
         if costs is not None and not isinstance(costs, Mapping):
             raise ValueError(f"proposer.costs must be null or a mapping such as {{heads: 0.3}}, not {brief(costs)}")
         given = dict(costs or {})
         if unknown := given.keys() - parts.keys():
             raise ValueError(f"proposer.costs names {', '.join(sorted(unknown))}, but the parts are {', '.join(parts)}")
         each = tuple(number(f"proposer.costs.{name}", given.get(name, 0.0), 0.0) for name in parts)
-        return BestOf(own, each, number("proposer.start", start, 0.0), share("proposer.memory", memory))
-
-    @property
-    def drawn(self) -> Drawn:
-        """How a part that samples does; "point" without one."""
-        return self.parts.drawn
-
-    @property
-    def draws(self) -> frozenset[Drawn]:
-        """See ``DrawsSeveralWays``."""
-        return self.parts.draws
-
-    @property
-    def branches(self) -> bool:
-        """Whether a part may draft trees."""
-        return self.parts.branches
+        return BestOf(dict(parts), each, number("proposer.start", start, 0.0), share("proposer.memory", memory))
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """See ``ChoosesPart``."""
-        return tuple(self.parts.named)
+        """All of them."""
+        return tuple(self.parts)
 
     @property
     def nodes(self) -> int:
         """Most rows that a part adds below one root."""
-        return max(one.nodes for one in self.parts.all)
-
-    @property
-    def forced_nodes(self) -> int:
-        """See ``DraftsForcedTokens``."""
-        return self.parts.forced_nodes
-
-    @property
-    def target_cells(self) -> int:
-        """See ``UsesTargetCells``."""
-        return self.parts.target_cells
-
-    @property
-    def requires(self) -> Requires:
-        """What any part requires."""
-        return self.parts.requires
-
-    def kv_bytes(self, positions: Sequence[int]) -> int:
-        """See ``HoldsKVCache``."""
-        return self.parts.kv_bytes(positions)
-
-    @property
-    def sha256(self) -> str | None:
-        """See ``Hashed``."""
-        return self.parts.sha256
-
-    @property
-    def shared_store(self) -> str:
-        """See ``LearnsAcrossRequests``."""
-        return self.parts.shared_store
+        return max(part.nodes for part in self.proposers)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        costs = dict(zip(self.parts.named, self.costs, strict=True))
-        return {"costs": costs, "start": self.start, "memory": self.memory, "parts": self.parts.facts}
-
-    def forget(self) -> None:
-        """See ``LearnsAcrossRequests``."""
-        self.parts.forget()
-
-    def check_sampling(self, sampling: Sampling) -> None:
-        """See ``ChecksSampling``."""
-        self.parts.check_sampling(sampling)
+        costs = dict(zip(self.parts, self.costs, strict=True))
+        return {"costs": costs, "start": self.start, "memory": self.memory, "parts": self.part_facts}
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> BestOf:
-        """See ``CertifiableProposer``."""
-        return replace(self, parts=self.parts.toy(target, draft, tree))
-
-    def init(self, request: Request) -> PartStates:
         """See ``Proposer``."""
-        return self.parts.init(request, Record([self.start] * len(self.costs)))
+        return replace(self, parts=self.toy_parts(target, draft, tree))
+
+    def init(self, request: Request, own: Any = None) -> PartStates:
+        """See ``Proposer``."""
+        return super().init(request, Record([self.start] * len(self.costs)))
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Learn how many tokens of the part that drafted were accepted; then let the parts observe."""
@@ -194,21 +128,13 @@ class BestOf:
                         record.accepted[part] = before + RECOVERY * max(0.0, self.start - before)
                 before = record.accepted[record.chosen]
                 record.accepted[record.chosen] = self.memory * before + (1 - self.memory) * len(one.accepted)
-        self.parts.observe(observed)
+        super().observe(observed)
         for one in observed:  # what is observed next may be a part of a prompt
             one.sequence.state.nodes, one.sequence.state.own.chosen = {}, None
 
-    def fork(self, state: PartStates) -> PartStates:
+    def fork(self, state: PartStates, own: Any = None) -> PartStates:
         """See ``Proposer``."""
-        return self.parts.fork(state, replace(state.own, accepted=list(state.own.accepted)))
-
-    def rewind(self, state: PartStates, length: int) -> None:
-        """See ``Proposer``."""
-        self.parts.rewind(state, length)
-
-    def close(self, state: PartStates) -> None:
-        """See ``Proposer``."""
-        self.parts.close(state)
+        return super().fork(state, replace(state.own, accepted=list(state.own.accepted)))
 
     def propose(self, batch: Batch) -> Draft:
         """Choose a part for each sequence, and let each draft for its own; then the next where nothing is drafted."""
@@ -217,13 +143,13 @@ class BestOf:
             sequence.state.own.chosen = asked[tree][0] if room[tree] > 0 else None
         drafts, parts, owners = list[Draft](), list[int](), list[list[int]]()
         left = list(range(len(asked)))
-        for place in range(len(self.parts.all)):
+        for place in range(len(self.proposers)):
             empty = []
-            for n, part in enumerate(self.parts.all):
+            for n, part in enumerate(self.proposers):
                 own = [tree for tree in left if asked[tree][place : place + 1] == [n]]
                 if not own:
                     continue
-                draft = part.propose(self.parts.view(batch, n, own))
+                draft = part.propose(self.view(batch, n, own))
                 for place_of, (tree, nodes) in enumerate(zip(own, draft.acceptable_nodes.tolist(), strict=True)):
                     if nodes and room[tree] > 0:
                         batch.sequences[tree].state.own.chosen = n
@@ -240,16 +166,16 @@ class BestOf:
     def _asked(self, batch: Batch) -> list[list[int]]:
         """For each sequence the parts that are asked in order until one drafts; the one that a policy names."""
         expected = [[one.state.own.accepted[n] for one in batch.sequences] for n in range(len(self.costs))]
-        for n, part in enumerate(self.parts.all):
-            if isinstance(part, Scored):
-                expected[n] = list(part.scores(self.parts.view(batch, n)))
-        found = []
+        for n, part in enumerate(self.proposers):
+            if (scores := part.scores(self.view(batch, n))) is not None:
+                expected[n] = list(scores)
+        orders = []
         for tree in range(len(batch.sequences)):
             if batch.limits and (named := batch.limits[tree].part):
-                found.append([self.part_names.index(named)])
+                orders.append([self.part_names.index(named)])
                 continue
             promises = [(1 + own[tree]) / (1 + cost) for own, cost in zip(expected, self.costs, strict=True)]
             order = sorted(range(len(promises)), key=promises.__getitem__, reverse=True)  # stable
-            samples = [n for n in order if draws_of(self.parts.all[n]) != {"point"}]
-            found.append([n for n in order if n not in samples[1:]])
-        return found
+            samples = [n for n in order if self.proposers[n].draws != {"point"}]
+            orders.append([n for n in order if n not in samples[1:]])
+        return orders

@@ -15,7 +15,7 @@ import torch
 from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
 from spec_lab.core.options import whole
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.trees import MOST_DEPTH, Choices, depth_of
@@ -30,7 +30,7 @@ class Guesses:
 
 
 @dataclass(eq=False)
-class Jacobi(Lifecycle):
+class Jacobi(Proposer):
     """Drafts a chain of guesses. Those that no row has made yet are tokens of the text, from its beginning.
 
     Args:

@@ -20,7 +20,7 @@ import torch
 from spec_lab.core.draft import ComputedOnly, Draft, Drawn, Shape, forest
 from spec_lab.core.options import whole
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.continuations import merged
@@ -58,7 +58,7 @@ class Window:
 
 
 @dataclass(eq=False)
-class Lookahead(Lifecycle):
+class Lookahead(Proposer):
     """Drafts n-grams that the target made itself, in rows computed beside the draft.
 
     Args:

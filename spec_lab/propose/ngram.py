@@ -17,7 +17,7 @@ import torch
 from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.continuations import continuation, merged
@@ -95,7 +95,7 @@ class Index:
 
 
 @dataclass(eq=False)
-class Ngram(Lifecycle):
+class Ngram(Proposer):
     """Drafts the continuation of the longest, then most recent or first, earlier occurrence of the last tokens.
 
     Args:
@@ -160,7 +160,7 @@ class Ngram(Lifecycle):
 
 
 @dataclass(eq=False)
-class NgramTree(Lifecycle):
+class NgramTree(Proposer):
     """Drafts several continuations merged into one tree: longer matches first, then more recent ones.
 
     Args:

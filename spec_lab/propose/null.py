@@ -9,13 +9,13 @@ from functools import lru_cache
 import torch
 
 from spec_lab.core.draft import Draft, Drawn, empty
-from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 
 
 @dataclass(frozen=True)
-class Null(Lifecycle):
+class Null(Proposer):
     """No draft at all."""
 
     name: str = "none"

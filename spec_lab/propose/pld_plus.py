@@ -19,7 +19,7 @@ from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
 from spec_lab.core.inference import inference
 from spec_lab.core.options import whole
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.continuations import continuation
@@ -96,7 +96,7 @@ class ComputedText:
 
 
 @dataclass(eq=False)
-class PldPlus(Lifecycle):
+class PldPlus(Proposer):
     """Drafts what followed the occurrence of the last token whose context is most similar to the present one.
 
     Contexts are compared by the cosine of the hidden states one token earlier, since the last token is not computed
@@ -138,7 +138,7 @@ class PldPlus(Lifecycle):
         return PldPlus(whole("proposer.depth", depth, most=MOST_DEPTH), last // 2 if layer is None else layer)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> PldPlus:
-        """Return the same proposer with the toy's last hidden state. See ``CertifiableProposer``."""
+        """Return the same proposer with the toy's last hidden state. See ``Proposer``."""
         return replace(self, layer=-1)
 
     @property

@@ -20,7 +20,7 @@ from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.draft import tree as shape_of
 from spec_lab.core.options import one_of
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Observation, Requires
+from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.trees import Choices, parse, width_of, write
@@ -31,8 +31,9 @@ UNKNOWN = -1
 
 
 @dataclass(eq=False)
-class Recycling:
-    """Drafts the tokens that followed before, in a tree of fixed shape.
+class Recycling(Proposer):
+    """Drafts the tokens that followed before, in a tree of fixed shape. What followed a token once may follow again:
+    nothing is forgotten when a sequence is rewound.
 
     Args:
         vocabulary: V.
@@ -86,7 +87,7 @@ class Recycling:
 
     @property
     def shared_store(self) -> str:
-        """See ``LearnsAcrossRequests``."""
+        """See ``Proposer``."""
         return "the likeliest tokens after each token, of all requests" if self.scope == "run" else ""
 
     @property
@@ -109,12 +110,6 @@ class Recycling:
     def fork(self, state: np.ndarray | None) -> np.ndarray | None:
         """A copy of the request's own table."""
         return None if state is None else state.copy()
-
-    def rewind(self, state: Any, length: int) -> None:
-        """What followed a token once may follow again: nothing is forgotten."""
-
-    def close(self, state: Any) -> None:
-        """Nothing is held."""
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Replace the entries of the tokens of all rows."""

@@ -18,9 +18,8 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.options import brief, file_name, share, whole
-from spec_lab.core.protocols import facts_of
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Lifecycle, Observation
+from spec_lab.decode.proposer import Observation, Proposer
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
 from spec_lab.propose.suffix_counts import NO_DRAFT, SuffixDraft, SuffixRules
@@ -92,7 +91,7 @@ class SuffixState:
 
 
 @dataclass(eq=False)
-class Suffix(Lifecycle):
+class Suffix(Proposer):
     """Drafts the continuations of earlier occurrences of the last tokens, by their counts.
 
     Args:
@@ -190,7 +189,7 @@ class Suffix(Lifecycle):
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
         own = {**asdict(self.rules), "max_match": self.max_match, "own": self.own}
-        return own if self.store is None else {**own, "store": facts_of(self.store)}
+        return {**own, "store": self.store.facts} if isinstance(self.store, TokenStore) else own
 
     @property
     def shared_store(self) -> str:

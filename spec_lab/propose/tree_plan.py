@@ -220,7 +220,7 @@ class TreePlan:
 
     @property
     def why_not_stopped(self) -> str:
-        """See ``StopsEarly``."""
+        """See ``Proposer``."""
         if self.budget is not None and self.budget.rerank:
             return "proposer.rerank keeps the best of all nodes: set it to false"
         return f"proposer.confidence={self.confidence} stops them already: set it to 0" if self.confidence else ""

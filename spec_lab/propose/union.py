@@ -16,14 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from spec_lab.core.draft import ComputedOnly, Draft, Drawn, Shape
+from spec_lab.core.draft import ComputedOnly, Draft, Shape
 from spec_lab.core.options import true_or_false, whole
-from spec_lab.core.probabilities import Sampling
-from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Observation, Proposer, Requires, draws_of
+from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch, DraftMasks
 from spec_lab.models.target import Target
-from spec_lab.propose.parts import PartStates, ProposerParts, join, note
+from spec_lab.propose.hybrid import Hybrid, check_parts, join, note
 from spec_lab.propose.trees import MOST_NODES, Choices
 from spec_lab.runners.runner import DraftRunner
 
@@ -87,9 +85,9 @@ class Excluding:
             allowed = np.ones((len(rows), self.vocabulary), dtype=bool)
         else:
             allowed = self.masks(shape, rows, token)
-        for place, row in enumerate(rows.tolist()):
+        for number, row in enumerate(rows.tolist()):
             if row < shape.roots:
-                allowed[place, list(self.tokens[row])] = False
+                allowed[number, list(self.tokens[row])] = False
         return allowed
 
     def view(self, roots: Sequence[int]) -> Excluding:
@@ -99,7 +97,7 @@ class Excluding:
 
 
 @dataclass(frozen=True, eq=False)
-class Union:
+class Union(Hybrid):
     """Drafts what all of its parts draft.
 
     Args:
@@ -108,10 +106,11 @@ class Union:
         exclude: whether sampled nodes leave the points at their root out.
     """
 
-    parts: ProposerParts
+    parts: Mapping[str, Proposer]
     most: int
     exclude: bool = True
     name: str = "union"
+    branches = True  # two parts may begin differently
 
     @staticmethod
     def load(target: Target, parts: Mapping[str, Proposer], nodes: int | None = None, exclude: bool = True) -> Union:
@@ -127,119 +126,43 @@ class Union:
             ValueError: fewer than two parts, more than one that samples, one that shares its noise with the verifier,
                 or fewer nodes than the part that samples drafts.
         """
-        own = ProposerParts(dict(parts))
-        if len(own.all) < 2:
-            raise ValueError("proposer.parts must name at least two proposers")
-        sampled = {name: one for name, one in parts.items() if one.drawn != "point"}
-        if len(sampled) > 1 or any(len(draws_of(one) - {"point"}) > 1 for one in parts.values()):
+        check_parts(parts)
+        sampled = {name: part for name, part in parts.items() if part.drawn != "point"}
+        if len(sampled) > 1 or any(len(part.draws - {"point"}) > 1 for part in parts.values()):
             raise ValueError(
                 f"proposer.parts: {', '.join(sampled)} sample their drafts, and one root has one distribution: let all "
                 "but one of them draft deterministic tokens (drawn=point)"
             )
-        if "gumbel" in own.draws:
-            raise ValueError("proposer.parts: a part drawn 'gumbel' shares its noise with the verifier; choose another")
-        all_nodes = sum(one.nodes for one in own.all)
+        all_nodes = sum(part.nodes for part in parts.values())
         most = all_nodes if nodes is None else whole("proposer.nodes", nodes, most=MOST_NODES)
-        for name, one in sampled.items():
-            if one.nodes > most:
-                raise ValueError(f"proposer.nodes is {most}, but part {name} samples {one.nodes}, which all must stay")
-        return Union(own, most, true_or_false("proposer.exclude", exclude))
-
-    @property
-    def drawn(self) -> Drawn:
-        """How the part that samples does; "point" without one."""
-        return self.parts.drawn
-
-    @property
-    def draws(self) -> frozenset[Drawn]:
-        """See ``DrawsSeveralWays``."""
-        return self.parts.draws
-
-    @property
-    def branches(self) -> bool:
-        """Two parts may begin differently."""
-        return True
+        for name, part in sampled.items():
+            if part.nodes > most:
+                raise ValueError(f"proposer.nodes is {most}, but part {name} samples {part.nodes}, which all must stay")
+        return Union(dict(parts), most, true_or_false("proposer.exclude", exclude))
 
     @property
     def nodes(self) -> int:
         """Most rows below one root: all parts' rows, those that are computed only among them."""
-        return sum(one.nodes for one in self.parts.all)
-
-    @property
-    def forced_nodes(self) -> int:
-        """See ``DraftsForcedTokens``."""
-        return self.parts.forced_nodes
-
-    @property
-    def target_cells(self) -> int:
-        """See ``UsesTargetCells``."""
-        return self.parts.target_cells
-
-    @property
-    def requires(self) -> Requires:
-        """What any part requires."""
-        return self.parts.requires
-
-    def kv_bytes(self, positions: Sequence[int]) -> int:
-        """See ``HoldsKVCache``."""
-        return self.parts.kv_bytes(positions)
-
-    @property
-    def sha256(self) -> str | None:
-        """See ``Hashed``."""
-        return self.parts.sha256
-
-    @property
-    def shared_store(self) -> str:
-        """See ``LearnsAcrossRequests``."""
-        return self.parts.shared_store
+        return sum(part.nodes for part in self.proposers)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        return {"nodes": self.most, "exclude": self.exclude, "parts": self.parts.facts}
-
-    def forget(self) -> None:
-        """See ``LearnsAcrossRequests``."""
-        self.parts.forget()
-
-    def check_sampling(self, sampling: Sampling) -> None:
-        """See ``ChecksSampling``."""
-        self.parts.check_sampling(sampling)
+        return {"nodes": self.most, "exclude": self.exclude, "parts": self.part_facts}
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Union:
-        """See ``CertifiableProposer``."""
-        parts = self.parts.toy(target, draft, tree)
-        return replace(self, parts=parts, most=max(self.most, *(one.nodes for one in parts.all)))
-
-    def init(self, request: Request) -> PartStates:
         """See ``Proposer``."""
-        return self.parts.init(request)
-
-    def observe(self, observed: Sequence[Observation]) -> None:
-        """See ``Proposer``."""
-        self.parts.observe(observed)
-
-    def fork(self, state: PartStates) -> PartStates:
-        """See ``Proposer``."""
-        return self.parts.fork(state)
-
-    def rewind(self, state: PartStates, length: int) -> None:
-        """See ``Proposer``."""
-        self.parts.rewind(state, length)
-
-    def close(self, state: PartStates) -> None:
-        """See ``Proposer``."""
-        self.parts.close(state)
+        parts = self.toy_parts(target, draft, tree)
+        return replace(self, parts=parts, most=max(self.most, *(part.nodes for part in parts.values())))
 
     def propose(self, batch: Batch) -> Draft:
         """Draft the points of all parts, then the sampled nodes."""
         every = range(len(batch.sequences))
-        points = {n: one.propose(self.parts.view(batch, n)) for n, one in self._points}
+        points = {n: part.propose(self.view(batch, n)) for n, part in self._points}
         sampled: dict[int, Draft] = {}
         tries, found = self._merge(batch, points)
-        for n, one in self._sampled:
-            view = self.parts.view(batch, n)
+        for n, part in self._sampled:
+            view = self.view(batch, n)
             if self.exclude:
                 left_out = [
                     [] if sequence.request.sampling.temperature == 0
@@ -249,7 +172,7 @@ class Union:
                 if any(left_out):
                     masks = Excluding(view.draft_masks, left_out, batch.target.vocabulary)
                     view = replace(view, draft_masks=masks)
-            draft = one.propose(view)
+            draft = part.propose(view)
             if draft.one_hot or draft.ways <= {"point"}:  # as deterministic as the others
                 points[n] = draft
                 tries, found = self._merge(batch, points)
@@ -260,7 +183,7 @@ class Union:
         extras = {n: _without_nodes(draft) for n, draft in points.items() if draft.computed_only is not None}
         drafts += [*extras.values(), *sampled.values()]
         joined, numbers = join(batch, drafts, [every] * len(drafts))
-        own = {n: [one and [numbers[0][tree][node] for node in one] for tree, one in enumerate(trees)]
+        own = {n: [nodes and [numbers[0][tree][node] for node in nodes] for tree, nodes in enumerate(trees)]
                for n, trees in found.items()}  # fmt: skip
         for n, trees in zip([*extras, *sampled], numbers[1:], strict=True):
             own[n] = [_added(first, more) for first, more in zip(own.get(n, [[]] * len(trees)), trees, strict=True)]
@@ -271,17 +194,17 @@ class Union:
 
     @property
     def _points(self) -> list[tuple[int, Proposer]]:
-        return [(n, one) for n, one in enumerate(self.parts.all) if one.drawn == "point"]
+        return [(n, part) for n, part in enumerate(self.proposers) if part.drawn == "point"]
 
     @property
     def _sampled(self) -> list[tuple[int, Proposer]]:
-        return [(n, one) for n, one in enumerate(self.parts.all) if one.drawn != "point"]
+        return [(n, part) for n, part in enumerate(self.proposers) if part.drawn != "point"]
 
     def _merge(self, batch: Batch, drafts: Mapping[int, Draft]) -> tuple[list[Trie], dict[int, list[list[int] | None]]]:
         """Return each sequence's trie, and for each part and sequence its nodes as numbers within the trie."""
         ordered = sorted(drafts)
         tokens = batch.read(*(drafts[n].token for n in ordered)) if drafts else ()
-        reserved = sum(one.nodes for n, one in self._sampled if n not in drafts)
+        reserved = sum(part.nodes for n, part in self._sampled if n not in drafts)
         tries, found = [], {n: list[list[int] | None]() for n in ordered}
         for tree in range(len(batch.sequences)):
             trie, row = Trie([], []), dict[tuple[int, int], int]()
@@ -320,7 +243,7 @@ def _without_nodes(draft: Draft) -> Draft:
 
 
 def _broken(drafts: Any) -> dict[int, str]:
-    return {tree: why for one in drafts for tree, why in one.broken.items()}
+    return {tree: why for draft in drafts for tree, why in draft.broken.items()}
 
 
 def _added(first: list[int] | None, more: list[int]) -> list[int] | None:

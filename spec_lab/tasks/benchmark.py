@@ -27,7 +27,7 @@ from spec_lab.core.options import one_of
 from spec_lab.core.progress import Progress
 from spec_lab.core.request import Request
 from spec_lab.core.roofline import Roofline
-from spec_lab.decode.proposer import most_at_once
+from spec_lab.decode.capacity import most_at_once
 from spec_lab.propose import Null
 from spec_lab.replay.bounds import ArmBounds, for_summary
 from spec_lab.results.schema import CHECK_COLUMNS, DRAFT_COLUMNS, TIMING_COLUMNS, TURN_COLUMNS

@@ -23,7 +23,7 @@ from spec_lab.decode.prefix_cache import PrefixCache
 from spec_lab.decode.sequence import SequenceState
 from spec_lab.decode.step import StepInfo
 from spec_lab.models.target import Target
-from spec_lab.propose import Null, Proposer, branches, check_sampling, draws_of
+from spec_lab.propose import Null, Proposer
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.memory import check_memory
 from spec_lab.text.detokenizer import Event, Finish, Held, Text, Withdrawn
@@ -182,8 +182,8 @@ def engine_with_events(lab: Lab, settings: Settings, prefix_cache: PrefixCache |
             f"the constraint '{lab.applied.constraint.name}' is over {lab.applied.constraint.vocabulary} tokens, the "
             f"target has {lab.target.vocabulary}: build it with the target's vocabulary"
         )
-    check_pair(lab.proposer.name, draws_of(lab.proposer), lab.verifier, branches(lab.proposer))
-    check_sampling(lab.proposer, lab.sampling)
+    check_pair(lab.proposer.name, lab.proposer.draws, lab.verifier, lab.proposer.branches)
+    lab.proposer.check_sampling(lab.sampling)
     requests = [replace(one, logprobs=True) for one in lab.requests(settings)]
     kept = settings.prefix_cache if prefix_cache is None else prefix_cache.most_tokens
     check_memory(lab, replace(settings, prefix_cache=kept), [len(one.tokens) for one in requests])

@@ -20,18 +20,19 @@ from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.healing import heal
 from spec_lab.constrain.protocol import Composite, PerRequestSource
 from spec_lab.core import machine_limits
+from spec_lab.core.faults import attributed
 from spec_lab.core.probabilities import Sampling
-from spec_lab.core.protocols import Hashed, Threaded, facts_of
+from spec_lab.core.protocols import Hashed, Threaded
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.core.roofline import Roofline
+from spec_lab.decode.capacity import check_requires
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.prefix_cache import PrefixCache, check_prefix_cache
-from spec_lab.decode.proposer import forget
 from spec_lab.decode.recording import Recording
 from spec_lab.decode.step import StepInfo
 from spec_lab.models.target import Target
-from spec_lab.propose import LearnsAcrossRequests, Null, Proposer, branches, check_requires, check_sampling, draws_of
+from spec_lab.propose import Null, Proposer
 from spec_lab.results import writer
 from spec_lab.results.writer import Outcome
 from spec_lab.tasks.settings import Settings as Settings
@@ -94,7 +95,8 @@ class Loop:
 
     def forget(self) -> None:
         """Forget what was learned and kept of earlier requests, as after a warm-up."""
-        forget(self.proposer)
+        with attributed("proposer", self.proposer):
+            self.proposer.forget()
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
 
@@ -163,8 +165,8 @@ class Lab:
         if isinstance(self.proposer, Null):
             del proposers["speculative"]
         for name, proposer in proposers.items():
-            check_pair(proposer.name, draws_of(proposer), self.verifier, branches(proposer))
-            check_sampling(proposer, self.sampling)
+            check_pair(proposer.name, proposer.draws, self.verifier, proposer.branches)
+            proposer.check_sampling(self.sampling)
             check_requires(proposer, self.target)
             if settings.prefix_cache is not None:
                 check_prefix_cache(proposer, self.target)
@@ -316,8 +318,8 @@ class Lab:
         own = {} if isinstance(self.proposer, Null) else {"speculative": self.proposer}
         proposers = {**own, **self.more_proposers}
         return {
-            name: {"name": one.name, "drawn": one.drawn, **shared_store(one), **facts_of(one)}
-            for name, one in proposers.items()
+            name: {"name": proposer.name, "drawn": proposer.drawn, **shared_store(proposer), **proposer.facts}
+            for name, proposer in proposers.items()
         }
 
     def chat_facts(self) -> dict[str, Any] | None:
@@ -360,8 +362,7 @@ class Lab:
 
 def shared_store(proposer: Proposer) -> dict[str, str]:
     """Return what the manifest records of a store that requests share; empty without one."""
-    what = proposer.shared_store if isinstance(proposer, LearnsAcrossRequests) else ""
-    return {"shared_store": what} if what else {}
+    return {"shared_store": proposer.shared_store} if proposer.shared_store else {}
 
 
 def requests_of(

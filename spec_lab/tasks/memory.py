@@ -7,7 +7,8 @@ from typing import Any
 
 from spec_lab.core import memory
 from spec_lab.core.memory import readable
-from spec_lab.decode.proposer import Proposer, kv_bytes, most_cells, most_rows
+from spec_lab.decode.capacity import most_cells, most_rows
+from spec_lab.decode.proposer import Proposer
 from spec_lab.propose.null import Null
 from spec_lab.runners.memory import Decoding, MemoryNeed, ModelMemory, StatesMemory, need, what_fits
 from spec_lab.tasks.lab import Lab, Settings
@@ -37,7 +38,7 @@ def check_memory(lab: Lab, settings: Settings, prompts: Sequence[int], room: int
     decoding, proposers = _decoding(lab, settings, prompts), [lab.proposer, *lab.more_proposers.values()]
 
     def draft_bytes(positions: Sequence[int]) -> int:
-        return sum(kv_bytes(one, positions) for one in proposers)
+        return sum(one.kv_bytes(positions) for one in proposers)
 
     needed = need(model, decoding, draft_bytes)
     if room is not None and needed.total > room:

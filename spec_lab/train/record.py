@@ -14,7 +14,7 @@ from spec_lab.core.draft import Draft, Drawn, empty
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.decode.engine import fixed_group
-from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
 from spec_lab.train.texts import Texts
@@ -23,7 +23,7 @@ from spec_lab.verify import Match
 log = logging.getLogger(__name__)
 
 
-class StateRecorder(Lifecycle):
+class StateRecorder(Proposer):
     """Drafts nothing, and keeps the hidden states of every computed position.
 
     Args:
@@ -34,6 +34,7 @@ class StateRecorder(Lifecycle):
     drawn: Drawn = "point"
     nodes = 0
     branches = False
+    requires: Requires
 
     def __init__(self, states: tuple[int, ...]) -> None:
         self.requires = Requires(hidden=states)

@@ -125,10 +125,10 @@ def test_errors_that_are_their_own_cause_end_the_search():
 
 
 MODULE = """
-from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.proposer import Proposer
 
 
-class Faulty(Lifecycle):
+class Faulty(Proposer):
     name, drawn, nodes = "faulty", "point", 1
 
     def __init__(self, target): ...

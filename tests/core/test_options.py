@@ -6,7 +6,7 @@ import pytest
 
 from spec_lab.constrain.controllers import candidates, template
 from spec_lab.core.options import MAX_CHARACTERS, MAX_STRINGS, strings, whole
-from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.proposer import Proposer
 from spec_lab.tasks.lab import MOST_NODES, Lab
 from spec_lab.verify import Lenient, Relaxed
 from tests.constrain.parts import toy
@@ -50,7 +50,7 @@ def test_the_nodes_of_a_step_are_bounded(tmp_path):
         wide.arms(replace(settings(tmp_path), batch_size=17))
 
 
-class Many(Lifecycle):
+class Many(Proposer):
     name, drawn, nodes = "many", "point", 1024
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from spec_lab.core.draft import Draft, Shape, forest, tree
-from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.proposer import Proposer
 from tests.tiny import VOCABULARY
 
 TREE = tree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
@@ -15,7 +15,7 @@ NEW = 20
 
 
 @dataclass
-class Foretold(Lifecycle):
+class Foretold(Proposer):
     """Drafts the future tokens, some of them replaced at random; other requests do not change its draft."""
 
     future: list[list[int]]  # of each request

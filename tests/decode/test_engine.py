@@ -16,7 +16,7 @@ from spec_lab.core.faults import PartError
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.decode.engine import Engine, Limits, fixed_group
-from spec_lab.decode.proposer import Lifecycle, Requires
+from spec_lab.decode.proposer import Proposer, Requires
 from spec_lab.drafters.draft_model.forced import RUN
 from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.propose import Null
@@ -377,7 +377,7 @@ def test_a_proposer_that_fails_is_named_and_everything_is_freed(target, failing)
     assert proposer.made == proposer.log.count("c")
 
 
-class Counts(Lifecycle):
+class Counts(Proposer):
     """Drafts nothing and counts its open states; one call of one method fails."""
 
     name, drawn, nodes = "counts", "point", 0
@@ -465,7 +465,7 @@ class Seen:
         self.tokens, self.hidden, self.closed = list(tokens), list(hidden), False
 
 
-class Guess:
+class Guess(Proposer):
     """Drafts the target's likeliest tokens, some of them wrong; checks everything that it observes."""
 
     name = "guess"
@@ -606,7 +606,7 @@ def test_every_committed_position_is_observed_once_with_its_hidden_state(target,
     assert outputs(engine) == memo["observed", script, sampling]
 
 
-class Window(Lifecycle):
+class Window(Proposer):
     """Has four rows computed below each root, and drafts nothing."""
 
     name, drawn, nodes = "window", "point", 4

@@ -15,15 +15,15 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.decode.prefix_cache import BLOCK, PrefixCache, check_prefix_cache
-from spec_lab.decode.proposer import Lifecycle, Requires
+from spec_lab.decode.proposer import Proposer, Requires
 from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.propose import Null
 from spec_lab.propose.best_of import BestOf
 from spec_lab.propose.ngram import Ngram, NgramTree
-from spec_lab.propose.parts import ProposerParts
 from spec_lab.propose.recycling import Recycling
 from spec_lab.propose.trees import parse
 from spec_lab.runners.causal_lm import CausalLM
+from spec_lab.train.record import StateRecorder
 from spec_lab.verify import Token, Traversal
 from tests import recurrent
 from tests.constrain.scripted import Scripted, after
@@ -161,7 +161,7 @@ def test_the_next_turn_of_a_chat_computes_only_what_is_new(target):
     assert len(prefixes.texts) == 1, "a text that another begins with is not kept twice"
 
 
-class Watch(Lifecycle):
+class Watch(Proposer):
     """Notes which positions are observed, with which tokens, and drafts nothing."""
 
     name, drawn, nodes = "watch", "point", 1
@@ -304,7 +304,7 @@ def test_a_proposer_that_reads_every_positions_hidden_states_is_refused_by_name(
     last = Medusa(heads_of(target), parse("0"))
     check_prefix_cache(last, target)
     check_prefix_cache(BestOf.load(target, {"a": last, "b": Ngram(2, 2, 1)}), target)
-    both = ProposerParts({"a": last, "b": SimpleNamespace(requires=Requires(hidden=(1,)))})
+    both = BestOf.load(target, {"a": last, "b": StateRecorder((1,))})
     assert both.requires.every_position
 
 

@@ -70,7 +70,7 @@ class Broken:
 
 
 @dataclass(frozen=True)
-class Around:
+class Around(Proposer):
     """The reference proposer, whose draft is changed.
 
     Args:

@@ -1,6 +1,7 @@
 """A cascade of drafts: its chain is the draft model's own, whatever the inner proposer drafts."""
 
 from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.decode.engine import Engine, Limits, fixed_group
-from spec_lab.decode.proposer import Lifecycle, Requires
+from spec_lab.decode.proposer import Proposer, Requires
 from spec_lab.decode.step import Parts
 from spec_lab.drafters import cascade as module
 from spec_lab.drafters.cascade import DraftCascade
@@ -339,10 +340,12 @@ def test_the_same_tokens_are_accepted_whoever_drafts_for_the_draft_model():
 # What is refused -----------------------------------------------------------------------------------------------------
 
 
-class Curious(Lifecycle):
+@dataclass
+class Curious(Ngram):
     """Requires a hidden state that a draft model of one layer does not have."""
 
-    name, drawn, nodes, requires = "curious", "point", 1, Requires((2,))
+    name: str = "curious"
+    requires: Requires = Requires((2,))
 
 
 def load(target, inner, verifier=None, **options):
@@ -367,7 +370,7 @@ def loaded(monkeypatch):
         (Ngram(3, 2, 1), {"temperature": -1}, "proposer.temperature"),
         (Ngram(3, 2, 1), {"verifier": Lenient(0.8)}, "proposer.verifier: the verifier 'lenient' is lossy"),
         (draft_model("1x1", "gumbel"), {}, "proposer.inner, whose target is the draft model draft: .*draws 'gumbel'"),
-        (Curious(), {}, "proposer.inner, .*: proposer 'curious' requires hidden state 2 of the target"),
+        (Curious(3, 2, 1), {}, "proposer.inner, .*: proposer 'curious' requires hidden state 2 of the target"),
     ],
 )
 def test_wrong_options_are_named(target, loaded, inner, options, message):

@@ -115,7 +115,7 @@ def test_a_proposer_that_lacks_a_member_is_refused_by_the_member_s_name(flat_cli
     chosen = ["proposer=bigram", "~proposer.depth", "proposer._target_=toy_plugin.unfinished.Unfinished.load"]
     code, _, errors = flat_cli(*BY_NAME, *SHORT, *chosen)
     assert code == 1
-    named = ["proposer._target_=toy_plugin.unfinished.Unfinished.load", "requires", "spec_lab.decode.proposer.Proposer"]
+    named = ["proposer._target_=toy_plugin.unfinished.Unfinished.load", "nodes", "spec_lab.decode.proposer.Proposer"]
     assert re.search(".*".join(rf"\b{re.escape(name)}\b" for name in named), errors)
     assert not (tmp_path / "here").exists()
 

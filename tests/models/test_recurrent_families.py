@@ -9,7 +9,7 @@ import torch
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.engine import Engine, Limits
-from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.proposer import Proposer
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.self_check import self_check
 from spec_lab.models.support import NO_LIMIT, Unsupported
@@ -36,7 +36,7 @@ def families(*short):
 
 
 @dataclasses.dataclass
-class Foretold(Lifecycle):
+class Foretold(Proposer):
     """Drafts chains of which any number of tokens is right, the others wrong."""
 
     future: list[list[int]]  # of each request

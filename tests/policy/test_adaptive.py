@@ -9,7 +9,6 @@ import pytest
 from spec_lab.core.faults import PartError
 from spec_lab.core.limit import Limit
 from spec_lab.core.protocols import facts_of
-from spec_lab.decode.proposer import forget
 from spec_lab.policy.adaptive import adapt
 from spec_lab.policy.bandit import Bandit, Rewards
 from spec_lab.policy.costs import DraftCosts, Timing, draft_costs
@@ -147,7 +146,7 @@ def test_forks_learn_separately_and_the_run_s_store_is_forgotten(target):
     decode(target, shared, requests())
     assert bandit.shared.steps.sum() > 0
     assert "tokens per second" in shared.shared_store
-    forget(shared)
+    shared.forget()
     assert bandit.shared.steps.sum() == 0
     assert adaptive.shared_store == ""
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from spec_lab.core.draft import Draft, chain, forest
-from spec_lab.decode.proposer import Lifecycle, Observation
+from spec_lab.decode.proposer import Observation, Proposer
 from spec_lab.propose.best_of import RECOVERY, BestOf
 from spec_lab.propose.ngram import Ngram
 from tests.propose.lab import COLD, WARM, batch_of, decode, draft_model, emitted, requests
 
 
-class Says(Lifecycle):
+class Says(Proposer):
     """Drafts its token, and promises so many accepted ones, by the number of tokens of the text."""
 
     drawn, branches, name, nodes = "point", False, "says", 1
@@ -25,7 +25,7 @@ class Says(Lifecycle):
         return Draft(forest((chain(1),) * len(batch.sequences)), torch.full((len(batch.sequences),), self.token))
 
 
-class Truth(Lifecycle):
+class Truth(Proposer):
     """Drafts what the target will emit, ``depth`` tokens of it, or something else."""
 
     drawn, branches, name = "point", False, "truth"
@@ -78,7 +78,7 @@ def test_parts_that_sample_and_parts_that_do_not_take_turns_in_one_batch(target,
     if sampling is COLD:
         assert emitted(group) == truth
     assert {"iid", "point"} in ways
-    assert not both.parts.all[1].lm.cells.references.any()
+    assert not both.proposers[1].lm.cells.references.any()
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,8 @@ def test_wrong_options_are_named(options, message):
 class Sometimes(Says):
     """Drafts its token where the text has an even number of tokens, and has no scores."""
 
-    scores = None
+    def scores(self, batch):
+        return None
 
     def propose(self, batch):
         sizes = [1 - len(one.tokens) % 2 for one in batch.sequences]

@@ -10,7 +10,6 @@ from spec_lab.decode.engine import fixed_group
 from spec_lab.policy.adaptive import Adaptive
 from spec_lab.policy.depths import FixedDepth
 from spec_lab.propose.lookahead import Lookahead, Window
-from spec_lab.propose.parts import ProposerParts
 from spec_lab.verify import Token, Traversal
 from tests.propose.lab import PROMPTS, WARM, decode, emitted, plain_logits, requests
 
@@ -71,7 +70,7 @@ def test_the_window_is_left_out_where_the_context_ends(target):
 
 
 def test_a_limit_of_the_depth_leaves_the_window(target):
-    limited = Adaptive(ProposerParts({"lookahead": Lookahead(4, 3, 3)}), FixedDepth(1))
+    limited = Adaptive({"lookahead": Lookahead(4, 3, 3)}, FixedDepth(1))
     _, steps = decode(target, limited, requests(new=12, prompts=PROMPTS[:1]))
     assert all(step.draft.computed_only is not None and step.draft.shape.deepest <= 1 for step in steps[:5])
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.readback import Readback
+from spec_lab.decode.capacity import check_requires
 from spec_lab.decode.engine import Engine, Limits
-from spec_lab.decode.proposer import Observation, check_requires
+from spec_lab.decode.proposer import Observation
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.propose.pld_plus import SCAN, PldPlus

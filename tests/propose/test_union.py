@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from spec_lab.core.draft import POINT, Shape, chain, forest
 from spec_lab.core.draft import Draft as CoreDraft
-from spec_lab.decode.proposer import Lifecycle, Requires
+from spec_lab.decode.proposer import Proposer, Requires
+from spec_lab.propose.hybrid import join
 from spec_lab.propose.ngram import Ngram, NgramTree
-from spec_lab.propose.parts import ProposerParts, join
 from spec_lab.propose.union import Excluding, Trie, Union
 from spec_lab.verify import Token, Traversal
 from tests.propose.lab import COLD, PROMPTS, WARM, batch_of, decode, draft_model, emitted, path_tokens, requests
@@ -25,7 +25,7 @@ TREE = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 2)), max_size=8).ma
 NOTHING = Requires()
 
 
-class Fixed(Lifecycle):
+class Fixed(Proposer):
     """Drafts the same chain everywhere, and keeps what it observes."""
 
     drawn, branches = "point", False
@@ -221,7 +221,7 @@ def test_parts_that_cannot_be_united_are_refused(parts, options, message):
 
 
 def test_what_parts_declare_is_declared_together():
-    parts = ProposerParts({"a": Fixed(1, requires=Requires(hidden=(2,), top_k=3)), "b": draft_model("2x1", "without")})
-    assert parts.requires == Requires(hidden=(2,), top_k=3)
-    assert parts.draws == {"point", "without"} and parts.drawn == "without" and parts.branches
-    assert parts.facts["b"]["drawn"] == "without"
+    both = union(Fixed(1, requires=Requires(hidden=(2,), top_k=3)), draft_model("2x1", "without"))
+    assert both.requires == Requires(hidden=(2,), top_k=3)
+    assert both.draws == {"point", "without"} and both.drawn == "without" and both.branches
+    assert both.part_facts["p1"]["drawn"] == "without"

@@ -14,8 +14,8 @@ from spec_lab.core.draft import Draft, Shape, chain, empty, tree
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.capacity import check_requires
 from spec_lab.decode.engine import Engine, Limits
-from spec_lab.decode.proposer import check_requires
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.target import Target
 from spec_lab.propose import Null

@@ -13,8 +13,8 @@ from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.core.draft import Draft, Shape, chain, empty, tree
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.capacity import check_requires
 from spec_lab.decode.engine import Engine, Limits
-from spec_lab.decode.proposer import check_requires
 from spec_lab.drafters.early_exit import EarlyExit
 from spec_lab.models.target import Target
 from spec_lab.propose import Null

@@ -12,8 +12,9 @@ from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.capacity import check_requires, most_at_once
 from spec_lab.decode.engine import Engine, Limits
-from spec_lab.decode.proposer import Requires, check_requires, most_at_once
+from spec_lab.decode.proposer import Requires
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target

@@ -14,7 +14,7 @@ from spec_lab.core.draft import Draft, Shape, chain, forest, tree
 from spec_lab.core.probabilities import Sampling, argmax_of_finite, finite_, likeliest, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
 from spec_lab.decode.engine import fixed_group
-from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.proposer import Proposer
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.propose import Null
@@ -483,7 +483,7 @@ class Last:
         return picked
 
 
-class Support(Lifecycle):
+class Support(Proposer):
     """Drafts the whole support of p, its top ten, whose float32 sum may be below 1."""
 
     name, drawn, nodes = "support", "point", 10

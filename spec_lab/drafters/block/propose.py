@@ -14,11 +14,10 @@ from typing import Any, Unpack
 import numpy as np
 import torch
 
-from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.inference import inference
-from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.drafters.block.files import read_block
 from spec_lab.drafters.block.network import BlockNetwork
@@ -27,12 +26,13 @@ from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+from spec_lab.propose.tree_proposer import TreeProposer
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.block_lm import BlockLM
 from spec_lab.runners.runner import DraftRunner
 
 
-class BlockDrafter(Lifecycle):
+class BlockDrafter(TreeProposer):
     """Drafts below every sequence with one pending token and computed positions before it; nothing elsewhere.
 
     So nothing is drafted in the first step of a request, whose prompt is not computed yet, nor where forced tokens are
@@ -48,18 +48,14 @@ class BlockDrafter(Lifecycle):
         ValueError: trees deeper than a block.
     """
 
-    name = "block"
-
     def __init__(self, network: BlockNetwork, target: Target, plan: TreePlan, sha256: str | None = "") -> None:
         if plan.depth > network.levels:
             raise ValueError(
                 f"the block drafter drafts {network.levels} tokens at a time, not {plan.depth}: set a smaller "
                 "proposer.depth or proposer.max_depth, or a tree that is not as deep"
             )
-        self.network, self.plan, self.sha256 = network, plan, sha256
-        self.drawn: Drawn = plan.drawn
-        self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
-        self.requires, self.context = Requires(hidden=network.hidden), target.context
+        super().__init__(plan, "block", Requires(hidden=network.hidden), sha256)
+        self.network, self.context = network, target.context
         self.lm = BlockLM(network, network.layers, target.lm.device, target.lm.dtype)
 
     @staticmethod
@@ -81,17 +77,8 @@ class BlockDrafter(Lifecycle):
         pack(read.network)
         return BlockDrafter(read.network, target, plan, read.sha256)
 
-    @property
-    def why_not_stopped(self) -> str:
-        """See ``StopsEarly``."""
-        return self.plan.why_not_stopped
-
-    def check_sampling(self, request: Sampling) -> None:
-        """See ``TreePlan.check_sampling``."""
-        self.plan.check_sampling(request)
-
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> BlockDrafter:
-        """The same proposer with a random network and another tree. See ``CertifiableProposer``."""
+        """The same proposer with a random network and another tree. See ``Proposer``."""
         plan = self.plan.toy(tree)
         return BlockDrafter(self.network.toy(target, plan.depth), target, plan, None)
 

@@ -12,12 +12,11 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from spec_lab.core.draft import Draft, Drawn, Shape, empty
+from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.inference import inference
 from spec_lab.core.options import one_of
-from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Lifecycle, runner_kv_bytes
+from spec_lab.decode.proposer import Requires, runner_kv_bytes
 from spec_lab.decode.sequence import Batch
 from spec_lab.drafters.draft_model.cache import DraftCache, Tentative
 from spec_lab.drafters.draft_model.forced import RUN, ForcedChains
@@ -27,11 +26,12 @@ from spec_lab.drafters.draft_model.vocabularies import SameTokens, SharedTokens,
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import Computed
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+from spec_lab.propose.tree_proposer import TreeProposer
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.runner import DraftRunner
 
 
-class DraftModel(Lifecycle):
+class DraftModel(TreeProposer):
     """Drafts with a causal LM of its own, whose KV cache follows each sequence.
 
     Args:
@@ -52,14 +52,9 @@ class DraftModel(Lifecycle):
         sha256: str = "",
         vocabularies: Vocabularies | None = None,
     ) -> None:
-        self.lm = lm
-        self.context = context
-        self.plan = plan
-        self.name = name
-        self.sha256 = sha256
+        super().__init__(plan, name, Requires(), sha256)
+        self.lm, self.context = lm, context
         self.vocabularies: Vocabularies = vocabularies or SameTokens()
-        self.drawn: Drawn = plan.drawn
-        self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
         self._bare = lru_cache(maxsize=256)(lambda roots: empty(roots, lm.device))
 
     @staticmethod
@@ -95,15 +90,6 @@ class DraftModel(Lifecycle):
         plan.check_width(target.vocabulary if shared is None else shared.count)
         return DraftModel(draft.runner(), draft.context, plan, f"draft_{plan.kind}", draft.sha256, shared)
 
-    @property
-    def why_not_stopped(self) -> str:
-        """See ``StopsEarly``."""
-        return self.plan.why_not_stopped
-
-    def check_sampling(self, request: Sampling) -> None:
-        """See ``TreePlan.check_sampling``."""
-        self.plan.check_sampling(request)
-
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> DraftModel:
         """The same proposer with another draft and tree. See ``Proposer``."""
         vocabularies = self.vocabularies.toy(target.vocabulary)
@@ -116,7 +102,7 @@ class DraftModel(Lifecycle):
 
     @property
     def forced_nodes(self) -> int:
-        """See ``DraftsForcedTokens``."""
+        """See ``Proposer``."""
         return RUN if self._drafts_forced else 0
 
     def init(self, request: Request) -> DraftCache:
@@ -125,8 +111,8 @@ class DraftModel(Lifecycle):
         return DraftCache(self.lm.open(tokens + self.plan.computed))
 
     def kv_bytes(self, positions: Sequence[int]) -> int:
-        """See ``HoldsKVCache``."""
-        return runner_kv_bytes(self.lm, [min(one, self.context) + self.plan.computed for one in positions])
+        """See ``Proposer``."""
+        return runner_kv_bytes(self.lm, [min(end, self.context) + self.plan.computed for end in positions])
 
     def fork(self, state: DraftCache) -> DraftCache:
         """See ``DraftCache.fork``."""

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.clock import Phase
-from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.inference import inference
-from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.features import Features
 from spec_lab.drafters.hydra.files import read_hydra
@@ -28,6 +27,7 @@ from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+from spec_lab.propose.tree_proposer import TreeProposer
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.feature_lm import FeatureLM
 from spec_lab.runners.runner import DraftRunner, KVSequence
@@ -46,7 +46,7 @@ class HydraState:
     kv: KVSequence | None = None
 
 
-class Hydra(Lifecycle):
+class Hydra(TreeProposer):
     """Drafts below every sequence with computed positions; nothing in the first step, when there are none.
 
     Below m pending tokens the first head is number m - 1: it reads the state of the last computed position and the m
@@ -62,8 +62,6 @@ class Hydra(Lifecycle):
         ValueError: the plan has more levels than there are heads.
     """
 
-    name = "hydra"
-
     def __init__(self, network: HydraHeads, target: Target, plan: TreePlan, sha256: str | None = "") -> None:
         if plan.depth > len(network):
             option = "proposer.depth or proposer.tree" if plan.budget is None else "proposer.max_depth"
@@ -71,14 +69,11 @@ class Hydra(Lifecycle):
                 f"{option} asks for {plan.depth} levels, but each is drafted by a head of its own, and there are only "
                 f"{len(network)} Hydra heads: choose at most {len(network)} levels"
             )
-        self.network, self.plan, self.sha256 = network, plan, sha256
-        self.drawn: Drawn = plan.drawn
-        self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
-        self.context = target.context
+        super().__init__(plan, "hydra", Requires(hidden=(-1,), every_position=network.prefix is not None), sha256)
+        self.network, self.context = network, target.context
         self.lm: FeatureLM | None = None
         if network.prefix is not None:
             self.lm = FeatureLM(network.prefix, 1, target.lm.device, target.lm.dtype)
-        self.requires = Requires(hidden=(-1,), every_position=network.prefix is not None)
 
     @staticmethod
     def load(target: Target, path: str, **options: Unpack[TreeOptions]) -> Hydra:
@@ -99,17 +94,8 @@ class Hydra(Lifecycle):
         pack(heads)
         return Hydra(heads, target, plan, weights_hash(path))
 
-    @property
-    def why_not_stopped(self) -> str:
-        """See ``StopsEarly``."""
-        return self.plan.why_not_stopped
-
-    def check_sampling(self, request: Sampling) -> None:
-        """See ``TreePlan.check_sampling``."""
-        self.plan.check_sampling(request)
-
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Hydra:
-        """The same proposer with random heads, one more than levels, and another tree. See ``CertifiableProposer``."""
+        """The same proposer with random heads, one more than levels, and another tree. See ``Proposer``."""
         plan = self.plan.toy(tree)
         return Hydra(self.network.toy(target, plan.depth + 1), target, plan, None)
 

@@ -16,7 +16,7 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.decode.engine import fixed_group
-from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.decode.study import Capture
 from spec_lab.drafters.medusa.network import Heads
@@ -91,7 +91,7 @@ def of_texts(
     return Accuracy.of(np.concatenate(ranks), width, temperature)
 
 
-class Collect(Lifecycle):
+class Collect(Proposer):
     """A null proposer that collects the hidden states from which tokens were chosen, and these tokens.
 
     It expects one emitted token for each sequence in each step. ``texts`` has a list for each sequence, also after it

@@ -22,7 +22,7 @@ from spec_lab.core.inference import inference
 from spec_lab.core.options import temperature_or_none, whole
 from spec_lab.core.probabilities import likeliest
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.drafters.features import Features
 from spec_lab.drafters.medusa.network import Heads
@@ -36,7 +36,7 @@ from spec_lab.runners.runner import DraftRunner
 log = logging.getLogger(__name__)
 
 
-class Medusa(Lifecycle):
+class Medusa(Proposer):
     """Drafts the same tree in each step: the child of rank r at depth d is the r-th likeliest token of head d - 1.
 
     The heads read the hidden state of the last computed token; heads with a trunk also read the token after it, which
@@ -51,6 +51,10 @@ class Medusa(Lifecycle):
 
     name = "medusa"
     drawn: Drawn = "point"
+    nodes: int
+    branches: bool
+    requires: Requires
+    sha256: str | None
 
     def __init__(self, heads: Heads, tree: Choices, calibration: Calibration | None = None) -> None:
         self.heads = heads if len(heads) == depth_of(tree) else heads.first(depth_of(tree))

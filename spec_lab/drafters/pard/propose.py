@@ -17,23 +17,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
+from spec_lab.core.draft import Draft, Shape, chain, forest
 from spec_lab.core.inference import inference
 from spec_lab.core.options import brief
-from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Lifecycle, runner_kv_bytes
+from spec_lab.decode.proposer import Requires, runner_kv_bytes
 from spec_lab.decode.sequence import Batch
 from spec_lab.drafters.draft_model.cache import DraftCache
 from spec_lab.drafters.draft_model.loading import check_same_tokens, load_draft
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+from spec_lab.propose.tree_proposer import TreeProposer
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.runner import DraftRunner
 
 
-class Pard(Lifecycle):
+class Pard(TreeProposer):
     """Drafts with a causal LM that was trained to read mask tokens, whose KV cache follows each sequence.
 
     It reads tokens only, so it drafts in every step: in the first one of a request, where it computes the whole prompt,
@@ -49,8 +49,6 @@ class Pard(Lifecycle):
             mask token.
     """
 
-    name = "pard"
-
     def __init__(
         self,
         lm: DraftRunner,
@@ -60,10 +58,9 @@ class Pard(Lifecycle):
         sha256: str = "",
         vocabulary: int | None = None,
     ) -> None:
-        self.lm, self.context, self.mask_token, self.plan, self.sha256 = lm, context, mask_token, plan, sha256
+        super().__init__(plan, "pard", Requires(), sha256)
+        self.lm, self.context, self.mask_token = lm, context, mask_token
         self.vocabulary = vocabulary
-        self.drawn: Drawn = plan.drawn
-        self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
         self._masks = lru_cache(maxsize=256)(self._mask_chains)
 
     @staticmethod
@@ -94,15 +91,6 @@ class Pard(Lifecycle):
         narrower = shared if shared < target.vocabulary else None
         return Pard(draft.runner(), draft.context, mask, plan, draft.sha256, narrower)
 
-    @property
-    def why_not_stopped(self) -> str:
-        """See ``StopsEarly``."""
-        return self.plan.why_not_stopped
-
-    def check_sampling(self, request: Sampling) -> None:
-        """See ``TreePlan.check_sampling``."""
-        self.plan.check_sampling(request)
-
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Pard:
         """The same proposer with another draft and tree; the last token is the mask token. See ``Proposer``."""
         return Pard(draft, target.context, target.vocabulary - 1, self.plan.toy(tree))
@@ -118,8 +106,8 @@ class Pard(Lifecycle):
         return DraftCache(self.lm.open(tokens + self.plan.depth))
 
     def kv_bytes(self, positions: Sequence[int]) -> int:
-        """See ``HoldsKVCache``."""
-        return runner_kv_bytes(self.lm, [min(one, self.context) + self.plan.depth for one in positions])
+        """See ``Proposer``."""
+        return runner_kv_bytes(self.lm, [min(end, self.context) + self.plan.depth for end in positions])
 
     def fork(self, state: DraftCache) -> DraftCache:
         """See ``DraftCache.fork``."""

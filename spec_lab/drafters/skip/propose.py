@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.clock import Phase
-from spec_lab.core.draft import Draft, Drawn, Shape, chain
+from spec_lab.core.draft import Draft, Shape, chain
 from spec_lab.core.inference import inference
 from spec_lab.core.options import one_of, share, whole
-from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Lifecycle, Requires
+from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.skip.search import (
     MOST_TRIES,
@@ -35,6 +34,7 @@ from spec_lab.models.layer_checks import check_skipping, sublayers_of, with_laye
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import Computed, RowLogits
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+from spec_lab.propose.tree_proposer import TreeProposer
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.draft_pass import DraftPass, Route, RunsLayerRanges, Sublayer
 from spec_lab.runners.runner import DraftRunner
@@ -53,7 +53,7 @@ class Tried:
     last: int = 0
 
 
-class Skip(Lifecycle):
+class Skip(TreeProposer):
     """Drafts with all layers of the target but some sublayers.
 
     A sequence with more pending tokens than the runner computes in one forward, such as a long prompt, gets no draft.
@@ -69,11 +69,8 @@ class Skip(Lifecycle):
     def __init__(
         self, lm: RunsLayerRanges, plan: TreePlan, skipped: frozenset[Sublayer] | SkipSearch, scope: str = "run"
     ) -> None:
-        self.lm, self.plan, self.skipped, self.scope = lm, plan, skipped, scope
-        self.name = "skip"
-        self.drawn: Drawn = plan.drawn
-        self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
-        self.requires = Requires(abilities=frozenset({"layer_ranges"}))
+        super().__init__(plan, "skip", Requires(abilities=frozenset({"layer_ranges"})), None)
+        self.lm, self.skipped, self.scope = lm, skipped, scope
         self._shared = Tried()
 
     @staticmethod
@@ -135,33 +132,24 @@ class Skip(Lifecycle):
         return Skip(lm, plan, chosen, scope)
 
     @property
-    def why_not_stopped(self) -> str:
-        """See ``StopsEarly``."""
-        return self.plan.why_not_stopped
-
-    @property
     def shared_store(self) -> str:
-        """See ``LearnsAcrossRequests``."""
+        """See ``Proposer``."""
         shared = isinstance(self.skipped, SkipSearch) and self.scope == "run"
         return "which sublayers the draft skips, found with the texts of all requests" if shared else ""
 
     @property
     def target_cells(self) -> int:
-        """See ``UsesTargetCells``."""
+        """See ``Proposer``."""
         return max(self.plan.computed, self.skipped.window if isinstance(self.skipped, SkipSearch) else 0)
 
     def forget(self) -> None:
         """Begin the shared search anew."""
         self._shared = Tried()
 
-    def check_sampling(self, request: Sampling) -> None:
-        """See ``TreePlan.check_sampling``."""
-        self.plan.check_sampling(request)
-
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Skip:
         """The same proposer without the MLP of the toy's last layer, or with a short search of its own for each text.
 
-        Outcomes are enumerated side by side, so they share no search. See ``CertifiableProposer``.
+        Outcomes are enumerated side by side, so they share no search. See ``Proposer``.
         """
         lm, plan = target.causal_lm, self.plan.toy(tree)
         if not isinstance(self.skipped, SkipSearch):

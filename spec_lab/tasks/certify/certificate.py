@@ -13,7 +13,7 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.faults import PartError
 from spec_lab.core.probabilities import Sampling
-from spec_lab.propose import CertifiableProposer, Proposer
+from spec_lab.propose import Proposer
 from spec_lab.tasks.certify.enumeration import Continuous, Reused, TooMany, Unrepeatable
 from spec_lab.tasks.certify.exact import Finding, examine
 from spec_lab.tasks.certify.instances import PLAIN, QUICK, Instance, conditioned, constrained, every_instance
@@ -83,7 +83,7 @@ def prove(
 ) -> Proof:
     """Enumerate instances with the proposer's own drafts where it runs on a toy, else with the reference's.
 
-    A ``CertifiableProposer`` drafts with its toy version. Any other is tried as it is on the toy target; if it fails
+    A proposer with a ``toy`` of its own drafts with that. Any other is tried as it is on the toy target; if it fails
     there, a draft model that draws siblings the same way (the reference) drafts in its place, and ``missing`` names the
     reason.
 
@@ -175,7 +175,7 @@ def _fails(
 
 def _unfit(instance: Instance, proposer: Proposer, verifier: Verifier, sampling: Sampling) -> str:
     """Return why a proposer without a toy version cannot draft for a toy target; empty where it can."""
-    if isinstance(proposer, CertifiableProposer):
+    if type(proposer).toy is not Proposer.toy:
         return ""
     error = _error(instance, proposer, verifier, sampling)
     if isinstance(error, Misfit):

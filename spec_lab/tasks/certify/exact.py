@@ -35,7 +35,7 @@ from spec_lab.decode.step import Parts, step
 from spec_lab.decode.study import Capture, choose_nothing, commit_nothing
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.target import Target
-from spec_lab.propose import CertifiableProposer, Proposer, branches, check_sampling, draws_of
+from spec_lab.propose import Proposer
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import Choices, depth_of, parse, widths
 from spec_lab.runners.runner import DraftRunner
@@ -123,16 +123,16 @@ def reference(drawn: Drawn, target: Target, draft: DraftRunner, tree: Choices) -
 def toy_parts(
     instance: Instance, proposer: Proposer | Drawn, sampling: Sampling = PLAIN, dtype: torch.dtype = torch.float64
 ) -> ToyParts:
-    """Return the instance's parts: with the proposer's toy version where it has one (``CertifiableProposer``), else
-    with the proposer itself; for a way of drawing with the reference. A tree that cannot be drafted for the sampling is
-    replaced by a chain: at temperature 0 sampled siblings have no other tokens to draw.
+    """Return the instance's parts: with the proposer's toy version, which is the proposer itself where it has none; for
+    a way of drawing with the reference. A tree that cannot be drafted for the sampling is replaced by a chain: at
+    temperature 0 sampled siblings have no other tokens to draw.
     """
     tree = parse(instance.tree)
     longest = max(min(instance.tokens + depth_of(tree), MOST_TOKENS), len(instance.start) + LEAST)
     target, draft = table_models(instance.toy, longest, dtype=dtype)
     toy = _toy(proposer, target, draft, tree)
     try:
-        check_sampling(toy, sampling)
+        toy.check_sampling(sampling)
     except ValueError:
         toy = _toy(proposer, target, draft, widths([1] * depth_of(tree)))
     return ToyParts(target, toy, warped(instance.toy, longest, sampling))
@@ -142,8 +142,6 @@ def _toy(proposer: Proposer | Drawn, target: Target, draft: DraftRunner, tree: C
     """Return a proposer that drafts ``tree`` for a toy target."""
     if isinstance(proposer, str):
         return reference(proposer, target, draft, tree)
-    if not isinstance(proposer, CertifiableProposer):
-        return proposer
     with attributed("proposer", proposer):
         return proposer.toy(target, draft, tree)
 
@@ -231,7 +229,7 @@ def _verified(
 ) -> list[_Tree]:
     """Draft and verify ``count`` copies of the step, as one forest through the real target and verifier."""
     target, proposer, capture = parts.target, parts.proposer, Capture()
-    check_pair(proposer.name, draws_of(proposer), verifier, branches(proposer))
+    check_pair(proposer.name, proposer.draws, verifier, proposer.branches)
     requests = [instance.request(number, sampling) for number in range(count)]
     lives = [SequenceState(one, target.lm.open(), list(one.tokens), state=proposer.init(one)) for one in requests]
     own = Parts(target, proposer, capture, draws, None, choose_nothing, commit_nothing)

@@ -18,9 +18,8 @@ from spec_lab.constrain import ConstraintError
 from spec_lab.core.draft import Drawn
 from spec_lab.core.faults import attributed
 from spec_lab.core.probabilities import Sampling
-from spec_lab.core.protocols import facts_of
 from spec_lab.core.request import Request
-from spec_lab.propose import Proposer, check_sampling
+from spec_lab.propose import Proposer
 from spec_lab.tasks.certify.certificate import Grade, Proof, grade, noise_reused, prove
 from spec_lab.tasks.certify.enumeration import Reused
 from spec_lab.tasks.certify.exact import Counts
@@ -169,7 +168,7 @@ class Pair:
             "proposer": self.proposer.name,
             "drawn": self.proposer.drawn,
             "verifier": self.verifier.name,
-            "options": {"proposer": facts_of(self.proposer), "verifier": repr(self.verifier)},
+            "options": {"proposer": dict(self.proposer.facts), "verifier": repr(self.verifier)},
             "declared_lossless": self.verifier.lossless,
             "chains_only": chains_only(self.verifier),
             "certified": self.certified,
@@ -211,7 +210,7 @@ class Certifier:
                 cannot draft for the sampling.
         """
         for proposer in [self.lab.proposer, *self.lab.more_proposers.values()]:
-            check_sampling(proposer, self.sampling)
+            proposer.check_sampling(self.sampling)
         applied = self.lab.applied
         if applied is not None and not self.requests and applied.on_target:
             raise ValueError(

@@ -10,7 +10,7 @@ from rich.console import Console
 from spec_lab.analysis import figures
 from spec_lab.core.options import whole
 from spec_lab.core.progress import Progress
-from spec_lab.propose import Proposer, branches, draws_of
+from spec_lab.propose import Proposer
 from spec_lab.results.manifest import write_json
 from spec_lab.tasks.certify.certificate import Control
 from spec_lab.tasks.certify.exact import Counts
@@ -123,11 +123,11 @@ def _pairs(lab: Lab) -> tuple[list[tuple[Proposer, Verifier]], list[str]]:
     Raises:
         ValueError: the composed pair does not fit.
     """
-    check_pair(lab.proposer.name, draws_of(lab.proposer), lab.verifier, branches(lab.proposer))
+    check_pair(lab.proposer.name, lab.proposer.draws, lab.verifier, lab.proposer.branches)
     proposers, verifiers = [lab.proposer, *lab.more_proposers.values()], [lab.verifier, *lab.verifiers.values()]
     verifiers = [one for number, one in enumerate(verifiers) if one not in verifiers[:number]]
     every = [(proposer, verifier) for proposer in proposers for verifier in verifiers]
-    unfit = [misfit(proposer.name, draws_of(proposer), verifier, branches(proposer)) for proposer, verifier in every]
+    unfit = [misfit(proposer.name, proposer.draws, verifier, proposer.branches) for proposer, verifier in every]
     fit = [pair for pair, why in zip(every, unfit, strict=True) if why is None]
     return fit, [f"{p.name} ({p.drawn}), {v.name}" for (p, v), why in zip(every, unfit, strict=True) if why]
 

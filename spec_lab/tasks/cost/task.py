@@ -14,7 +14,7 @@ from spec_lab.core.files import write_text
 from spec_lab.core.options import whole
 from spec_lab.core.progress import Progress
 from spec_lab.core.roofline import Roofline
-from spec_lab.propose import Null, branches, draws_of
+from spec_lab.propose import Null
 from spec_lab.tasks.cost import show
 from spec_lab.tasks.cost.predict import forwards
 from spec_lab.tasks.cost.tables import parts
@@ -135,7 +135,7 @@ def _arms(lab: Lab, settings: Settings, nodes: Sequence[int]) -> dict[str, Loop]
         raise ValueError(f"arms.{both.pop()} has the name of a fixed tree; choose another name")
     arms = fixed | own
     for arm in arms.values():  # before anything is written
-        check_pair(arm.proposer.name, draws_of(arm.proposer), arm.verifier, branches(arm.proposer))
+        check_pair(arm.proposer.name, arm.proposer.draws, arm.verifier, arm.proposer.branches)
     return arms
 
 

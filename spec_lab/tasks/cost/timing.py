@@ -19,11 +19,11 @@ from spec_lab.core.machine import Usage, other_load
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.decode.step import Memory, Parts, StepInfo, step
 from spec_lab.models.target import Target
-from spec_lab.propose import Null, branches, draws_of
+from spec_lab.propose import Null
 from spec_lab.results.writer import Rows
 from spec_lab.tasks.cost.tables import PARTS
 from spec_lab.tasks.lab import Loop
@@ -36,7 +36,7 @@ def binary_tree(nodes: int) -> Shape:
 
 
 @dataclass(frozen=True)
-class Fixed(Lifecycle):
+class Fixed(Proposer):
     """Proposes the same tree for every sequence, whatever its text, so that drafting costs nothing.
 
     Args:
@@ -101,7 +101,7 @@ def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int
         ValueError: a verifier does not support how a proposer draws siblings; logits are NaN or infinite.
     """
     for arm in arms.values():
-        check_pair(arm.proposer.name, draws_of(arm.proposer), arm.verifier, branches(arm.proposer))
+        check_pair(arm.proposer.name, arm.proposer.draws, arm.verifier, arm.proposer.branches)
     target, context = next(iter(arms.values())).target, len(requests[0].tokens)
     lm, memory, start = target.lm, Memory(), Usage.now()
     parts = {

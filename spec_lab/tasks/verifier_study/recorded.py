@@ -29,7 +29,7 @@ from spec_lab.decode.sequence import SequenceState
 from spec_lab.decode.step import Memory, Parts, StepInfo, step
 from spec_lab.decode.study import Capture, choose_nothing, commit_nothing
 from spec_lab.models.target import Target
-from spec_lab.propose import Null, Proposer, branches, check_sampling, draws_of
+from spec_lab.propose import Null, Proposer
 from spec_lab.results.parts import Rows
 from spec_lab.results.writer import Outcome, replay_rows_of
 from spec_lab.tasks.lab import Lab, Loop
@@ -52,7 +52,7 @@ def proposers_of(lab: Lab) -> dict[str, Proposer]:
             "no proposer drafts: choose one with proposer=, or add some, e.g. +proposer@arms.tree=draft_tree"
         )
     for one in proposers.values():
-        check_sampling(one, lab.sampling)
+        one.check_sampling(lab.sampling)
     return proposers
 
 
@@ -75,9 +75,7 @@ def pairs(
     names = arm_names({arm: one.name for arm, one in proposers.items()})
     for name, proposer in proposers.items():
         fitting[name] = {
-            key: one
-            for key, one in verifiers.items()
-            if misfit(name, draws_of(proposer), one, branches(proposer)) is None
+            key: one for key, one in verifiers.items() if misfit(name, proposer.draws, one, proposer.branches) is None
         }
         left_out += [
             {"proposer": name, "drawn": proposer.drawn, "verifier": key}

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from spec_lab.cli.main import conf
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.randomness import Key, Purpose
-from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.proposer import Proposer
 from spec_lab.verify import Lenient, Token, Verdict
 
 VERIFIERS = {file.stem: instantiate(OmegaConf.load(file)) for file in sorted(Path(conf(), "verifier").glob("*.yaml"))}
@@ -51,7 +51,7 @@ class Forgets(Verifies):
         )
 
 
-class Uniform(Lifecycle):
+class Uniform(Proposer):
     """Drafts one token from the uniform distribution, for any target."""
 
     name = "uniform"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spec_lab.core.draft import Draft, forest, tree
-from spec_lab.propose import Null, branches
+from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.tasks.certify.certificate import in_short, prove
 from spec_lab.tasks.certify.instances import QUICK, STEPS, Instance, every_instance
@@ -68,11 +68,11 @@ def test_a_proposer_that_declares_trees_is_refused_when_the_pair_is_composed():
     shipped = draft_model("2x1"), NgramTree(4, 2, 2, 1)
     for one in shipped:
         with pytest.raises(ValueError, match=f"'straight' .*chains.* '{one.name}' drafts"):
-            check_pair(one.name, one.drawn, Straight(), branches(one))
-        check_pair(one.name, one.drawn, Token(), branches(one))
+            check_pair(one.name, one.drawn, Straight(), one.branches)
+        check_pair(one.name, one.drawn, Token(), one.branches)
     for one in (draft_model("1x1x1"), Ngram(3, 2, 1), Null()):
-        assert branches(one) is False and misfit(one.name, one.drawn, Straight(), branches(one)) is None
-    assert branches(Pairs()) is None and branches(Uniform()) is False, "one node is a chain"
+        assert one.branches is False and misfit(one.name, one.drawn, Straight(), one.branches) is None
+    assert Pairs().branches is None and Uniform().branches is False, "one node is a chain"
     assert chains_only(Straight()) and not chains_only(Token())
 
 

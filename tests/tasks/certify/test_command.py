@@ -238,7 +238,7 @@ import torch
 
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.randomness import Key, Purpose
-from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.proposer import Proposer
 from spec_lab.verify import Lenient, Token
 
 
@@ -261,7 +261,7 @@ class Fussy(Verifies):
         self.children = children
 
 
-class Uniform(Lifecycle):
+class Uniform(Proposer):
     name, drawn, nodes = "uniform", "iid", 1
 
     def __init__(self, target, skew):

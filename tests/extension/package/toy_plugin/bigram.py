@@ -8,13 +8,13 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, chain, forest
 from spec_lab.core.options import whole
-from spec_lab.decode.proposer import Lifecycle  # it has no state between steps
+from spec_lab.decode.proposer import Proposer  # it has no state between steps
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 
 
 @dataclass(frozen=True)
-class Bigram(Lifecycle):
+class Bigram(Proposer):
     """Drafts a chain of at most ``depth`` tokens per sequence; it ends where nothing has followed."""
 
     depth: int

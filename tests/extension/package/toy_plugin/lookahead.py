@@ -8,7 +8,7 @@ import torch
 
 from spec_lab.core.draft import ComputedOnly, Draft, Drawn, chain, forest
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 
 
@@ -35,7 +35,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Lookahead(Lifecycle):
+class Lookahead(Proposer):
     """Verifies a chain of 2-grams from its pool; a window of guesses below the root finds new ones (Jacobi iteration).
 
     Args:

@@ -7,12 +7,12 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Lifecycle, Observation, Requires
+from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 
 
 @dataclass(frozen=True)
-class Recycling(Lifecycle):
+class Recycling(Proposer):
     """Child r of a node is the r-th likeliest token after the node's token in the target's latest logits.
 
     The store's scope is the sequence, so that its draft does not depend on batch mates.

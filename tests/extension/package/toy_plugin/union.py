@@ -8,13 +8,13 @@ import torch
 from spec_lab.core.draft import WAYS, Draft, Drawn, Shape, forest
 from spec_lab.core.options import whole
 from spec_lab.core.randomness import Key, Purpose
-from spec_lab.decode.proposer import Lifecycle
+from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 
 
 @dataclass(frozen=True)
-class Union(Lifecycle):
+class Union(Proposer):
     """Below each root an n-gram chain of points, and one child sampled from a fixed q without the first point's token.
 
     Excluding the points from q accepts most (both orders and both q would be exact).

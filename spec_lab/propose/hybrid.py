@@ -1,7 +1,7 @@
 """Several proposers as the parts of one: each with its own states, its own view of a batch, and its share of a draft.
 
-Shared by the hybrids, ``union`` and ``best_of``. A part sees sequences that carry its own state, and observes its own
-nodes only, so that it works as it does alone.
+Shared by the hybrids ``union`` and ``best_of``, and by proposers under a policy. A part sees sequences that carry its
+own state, and observes its own nodes only, so that it works as it does alone.
 """
 
 from __future__ import annotations
@@ -17,22 +17,8 @@ import torch
 
 from spec_lab.core.draft import WAYS, ComputedOnly, Draft, Drawn, Shape
 from spec_lab.core.probabilities import Sampling
-from spec_lab.core.protocols import Hashed, facts_of
 from spec_lab.core.request import Request
-from spec_lab.decode.proposer import (
-    CertifiableProposer,
-    DraftsForcedTokens,
-    LearnsAcrossRequests,
-    Observation,
-    Proposer,
-    Requires,
-    UsesTargetCells,
-    branches,
-    check_sampling,
-    draws_of,
-    forget,
-    kv_bytes,
-)
+from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.trees import Choices
@@ -57,25 +43,35 @@ class PartStates:
     rows: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class ProposerParts:
-    """The parts of a hybrid, and what they declare together.
+def check_parts(parts: Mapping[str, Proposer]) -> None:
+    """Check that proposers can be the parts of a hybrid.
 
-    Args:
-        named: proposers by name, in order.
+    Raises:
+        ValueError: fewer than two; one that shares its noise with the verifier.
+    """
+    if len(parts) < 2:
+        raise ValueError("proposer.parts must name at least two proposers")
+    if any("gumbel" in part.draws for part in parts.values()):
+        raise ValueError("proposer.parts: a part drawn 'gumbel' shares its noise with the verifier; choose another")
+
+
+class Hybrid(Proposer):
+    """A proposer that is made of others: what it declares and its life cycle are theirs, together.
+
+    ``parts`` are the proposers by name, in order. Subclasses are dataclasses with this field.
     """
 
-    named: Mapping[str, Proposer]
+    parts: Mapping[str, Proposer]
 
     @cached_property
-    def all(self) -> tuple[Proposer, ...]:
-        """The proposers in order."""
-        return tuple(self.named.values())
+    def proposers(self) -> tuple[Proposer, ...]:
+        """The parts in order."""
+        return tuple(self.parts.values())
 
     @cached_property
     def draws(self) -> frozenset[Drawn]:
         """All ways in which they draw nodes."""
-        return frozenset[Drawn]().union(*map(draws_of, self.all))
+        return frozenset[Drawn]().union(*(part.draws for part in self.proposers))
 
     @cached_property
     def drawn(self) -> Drawn:
@@ -85,98 +81,94 @@ class ProposerParts:
     @cached_property
     def branches(self) -> bool:
         """Whether a part may draft trees, or does not declare it."""
-        return any(branches(one) is not False for one in self.all)
+        return any(part.branches is not False for part in self.proposers)
 
     @cached_property
     def requires(self) -> Requires:
         """What any of them requires."""
-        every = [one.requires for one in self.all]
-        hidden = dict.fromkeys(layer for one in every for layer in one.hidden)
+        every = [part.requires for part in self.proposers]
+        hidden = dict.fromkeys(layer for requires in every for layer in requires.hidden)
         return Requires(
             tuple(hidden),
-            any(one.logits for one in every),
-            max((one.top_k for one in every), default=0),
-            frozenset[Any]().union(*(one.abilities for one in every)),
-            not hidden or any(one.every_position for one in every if one.hidden),
+            any(requires.logits for requires in every),
+            max((requires.top_k for requires in every), default=0),
+            frozenset[Any]().union(*(requires.abilities for requires in every)),
+            not hidden or any(requires.every_position for requires in every if requires.hidden),
         )
 
     @property
     def forced_nodes(self) -> int:
-        """Most forced nodes below one root, of all parts together."""
-        return sum(one.forced_nodes for one in self.all if isinstance(one, DraftsForcedTokens))
+        """Of all parts together."""
+        return sum(part.forced_nodes for part in self.proposers)
 
     @property
     def target_cells(self) -> int:
-        """See ``UsesTargetCells``; of all parts together, since one may hold its draft while another drafts."""
-        return sum(one.target_cells for one in self.all if isinstance(one, UsesTargetCells))
+        """Of all parts together, since one may hold its draft while another drafts."""
+        return sum(part.target_cells for part in self.proposers)
 
     def kv_bytes(self, positions: Sequence[int]) -> int:
-        """See ``HoldsKVCache``; of all parts together."""
-        return sum(kv_bytes(one, positions) for one in self.all)
+        """Of all parts together."""
+        return sum(part.kv_bytes(positions) for part in self.proposers)
 
     @property
     def sha256(self) -> str | None:
         """Of the hashes of the parts' files, or the only one of them; None where no part was read from files."""
-        hashes = [one.sha256 for one in self.all if isinstance(one, Hashed) and one.sha256 is not None]
+        hashes = [part.sha256 for part in self.proposers if part.sha256 is not None]
         if len(hashes) < 2:
             return hashes[0] if hashes else None
         return sha256(" ".join(hashes).encode()).hexdigest() if any(hashes) else ""
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def part_facts(self) -> dict[str, Any]:
         """What a record should keep of each part."""
-        return {name: {"name": one.name, "drawn": one.drawn, **facts_of(one)} for name, one in self.named.items()}
+        return {name: {"name": part.name, "drawn": part.drawn, **part.facts} for name, part in self.parts.items()}
 
     @property
     def shared_store(self) -> str:
-        """See ``LearnsAcrossRequests``."""
-        stores = {name: one.shared_store for name, one in self.named.items() if isinstance(one, LearnsAcrossRequests)}
-        return "; ".join(f"{name}: {what}" for name, what in stores.items() if what)
+        """Those of the parts, by name."""
+        return "; ".join(f"{name}: {part.shared_store}" for name, part in self.parts.items() if part.shared_store)
 
     def forget(self) -> None:
-        """See ``LearnsAcrossRequests``."""
-        for one in self.all:
-            forget(one)
+        """Empty every part's store."""
+        for part in self.proposers:
+            part.forget()
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """See ``ChecksSampling``."""
-        for one in self.all:
-            check_sampling(one, sampling)
+        """Check it for every part."""
+        for part in self.proposers:
+            part.check_sampling(sampling)
 
-    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> ProposerParts:
-        """See ``CertifiableProposer``; parts that are not certifiable run on the toy target as they are."""
-        return ProposerParts({
-            name: one.toy(target, draft, tree) if isinstance(one, CertifiableProposer) else one
-            for name, one in self.named.items()
-        })  # fmt: skip
+    def toy_parts(self, target: Target, draft: DraftRunner, tree: Choices) -> dict[str, Proposer]:
+        """Return the parts for a toy target."""
+        return {name: part.toy(target, draft, tree) for name, part in self.parts.items()}
 
     def init(self, request: Request, own: Any = None) -> PartStates:
-        """States of a new sequence."""
+        """States of a new sequence; ``own`` is what the hybrid itself knows of it."""
         made: list[Any] = []
         try:
-            for one in self.all:
-                made.append(one.init(request))
+            for part in self.proposers:
+                made.append(part.init(request))
         except BaseException:
-            for one, state in zip(self.all, made, strict=False):
-                one.close(state)
+            for part, state in zip(self.proposers, made, strict=False):
+                part.close(state)
             raise
         return PartStates(made, own)
 
     def view(self, batch: Batch, part: int, sequences: Sequence[int] | None = None) -> Batch:
         """What a part sees of a batch, or of some of its sequences: its forest has its own masks of a constraint."""
         numbers = range(len(batch.sequences)) if sequences is None else sequences
-        own = [replace(one, state=one.state.each[part]) for one in (batch.sequences[n] for n in numbers)]
+        own = [replace(batch.sequences[n], state=batch.sequences[n].state.each[part]) for n in numbers]
         masks = None if batch.draft_masks is None else batch.draft_masks.view(numbers)
         limits = [batch.limits[n] for n in numbers] if batch.limits else ()
         return replace(batch, sequences=own, draft_masks=masks, limits=limits)
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Let each part observe what it requires, and the rows that it drafted."""
-        for part, one in enumerate(self.all):
-            one.observe([self._of_part(each, part) for each in observed])
+        for number, part in enumerate(self.proposers):
+            part.observe([self._of_part(each, number) for each in observed])
 
     def _of_part(self, observed: Observation, part: int) -> Observation:
-        state, requires = observed.sequence.state, self.all[part].requires
+        state, requires = observed.sequence.state, self.proposers[part].requires
         hidden = observed.hidden
         if hidden is not None and requires.hidden != self.requires.hidden:
             width = hidden.shape[1] // len(self.requires.hidden)
@@ -184,15 +176,14 @@ class ProposerParts:
             hidden = torch.cat([hidden[:, at : at + width] for at in columns], 1) if columns else None
         seen = replace(observed, sequence=replace(observed.sequence, state=state.each[part]), hidden=hidden)
         nodes = state.nodes.get(part, [])
-        place = {node: number for number, node in enumerate(nodes)}
+        number_of = {node: number for number, node in enumerate(nodes)}
         accepted = []
         for node in observed.accepted:
-            if node not in place:
+            if node not in number_of:
                 break
-            accepted.append(place[node])
-        if (
-            observed.rows and len(observed.rows) != state.rows
-        ):  # the step cut the draft: which rows are left is not known
+            accepted.append(number_of[node])
+        if observed.rows and len(observed.rows) != state.rows:
+            # the step cut the draft: which rows are left is not known
             return replace(seen, rows=(), logits=None, top_k=None, accepted=())
         if not observed.rows or not (requires.logits or requires.top_k):
             return replace(seen, rows=(), logits=None, top_k=None, accepted=accepted)
@@ -203,19 +194,19 @@ class ProposerParts:
 
     def fork(self, state: PartStates, own: Any = None) -> PartStates:
         """Independent copies of all states."""
-        return PartStates([one.fork(each) for one, each in zip(self.all, state.each, strict=True)], own)
+        return PartStates([part.fork(each) for part, each in zip(self.proposers, state.each, strict=True)], own)
 
     def rewind(self, state: PartStates, length: int) -> None:
         """Rewind every part."""
-        for one, each in zip(self.all, state.each, strict=True):
-            one.rewind(each, length)
+        for part, each in zip(self.proposers, state.each, strict=True):
+            part.rewind(each, length)
 
     def close(self, state: PartStates) -> None:
         """Close every part, the first error last."""
         first: BaseException | None = None
-        for one, each in zip(self.all, state.each, strict=True):
+        for part, each in zip(self.proposers, state.each, strict=True):
             try:
-                one.close(each)
+                part.close(each)
             except BaseException as error:
                 first = first or error
         if first is not None:
@@ -281,7 +272,7 @@ def _cat(tokens: Sequence[torch.Tensor], batch: Batch) -> torch.Tensor:
 
 
 def note(batch: Batch, draft: Draft, parts: Sequence[int], owners: Sequence[Sequence[int]], found: Any) -> None:
-    """Keep which rows of each sequence's tree each part drafted, for ``ProposerParts.observe``.
+    """Keep which rows of each sequence's tree each part drafted, for ``Hybrid.observe``.
 
     Args:
         batch: the sequences, whose states are ``PartStates``.

@@ -1,0 +1,69 @@
+"""Whether a target returns what a proposer requires, and how many rows, cells and sequences their forwards have."""
+
+from __future__ import annotations
+
+from spec_lab.decode.proposer import Proposer
+from spec_lab.models.target import Target
+from spec_lab.runners.runner import ABILITIES
+
+
+def check_requires(proposer: Proposer, target: Target) -> None:
+    """Refuse a proposer that requires what the target does not return.
+
+    Raises:
+        ValueError: names the proposer and what is missing.
+    """
+    has_abilities = target.lm.capabilities.abilities
+    for name in sorted(proposer.requires.abilities - has_abilities):
+        raise ValueError(
+            f"proposer '{proposer.name}' requires {name} of the target ({ABILITIES[name]}), whose runner has "
+            f"{', '.join(sorted(has_abilities)) or 'no such ability'}. Choose another proposer, or another target."
+        )
+    if not 0 <= proposer.requires.top_k <= target.vocabulary:
+        raise ValueError(
+            f"proposer '{proposer.name}' requires the top_k={proposer.requires.top_k} likeliest tokens of each row, "
+            f"but the target has {target.vocabulary} tokens: require between 0 and {target.vocabulary} of them."
+        )
+    last = target.lm.capabilities.hidden_layers
+    for layer in proposer.requires.hidden:
+        if not last or not -last - 1 <= layer <= last:
+            has = f"hidden states 0 to {last}" if last else "no hidden states"
+            raise ValueError(
+                f"proposer '{proposer.name}' requires hidden state {layer} of the target, whose runner returns {has}. "
+                "Choose another proposer, or another target."
+            )
+    most = target.lm.capabilities.rollback
+    if most is not None and proposer.branches:
+        raise ValueError(
+            f"proposer '{proposer.name}' drafts trees, but the target has recurrent layers, whose runner can take back "
+            "rejected tokens of a chain only. Choose a proposer that drafts chains."
+        )
+    if most is not None and proposer.nodes > most:
+        raise ValueError(
+            f"proposer '{proposer.name}' drafts up to {proposer.nodes} tokens, but the target's runner can take back "
+            f"{most}: set proposer.depth to at most {most}, or target.snapshots to {proposer.nodes}."
+        )
+
+
+def most_at_once(proposer: Proposer, target: Target) -> int | None:
+    """Return the most sequences in one forward, with trees as large as the proposer declares; None for no limit."""
+    has = target.lm.capabilities
+    if has.leaves is None or proposer.branches is False:
+        return has.sequences
+    fit = max(1, has.leaves // max(1, proposer.nodes))
+    return fit if has.sequences is None else min(fit, has.sequences)
+
+
+def most_rows(proposer: Proposer, forces: bool) -> int:
+    """Return how many rows the proposer adds below one root at most.
+
+    Args:
+        proposer: drafts.
+        forces: whether a constraint that applies to the draft fast-forwards forced tokens.
+    """
+    return proposer.nodes + (proposer.forced_nodes if forces else 0)
+
+
+def most_cells(proposer: Proposer, forces: bool) -> int:
+    """Return how many of the target's KV cells are in use below one root at most. Arguments as of ``most_rows``."""
+    return max(proposer.target_cells, most_rows(proposer, forces))
