@@ -83,8 +83,6 @@ class Heuristic(Policy):
     down: float = 1.0
     most: int = 20
     name: str = "heuristic"
-    stop: StopRule | None = None
-    parts: tuple[str, ...] = ()
 
     @staticmethod
     def load(

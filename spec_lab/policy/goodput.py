@@ -108,7 +108,6 @@ class Goodput(Policy):
     name: str = "goodput"
     stop: StopRule | None = None
     threshold: float = 0.0
-    parts: tuple[str, ...] = ()
 
     @staticmethod
     def load(
@@ -241,7 +240,6 @@ class GainOverCost(Policy):
     scope: Scope = "run"
     name: str = "gain"
     stop: StopRule | None = Gain()
-    parts: tuple[str, ...] = ()
 
     @staticmethod
     def load(

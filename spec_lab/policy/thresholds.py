@@ -49,7 +49,6 @@ class Threshold(Policy):
     adapt: bool = False
     depth: int | None = None
     name: str = "threshold"
-    parts: tuple[str, ...] = ()
 
     @staticmethod
     def load(

@@ -27,7 +27,7 @@ from spec_lab.core.options import whole
 from spec_lab.core.tensors import read_tensors, save_tensors
 from spec_lab.train.fast import soft_cross_entropy, unembedded_cross_entropy
 from spec_lab.train.fit import order_of
-from spec_lab.train.generate import Generation, Part
+from spec_lab.train.generate import Generation, TextPart
 from spec_lab.train.tokens import Batches
 from spec_lab.train.trainer import Plan, Trainer, schedule
 
@@ -124,7 +124,7 @@ def embedding_scale(target: LlamaForCausalLM) -> float:
     return 2.0 ** round(-math.log2(size))
 
 
-def heads_loss(heads: HeadsInTraining, target: LlamaForCausalLM, text: Part, p: Tensor) -> list[Tensor]:
+def heads_loss(heads: HeadsInTraining, target: LlamaForCausalLM, text: TextPart, p: Tensor) -> list[Tensor]:
     """Return each head's cross-entropy to the target's distributions: state t and token t + 1 predict p at t + 1 + k.
 
     In text that continues a prefix, only predictions of the continuation count; in greedy continuations the target is
@@ -163,18 +163,18 @@ def _texts(
     plan: Distillation,
     text: Generation,
     first: int,
-) -> Iterator[list[Part]]:
+) -> Iterator[list[TextPart]]:
     """Yield the text of every step from ``first`` on, in pieces of ``plan.part`` rows; plain text without states."""
     batches = Batches(streams, dict(text.mix), text.length, plan.plan.seed)
     for step in range(first, plan.plain_steps):
         ids = torch.from_numpy(batches.at(step * plan.rows, plan.rows))[:, : text.length]
-        yield [Part(piece, torch.empty(0), text.length, 1.0) for piece in ids.split(plan.part)]
+        yield [TextPart(piece, torch.empty(0), text.length, 1.0) for piece in ids.split(plan.part)]
     at = -1
     for part, row in order[max(0, first - plan.plain_steps) :]:
         if part != at:
-            read, at = Part.read(paths[part]), part
+            read, at = TextPart.read(paths[part]), part
         rows = [slice(start, start + plan.part) for start in range(row, row + plan.rows, plan.part)]
-        yield [Part(read.ids[one], read.hidden[one], read.prefix, read.temperature) for one in rows]
+        yield [TextPart(read.ids[one], read.hidden[one], read.prefix, read.temperature) for one in rows]
 
 
 def distill(
@@ -227,11 +227,11 @@ def distill(
     pool, share, recent, began = draft.pool, plan.part / plan.rows, [], time.monotonic()
     saved = began
 
-    def known(piece: Part) -> tuple[Part, Tensor]:
+    def known(piece: TextPart) -> tuple[TextPart, Tensor]:
         if not piece.hidden.numel():
             with torch.no_grad():
                 hidden = target.model(input_ids=piece.ids, use_cache=False).last_hidden_state
-            piece = Part(piece.ids, hidden, piece.prefix, piece.temperature)
+            piece = TextPart(piece.ids, hidden, piece.prefix, piece.temperature)
         return piece, target_probs(target, piece.hidden)
 
     for pieces in _texts(target, streams, paths, order, plan, text, draft.step):
@@ -241,12 +241,12 @@ def distill(
         with_probs = list(pool.map(known, pieces))
         seen: list[list[float]] = []
 
-        def of_heads(piece: Part, p: Tensor, seen: list[list[float]] = seen) -> Tensor:
+        def of_heads(piece: TextPart, p: Tensor, seen: list[list[float]] = seen) -> Tensor:
             losses = torch.stack(heads_loss(heads.model, target, piece, p))
             seen.append(losses.tolist())
             return losses.sum() * share
 
-        def of_draft(piece: Part, p: Tensor) -> Tensor:
+        def of_draft(piece: TextPart, p: Tensor) -> Tensor:
             return draft_loss(draft.model, piece.ids, p) * share
 
         loss, _ = draft.update([partial(of_draft, *one) for one in with_probs], factor)

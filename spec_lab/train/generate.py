@@ -111,7 +111,7 @@ def generate(
 
 
 @dataclass(frozen=True)
-class Part:
+class TextPart:
     """A part of the data: ids ``[B, T]``, hidden states ``[B, T, k * H]``, prefix length P, temperature."""
 
     ids: Tensor
@@ -120,7 +120,7 @@ class Part:
     temperature: float
 
     @staticmethod
-    def read(path: Path) -> "Part":
+    def read(path: Path) -> "TextPart":
         """Read a file that ``generate`` wrote."""
         tensors, facts = read_tensors(path)
-        return Part(tensors["ids"].long(), tensors["hidden"], int(facts["prefix"]), float(facts["temperature"]))
+        return TextPart(tensors["ids"].long(), tensors["hidden"], int(facts["prefix"]), float(facts["temperature"]))

@@ -1,7 +1,6 @@
 """A cascade of drafts: its chain is the draft model's own, whatever the inner proposer drafts."""
 
 from dataclasses import dataclass, replace
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -14,7 +13,7 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.decode.engine import Engine, Limits, fixed_group
-from spec_lab.decode.proposer import Proposer, Requires
+from spec_lab.decode.proposer import Requires
 from spec_lab.decode.step import Parts
 from spec_lab.drafters import cascade as module
 from spec_lab.drafters.cascade import DraftCascade

@@ -24,7 +24,7 @@ from spec_lab.propose.accuracy import Accuracy
 from spec_lab.train import distill
 from spec_lab.train.export import file_sha256
 from spec_lab.train.fit import FitPlan
-from spec_lab.train.generate import Generation, Part
+from spec_lab.train.generate import Generation, TextPart
 from spec_lab.train.objectives import Measured
 from spec_lab.train.trainer import Plan, Trainer, schedule
 
@@ -333,7 +333,7 @@ def test_heads_to_compare_by_length_learn_from_ever_more_tokens(trained):
 def test_distilled_heads_predict_the_target_better_than_the_identity(trained, tmp_path):
     target = trained.trained_target()
     _, heads = distilled(trained, tmp_path)
-    text = Part.read(trained.work / "generated" / "part-0000.safetensors")
+    text = TextPart.read(trained.work / "generated" / "part-0000.safetensors")
     assert text.temperature == 0
     p = distill.target_probs(target, text.hidden)
     with torch.no_grad():
