@@ -202,7 +202,7 @@ def forwards(
     states, end = {}, time.perf_counter() + seconds
     for way, target in targets.items():
         sequences = [target.lm.open(context + max(nodes) + 2) for _ in range(batch)]
-        target.causal_lm.forward(sequences, [[1] * context] * batch, empty(batch, target.lm.device))
+        target.lm.forward(sequences, [[1] * context] * batch, empty(batch, target.lm.device))
         for sequence in sequences:
             sequence.accept()
         states[way] = sequences

@@ -25,8 +25,8 @@ from spec_lab.propose.expansion import Computed, RowLogits
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
 from spec_lab.propose.tree_proposer import TreeProposer
 from spec_lab.propose.trees import Choices
-from spec_lab.runners.draft_pass import Partial, Route, RunsLayerRanges
-from spec_lab.runners.runner import DraftRunner
+from spec_lab.runners.draft_pass import Partial, Route
+from spec_lab.runners.runner import DraftRunner, Runner
 
 
 class ExitHead(Protocol):
@@ -125,7 +125,7 @@ class EarlyExit(TreeProposer):
         head: turns exit states into logits; None: the target's final norm and LM head.
     """
 
-    def __init__(self, lm: RunsLayerRanges, layers: int, plan: TreePlan, head: ExitHead | None = None) -> None:
+    def __init__(self, lm: Runner, layers: int, plan: TreePlan, head: ExitHead | None = None) -> None:
         name, hidden, sha256 = ("early_exit", (), None) if head is None else (head.name, head.hidden, head.sha256)
         super().__init__(plan, name, Requires(hidden=hidden, abilities=frozenset({"layer_ranges"})), sha256)
         self.lm, self.layers, self.head = lm, layers, head
@@ -158,7 +158,7 @@ class EarlyExit(TreeProposer):
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> EarlyExit:
         """The same proposer after the toy's first layer. See ``Proposer``."""
         head = None if self.head is None else self.head.toy(target)
-        return EarlyExit(target.causal_lm, 1, self.plan.toy(tree), head)
+        return EarlyExit(target.lm, 1, self.plan.toy(tree), head)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class EarlyExit(TreeProposer):
         pending = [one.pending for one in batch.sequences]
         depths = [
             max(0, min(room, self.plan.depth))
-            if len(own) <= self.lm.most_pending and (head is None or head.ready(one)) else 0
+            if len(own) <= self.lm.max_pending and (head is None or head.ready(one)) else 0
             for room, own, one in zip(batch.room(), pending, batch.sequences, strict=True)
         ]  # fmt: skip
         active = [one if depth else None for one, depth in zip(batch.sequences, depths, strict=True)]

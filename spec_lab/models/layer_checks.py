@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from spec_lab.models.plain_forwards import EXACT, Mismatch, PlainForwards
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.runners.causal_lm import CausalLM
-from spec_lab.runners.draft_pass import Route, RunsLayerRanges, Sublayer
+from spec_lab.runners.draft_pass import Route, Sublayer
 from spec_lab.runners.runner import Runner
 
 FOREST = forest((tree(((0,), (1,), (0, 0), (0, 1), (0, 0, 0))), chain(2)))
@@ -26,11 +26,7 @@ FIRST = forest((tree(((0,), (1,))), chain(1)))
 PENDING = (5, 3)
 
 
-class LayeredRunner(Runner, RunsLayerRanges, Protocol):
-    """A runner with the ability ``layer_ranges``."""
-
-
-def with_layer_ranges(target: Target, proposer: str) -> LayeredRunner:
+def with_layer_ranges(target: Target, proposer: str) -> Runner:
     """Return the target's runner, which runs ranges of layers.
 
     Args:
@@ -40,19 +36,13 @@ def with_layer_ranges(target: Target, proposer: str) -> LayeredRunner:
     Raises:
         Unsupported: it does not.
     """
-    lm = target.lm
-    if isinstance(lm, CausalLM) and lm.why_no_layer_ranges:
-        raise Unsupported(
-            f"proposer '{proposer}' runs some of the target's layers, which target '{target.name}' cannot: "
-            f"{lm.why_no_layer_ranges}"
-        )
     with _supported(f"target '{target.name}' cannot run some of its layers"):
-        if isinstance(lm, RunsLayerRanges) and "layer_ranges" in lm.capabilities.abilities:
-            return lm
-    raise Unsupported(
-        f"proposer '{proposer}' runs some of the target's layers, but target '{target.name}' is computed by "
-        f"{type(lm).__name__}, which does not run ranges of layers"
-    )
+        why = target.lm.why_no_layer_ranges
+    if why:
+        raise Unsupported(
+            f"proposer '{proposer}' runs some of the target's layers, which target '{target.name}' cannot: {why}"
+        )
+    return target.lm
 
 
 @contextmanager
@@ -68,7 +58,7 @@ def _supported(what: str) -> Iterator[None]:
         raise Unsupported(f"{what} ({type(failure).__name__}: {failure})") from failure
 
 
-def sublayers_of(lm: RunsLayerRanges, name: str) -> frozenset[Sublayer]:
+def sublayers_of(lm: Runner, name: str) -> frozenset[Sublayer]:
     """Return which sublayers the target can skip.
 
     Args:
@@ -82,7 +72,7 @@ def sublayers_of(lm: RunsLayerRanges, name: str) -> frozenset[Sublayer]:
         return lm.sublayers
 
 
-def layers_of(lm: RunsLayerRanges, layers: int | None) -> int:
+def layers_of(lm: Runner, layers: int | None) -> int:
     """Return after how many layers to exit, from 1 to one less than there are; None: after a quarter of them.
 
     Raises:
@@ -97,7 +87,7 @@ def layers_of(lm: RunsLayerRanges, layers: int | None) -> int:
 
 
 @torch.inference_mode()
-def check_exit(lm: LayeredRunner, end: int, name: str) -> Checked:
+def check_exit(lm: Runner, end: int, name: str) -> Checked:
     """Compare forwards that continue from a draft pass with forwards that compute everything.
 
     Args:
@@ -119,21 +109,21 @@ def check_exit(lm: LayeredRunner, end: int, name: str) -> Checked:
             raise Unsupported(f"target '{name}' {what}{wrong}") from None
 
 
-def _compared(lm: LayeredRunner, decode: Callable[[LayeredRunner], list[Rows]]) -> Checked:
+def _compared(lm: Runner, decode: Callable[[Runner], list[Rows]]) -> Checked:
     """Compare decoded rows with plain forwards; those of a toy model with its own whole forwards.
 
     Raises:
         Mismatch: they differ by more than is allowed.
     """
-    if isinstance(lm, CausalLM):
-        whole = lm
+    if lm.hf_model is not None:
+        settings = lm.model_settings
 
-        def runner(model: Any, kv_dtype: torch.dtype | None) -> CausalLM:
-            if model is whole.model and kv_dtype == whole.kv_dtype:
-                return whole
-            return CausalLM(model, whole.attention, whole.chunk, kv_dtype=kv_dtype)
+        def runner(model: Any, kv_dtype: torch.dtype | None) -> Runner:
+            if model is lm.hf_model and kv_dtype == settings.kv_dtype:
+                return lm
+            return CausalLM(model, *settings._replace(kv_dtype=kv_dtype))
 
-        return PlainForwards.of(whole.model, whole=True).check(runner, decode, whole.kv_dtype)
+        return PlainForwards.of(lm.hf_model, whole=True).check(runner, decode, settings.kv_dtype)
     known = {tuple(row.text): row.logits for rows in _whole(lm) for row in rows.split()}
     rows = [row for rows in decode(lm) for row in rows.split()]
     checked = Checked(largest_error(rows, [known[tuple(row.text)] for row in rows]), EXACT[lm.dtype])
@@ -142,7 +132,7 @@ def _compared(lm: LayeredRunner, decode: Callable[[LayeredRunner], list[Rows]]) 
     return checked
 
 
-def _whole(lm: LayeredRunner) -> list[Rows]:
+def _whole(lm: Runner) -> list[Rows]:
     """The rows of ``FOREST`` by a forward that computes everything."""
     pending, _, draft = _example(lm)
     sequences = [lm.open() for _ in pending]
@@ -154,7 +144,7 @@ def _whole(lm: LayeredRunner) -> list[Rows]:
         lm.clock.take()
 
 
-def _continued(lm: LayeredRunner, end: int) -> list[Rows]:
+def _continued(lm: Runner, end: int) -> list[Rows]:
     """The rows of ``FOREST`` by a forward that continues from a draft pass."""
     pending, token, draft = _example(lm)
     timed, rows = lm.clock.phase("propose_forward"), np.flatnonzero(FOREST.depth == 1)
@@ -171,7 +161,7 @@ def _continued(lm: LayeredRunner, end: int) -> list[Rows]:
         lm.clock.take()
 
 
-def _example(lm: LayeredRunner) -> tuple[list[list[int]], np.ndarray, Draft]:
+def _example(lm: Runner) -> tuple[list[list[int]], np.ndarray, Draft]:
     """Return random pending tokens of two sequences, and the tokens ``[M]`` of a draft below them."""
     generator = np.random.default_rng(0)
     pending = [generator.integers(0, lm.vocabulary, count).tolist() for count in PENDING]
@@ -180,7 +170,7 @@ def _example(lm: LayeredRunner) -> tuple[list[list[int]], np.ndarray, Draft]:
 
 
 @torch.inference_mode()
-def check_skipping(lm: LayeredRunner, sublayers: frozenset[Sublayer], name: str) -> None:
+def check_skipping(lm: Runner, sublayers: frozenset[Sublayer], name: str) -> None:
     """Check that a draft pass without any skipped sublayer has the logits of a forward, and that others run.
 
     Those are without one attention sublayer, without one MLP, without a whole layer, and without all of ``sublayers``.
@@ -214,12 +204,12 @@ def skipped_to_check(sublayers: frozenset[Sublayer]) -> list[frozenset[Sublayer]
     return [*dict.fromkeys([*sets, sublayers])]
 
 
-def _whole_draft(lm: LayeredRunner) -> list[Rows]:
+def _whole_draft(lm: Runner) -> list[Rows]:
     """The roots and first nodes of ``FOREST`` by a draft pass without skipped sublayers."""
     return _drafted(lm, frozenset())
 
 
-def _drafted(lm: LayeredRunner, left_out: frozenset[Sublayer]) -> list[Rows]:
+def _drafted(lm: Runner, left_out: frozenset[Sublayer]) -> list[Rows]:
     """The roots and first nodes of ``FOREST`` by a draft pass, after a forward over the whole forest."""
     pending, token, draft = _example(lm)
     timed, nodes = lm.clock.phase("propose_forward"), np.flatnonzero(FOREST.depth == 1)

@@ -20,8 +20,8 @@ from spec_lab.core.own_attention import own_attention
 from spec_lab.models.float32_copy import comparable
 from spec_lab.models.forests import Checked, Rows, largest_error, rounding_error
 from spec_lab.runners.attention import SPANS, recurrent_layers
-from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.runners.quantized import recorded
+from spec_lab.runners.runner import Runner
 
 LOG = logging.getLogger(__name__)
 
@@ -94,8 +94,8 @@ class PlainForwards:
 
     def check(
         self,
-        runner: Callable[[Any, torch.dtype | None], CausalLM],
-        decode: Callable[[CausalLM], Sequence[Rows]],
+        runner: Callable[[Any, torch.dtype | None], Runner],
+        decode: Callable[[Runner], Sequence[Rows]],
         kv_dtype: torch.dtype | None,
     ) -> Checked:
         """Compare the logits of decoded rows with those of plain forwards.

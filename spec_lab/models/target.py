@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import empty
 from spec_lab.core.options import whole
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.models.checkpoint import weights_hash
@@ -27,7 +26,6 @@ from spec_lab.models.services import ModelServices, TargetServices
 from spec_lab.models.support import Unsupported, is_recurrent, model_context, one_rotation
 from spec_lab.runners.attention import Attention
 from spec_lab.runners.causal_lm import CausalLM, why_no_kv_dtype
-from spec_lab.runners.quantized import recorded
 from spec_lab.runners.runner import Runner
 
 LOG = logging.getLogger(__name__)
@@ -38,7 +36,7 @@ class Target:
     """A causal LM with its tokenizer.
 
     Args:
-        lm: computes it. Where it is a ``CausalLM``, proposers and checks that require the model's modules can use them.
+        lm: computes it.
         tokenizer: transformers' tokenizer; None where only token ids are used.
         name: the path or hub name as given.
         context: maximum number of tokens of a sequence.
@@ -46,7 +44,7 @@ class Target:
         self_check: error that the self-check at load measured, in standard deviations of the logits.
         cache: facts that this process found before; draft models that are loaded for this target use it too.
         stops: end-of-text tokens that are known otherwise than from a model of transformers or the tokenizer.
-        parts: embedding, final norm and LM head for proposers that call them; None: those of ``causal_lm``.
+        parts: embedding, final norm and LM head for proposers that call them; None: those of ``model``.
         source_sha256: ``sha256`` of the checkpoint that the weights were converted from; empty if they were not.
         folder: of the files of a checkpoint of transformers; None for another target.
         tolerance: largest error that the self-check allows; None of a model that was not checked.
@@ -71,10 +69,9 @@ class Target:
     @property
     def facts(self) -> dict[str, Any]:
         """The self-check's result, and how the model is quantized (``core.protocols.Described``)."""
-        own = recorded(self.lm.model) if isinstance(self.lm, CausalLM) else None
         return {
             "self_check": self.self_check, "tolerance": self.tolerance,
-            "self_check_in_float32": self.checked_in_float32, "quantization": own,
+            "self_check_in_float32": self.checked_in_float32, "quantization": self.lm.quantization,
         }  # fmt: skip
 
     @cached_property
@@ -85,31 +82,30 @@ class Target:
     @property
     def ends(self) -> frozenset[int]:
         """The end-of-text tokens of the model's generation config, of the tokenizer and of ``stops`` below V."""
-        model = self.lm.model if isinstance(self.lm, CausalLM) else None
-        return end_tokens(self.vocabulary, self.tokenizer, model, self.stops)
+        return end_tokens(self.vocabulary, self.tokenizer, self.lm.hf_model, self.stops)
 
     @property
-    def causal_lm(self) -> CausalLM:
-        """The runner, for what requires the model of transformers that it runs.
+    def model(self) -> Any:
+        """The model of transformers that the runner runs.
 
         Raises:
-            Unsupported: it is a runner of another kind.
+            Unsupported: it runs another one.
         """
-        if not isinstance(self.lm, CausalLM):
+        if self.lm.hf_model is None:
             raise Unsupported(
                 f"target '{self.name}' is computed by {type(self.lm).__name__}, which has no model of transformers: "
                 "choose a proposer, peer or check that requires none, or another target"
             )
-        return self.lm
+        return self.lm.hf_model
 
     @cached_property
     def services(self) -> TargetServices:
         """The target's embedding, final norm and LM head, for proposers that call them.
 
         Raises:
-            Unsupported: as of ``causal_lm``, without ``parts``.
+            Unsupported: as of ``model``, without ``parts``.
         """
-        return ModelServices(self.causal_lm.model) if self.parts is None else self.parts
+        return ModelServices(self.model) if self.parts is None else self.parts
 
     def draft_runner(self, model: Any, sha256: str) -> CausalLM:
         """Return what computes a draft model for this target, with the target's attention and chunks if it has any.
@@ -121,30 +117,16 @@ class Target:
         Raises:
             Unsupported: it fails the self-check.
         """
-        own = self.lm if isinstance(self.lm, CausalLM) else None
-        if own is None:
-            _pack_checked(model, "spans", sha256, self.cache)
-            return CausalLM(model)
-        if own.fixed:
+        settings = self.lm.model_settings._replace(kv_dtype=None)
+        if settings.fixed:
             merge(model)
-        _pack_checked(model, own.attention, sha256, self.cache, own.fixed)
-        return CausalLM(model, own.attention, own.chunk, own.fixed)
+        _pack_checked(model, settings.attention, sha256, self.cache, settings.fixed)
+        return CausalLM(model, *settings)
 
     @torch.inference_mode()
     def plain_logits(self, tokens: Sequence[int], first: int) -> Tensor:
-        """Return the logits after the tokens from position ``first`` - 1 on, computed without drafts, ``[n, V]``.
-
-        A model of transformers computes them in one forward; another runner decodes one token after the other.
-        """
-        if isinstance(self.lm, CausalLM):
-            return self.lm.plain_logits(tokens, len(tokens) - first + 1)
-        rows, kv, nothing = [], self.lm.open(len(tokens)), empty(1, self.lm.device)
-        try:
-            for pending in (tokens[:first], *([token] for token in tokens[first:])):
-                rows.append(self.lm.run(self.lm.prepare([kv], [pending], nothing)).logits[0].clone())
-        finally:
-            kv.close()
-        return torch.stack(rows)
+        """Return the logits after the tokens from position ``first`` - 1 on, computed without drafts, ``[n, V]``."""
+        return self.lm.plain_logits(tokens, len(tokens) - first + 1)
 
     @staticmethod
     def load(

@@ -31,13 +31,13 @@ class CausalDraftPass:
         packer: of the model.
         route: which layers run.
         taps: numbers of the hidden states that the later forward returns and does not compute again, ascending.
-        most_pending: most pending tokens of a sequence.
+        max_pending: maximum number of pending tokens of a sequence.
         call: see ``Call``. The states are those of ``taps``, then the output of the last layer that ran.
     """
 
-    def __init__(self, packer: Packer, route: Route, taps: tuple[int, ...], most_pending: int, call: Call) -> None:
+    def __init__(self, packer: Packer, route: Route, taps: tuple[int, ...], max_pending: int, call: Call) -> None:
         self.packer, self.route, self.taps = packer, route, taps
-        self.most_pending, self.call = most_pending, call
+        self.max_pending, self.call = max_pending, call
         self.states: list[Tensor] = []  # [N, X] of each call
         self.rows = 0
         self.token: Tensor | None = None
@@ -51,10 +51,10 @@ class CausalDraftPass:
         """See ``draft_pass.DraftPass``.
 
         Raises:
-            ValueError: more pending tokens than ``most_pending``.
+            ValueError: more pending tokens than ``max_pending``.
         """
-        if max(map(len, pending)) > self.most_pending:
-            raise ValueError(f"a draft pass computes at most {self.most_pending} pending tokens of a sequence")
+        if max(map(len, pending)) > self.max_pending:
+            raise ValueError(f"a draft pass computes at most {self.max_pending} pending tokens of a sequence")
         for one in sequences:
             one.forget_ahead()
         planned = self.packer.plan(sequences, pending, None, 0)

@@ -42,11 +42,11 @@ from spec_lab.runners.prepare import Packer, Prepared
 from spec_lab.runners.quantized import recorded
 from spec_lab.runners.recurrent import Recurrence, refuse_branches, states_of
 from spec_lab.runners.rounded import RoundedCache, text_masks
-from spec_lab.runners.runner import Ability, Capabilities, Extended, Output
+from spec_lab.runners.runner import Ability, Capabilities, Extended, ModelSettings, Output, Runner
 
 
-class CausalLM:
-    """A causal LM of transformers with a KV cache of its own. A ``runner.Runner`` and a ``runner.DraftRunner``.
+class CausalLM(Runner):
+    """A causal LM of transformers with a KV cache of its own. A ``runner.DraftRunner`` as well.
 
     Args:
         model: a transformers model with a language-modelling head, in eval mode.
@@ -72,6 +72,7 @@ class CausalLM:
         if recurrent and (fixed or attention == "dense"):
             raise ValueError("recurrent layers require attention over spans, without forwards of fixed shapes")
         self.kv_dtype = None if kv_dtype == model.dtype else kv_dtype
+        self.model_settings = ModelSettings(attention, chunk, fixed, self.kv_dtype)
         if self.kv_dtype is not None and (why := why_no_kv_dtype(model)):
             raise ValueError(f"{why} require keys and values in the model's own data type")
         attends = len(without) < model.config.num_hidden_layers
@@ -84,8 +85,8 @@ class CausalLM:
             raise NotImplementedError("it does not compute attention by transformers' AttentionInterface")
         self.chunk = chunk
         self.cells = Cells(without, uniform=fixed or attention == "dense", dtype=self.kv_dtype)
-        self.dtype: torch.dtype = self.model.dtype
-        self.device: torch.device = self.model.device
+        self.dtype, self.device = model.dtype, model.device
+        self.vocabulary = int(model.get_output_embeddings().weight.shape[0])
         devices = getattr(model, "hf_device_map", None) or {}
         split = len({str(device) for device in devices.values()}) > 1
         layers = int(model.config.num_hidden_layers)
@@ -107,11 +108,6 @@ class CausalLM:
         self._hook: Any = None
 
     @property
-    def vocabulary(self) -> int:
-        """See ``runner.Runner``."""
-        return int(self.model.get_output_embeddings().weight.shape[0])
-
-    @property
     def facts(self) -> dict[str, Any]:
         """What the seconds of a forward depend on, for records (``core.protocols.Described``)."""
         parameters, head = list(self.model.parameters()), self.model.get_output_embeddings().weight
@@ -125,8 +121,18 @@ class CausalLM:
             "attention": self.attention,
             "graphs": self.fixed,
             "packed": any(parameter.is_mkldnn for parameter in parameters),
-            **({} if (quantization := recorded(self.model)) is None else {"quantization": quantization}),
+            **({} if self.quantization is None else {"quantization": self.quantization}),
         }
+
+    @property
+    def hf_model(self) -> Any:
+        """See ``runner.Runner``."""
+        return self.model
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """See ``runner.Runner``."""
+        return recorded(self.model)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -147,8 +153,8 @@ class CausalLM:
         return int(self.model.config.num_hidden_layers)
 
     @property
-    def most_pending(self) -> int:
-        """See ``draft_pass.RunsLayerRanges``."""
+    def max_pending(self) -> int:
+        """See ``runner.Runner``."""
         return self.chunk
 
     @cached_property
@@ -186,16 +192,11 @@ class CausalLM:
 
     @property
     def sublayers(self) -> frozenset[Sublayer]:
-        """See ``draft_pass.RunsLayerRanges``."""
+        """See ``runner.Runner``."""
         return self._ranges.sublayers
 
     def draft_pass(self, route: Route, logits: bool = True) -> CausalDraftPass:
-        """See ``draft_pass.RunsLayerRanges``.
-
-        Raises:
-            ValueError: a route that does not begin with layer 0, or ends beyond the last; a sublayer that cannot be
-                skipped.
-        """
+        """See ``runner.Runner``."""
         if route.first or not (route.end is None or 0 < route.end < self.layers) or route.skipped - self.sublayers:
             raise ValueError(f"{route} is no route of a draft pass: the model has {self.layers} layers")
         taps = () if route.end is None else self._taps(route.end)
@@ -204,7 +205,7 @@ class CausalLM:
             with timed:
                 return self._run_part(prepared, route, taps, logits)
 
-        return CausalDraftPass(self._packer, route, taps, self.most_pending, call)
+        return CausalDraftPass(self._packer, route, taps, self.max_pending, call)
 
     def _taps(self, end: int) -> tuple[int, ...]:
         """Which of the captured hidden states are inputs of layers below ``end``, ascending."""
@@ -285,17 +286,7 @@ class CausalLM:
     def _catch(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self._final = output[0].flatten(0, 1)  # [N, H]
 
-    @inference
-    def forward(
-        self,
-        sequences: Sequence[Any],
-        pending: Sequence[Sequence[int]],
-        draft: Draft,
-        prefill: Sequence[tuple[Any, Sequence[int]]] = (),
-        timed: Phase | None = None,
-    ) -> Output:
-        """``prepare`` and ``run``."""
-        return self.run(self.prepare(sequences, pending, draft, prefill), timed)
+    forward = inference(Runner.forward)
 
     def prepare(
         self,
@@ -354,12 +345,7 @@ class CausalLM:
             self.run(self._chains([], [], empty(0, self.device), again))
 
     def run(self, prepared: Prepared | FixedForward | Continued, timed: Phase | None = None) -> Output:
-        """See ``runner.Runner``. Called in inference mode.
-
-        Args:
-            prepared: by ``prepare``.
-            timed: records the model's calls; None for the phase "target_forward" of the runner's own clock.
-        """
+        """See ``runner.Runner``. Called in inference mode."""
         if isinstance(prepared, FixedForward):
             logits, hidden = self._run_fixed(prepared, timed)
             return Output(logits, prepared.attended, hidden, prepared.pending, prepared.nodes)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from spec_lab.core.clock import Phase
@@ -69,7 +68,7 @@ class DraftPass(Protocol):
 
         Args:
             sequences: ``[B]`` the target's.
-            pending: ``[B]`` the tokens that follow, at least one and at most ``most_pending`` each.
+            pending: ``[B]`` the tokens that follow, at least one and at most ``max_pending`` each.
             timed: records the calls of the model.
             every: logits of all rows, not of the last one of each sequence.
         """
@@ -99,39 +98,5 @@ class DraftPass(Protocol):
 
         Args:
             clear: whether to overwrite them with zeros, for what is not finite: a mask does not remove NaN (0 x NaN).
-        """
-        ...
-
-
-@runtime_checkable
-class RunsLayerRanges(Protocol):
-    """A runner with the ability ``layer_ranges``."""
-
-    @property
-    def layers(self) -> int:
-        """L, the number of the model's layers."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Of logits."""
-        ...
-
-    @property
-    def most_pending(self) -> int:
-        """Most pending tokens of a sequence in a draft pass."""
-        ...
-
-    @property
-    def sublayers(self) -> frozenset[Sublayer]:
-        """The sublayers that a route may skip; empty of a model whose attention and MLP are no modules of a layer."""
-        ...
-
-    def draft_pass(self, route: Route, logits: bool = True) -> DraftPass:
-        """A new draft pass.
-
-        Args:
-            route: from layer 0 to some layer, or all layers without some sublayers.
-            logits: whether it computes logits.
         """
         ...

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.clock import Clock, Phase
+from spec_lab.core.clock import Phase
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.roofline import ForwardWork
-from spec_lab.runners.llama_context import MOST_IDS, Context, LlamaSettings, Logits, OutOfCells
+from spec_lab.runners.llama_context import MOST_IDS, LlamaSettings, Logits, OutOfCells
 from spec_lab.runners.llama_library import Model
+from spec_lab.runners.llama_runner import LlamaRunner
 from spec_lab.runners.llama_sequence import ForestIds, LlamaSequence, Paths
 from spec_lab.runners.runner import Ability, Capabilities, Extended, Output
 
@@ -44,51 +45,22 @@ class PreparedRows(NamedTuple):
     nodes: Sequence[np.ndarray] = ()
 
 
-class LlamaCpp:
-    """A GGUF model in llama.cpp. A ``runner.Runner``, a ``runner.DraftRunner`` and a ``runner.CopiesPrefix``.
+class LlamaCpp(LlamaRunner):
+    """A GGUF model without recurrent layers. A ``runner.DraftRunner`` and a ``runner.CopiesPrefix`` as well.
 
-    Logits that a forward returns are the library's memory: the next forward overwrites them. Long prompts are computed
-    in parts of ``LlamaSettings.batch`` rows. Cells and ids are allocated as they are needed. A copy of a prefix shares
-    its cells; exact copies are given up, those that were not used for the longest time first, where ids, cells or
-    memory run short.
-
-    Args:
-        model: a loaded model.
-        settings: how it is computed.
-        work: what a forward reads and computes; None if it is not known.
+    Long prompts are computed in parts of ``LlamaSettings.batch`` rows. A copy of a prefix shares its cells; exact
+    copies are given up, those that were not used for the longest time first, where ids, cells or memory run short.
     """
 
-    device = torch.device("cpu")
-    dtype = torch.float32
-
     def __init__(self, model: Model, settings: LlamaSettings | None = None, work: ForwardWork | None = None) -> None:
-        self.model, self.settings, self.work = model, LlamaSettings() if settings is None else settings, work
-        self.context = Context(model, self.settings)
-        self.clock = Clock(self.device)
-        self.forwards = 0
+        super().__init__(model, settings, work)
         self.sequences: set[LlamaSequence] = set()
         self._least = 2 if model.window else 1  # ids of a sequence
         self._plans: dict[Shape, ForestIds] = {}
         self._asked: tuple[int, ...] = ()
         self._layers: tuple[int, ...] = ()
         self._found: set[str] = set()  # tensors that llama.cpp was seen to compute
-        self._ready: PreparedRows | None = None
         self._uses = 0  # of kept copies
-
-    @property
-    def vocabulary(self) -> int:
-        """See ``runner.Runner``."""
-        return self.model.vocabulary
-
-    @property
-    def threads(self) -> int:
-        """See ``core.protocols.Threaded``."""
-        return self.settings.threads
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """See ``core.protocols.Described``."""
-        return self.context.facts
 
     @property
     def capabilities(self) -> Capabilities:
@@ -145,10 +117,6 @@ class LlamaCpp:
         made.kept = self._uses if exact else 0
         return made
 
-    def close(self) -> None:
-        """Free the KV cache."""
-        self.context.close()
-
     def capture(self, layers: tuple[int, ...] = ()) -> None:
         """Return these hidden states from now on. Numbers as in ``runner.Capabilities``.
 
@@ -196,17 +164,6 @@ class LlamaCpp:
 
     # Forwards --------------------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        sequences: Sequence[Any],
-        pending: Sequence[Sequence[int]],
-        draft: Draft,
-        prefill: Sequence[tuple[Any, Sequence[int]]] = (),
-        timed: Phase | None = None,
-    ) -> Output:
-        """``prepare`` and ``run``."""
-        return self.run(self.prepare(sequences, pending, draft, prefill), timed)
-
     def prepare(
         self,
         sequences: Sequence[Any],
@@ -245,16 +202,11 @@ class LlamaCpp:
     def run(self, prepared: PreparedRows, timed: Phase | None = None) -> Output:
         """See ``runner.Runner``. After an error its sequences lack keys and values, and must be closed.
 
-        Args:
-            prepared: by the last call of ``prepare``.
-            timed: records the model's calls; None for the phase "target_forward" of the runner's own clock.
-
         Raises:
             OutOfCells: there are not enough free cells.
             RuntimeError: the library fails, or another forward was prepared since.
         """
-        if prepared is not self._ready:
-            raise RuntimeError("a forward of llama.cpp must be run before the next one is prepared")
+        self._require_ready(prepared)
         logits, hidden = self._decode(prepared.rows, prepared.outputs, timed)
         own = prepared.pending, prepared.nodes
         return Output(logits.tensor, prepared.attended, hidden, *own, array=logits.array)
@@ -306,9 +258,7 @@ class LlamaCpp:
 
     def _decode(self, rows: int, outputs: int, timed: Phase | None) -> tuple[Logits, Tensor | None]:
         """Logits ``[outputs, V]`` of the last rows, and hidden states ``[rows, layers * H]``."""
-        self.forwards += 1
-        with timed or self.clock.phase("target_forward"):
-            logits, final, watched = self.context.decode(rows, outputs)
+        logits, final, watched = self._compute(rows, outputs, timed)
         if not self._layers:
             return logits, None
         states: list[Any] = [final if layer == self.model.layers else watched[_tensor(layer)] for layer in self._layers]

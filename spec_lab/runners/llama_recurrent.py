@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from spec_lab.core.clock import Clock, Phase
+from spec_lab.core.clock import Phase
 from spec_lab.core.draft import Draft
-from spec_lab.runners.llama_context import MOST_IDS, Context, LlamaSettings, Logits
+from spec_lab.runners.llama_context import MOST_IDS, LlamaSettings, Logits
 from spec_lab.runners.llama_library import Model
+from spec_lab.runners.llama_runner import LlamaRunner
 from spec_lab.runners.runner import Capabilities, Output
 
 MOST_SNAPSHOTS = 64
@@ -142,43 +143,16 @@ class PreparedChains(NamedTuple):
     order: np.ndarray | None
 
 
-class LlamaRecurrent:
-    """A GGUF model with recurrent layers in llama.cpp. A ``runner.Runner`` for chains, without hidden states.
+class LlamaRecurrent(LlamaRunner):
+    """A GGUF model with recurrent layers: a runner for chains, without hidden states.
 
-    As with ``LlamaCpp``, logits are the library's memory, and cells and ids are allocated as they are needed. It cannot
-    run a draft model, which computes a chain token by token: then nothing of it could be taken back.
-
-    Args:
-        model: a loaded model.
-        settings: how it is computed, with at least one snapshot.
+    It cannot run a draft model, which computes a chain token by token: then nothing of it could be taken back.
+    ``settings`` have at least one snapshot.
     """
 
-    device = torch.device("cpu")
-    dtype = torch.float32
-    work = None
-
     def __init__(self, model: Model, settings: LlamaSettings) -> None:
-        self.model, self.settings = model, settings
-        self.context = Context(model, settings)
-        self.clock = Clock(self.device)
-        self.forwards = 0
+        super().__init__(model, settings)
         self.sequences: set[RecurrentSequence] = set()
-        self._ready: PreparedChains | None = None
-
-    @property
-    def vocabulary(self) -> int:
-        """See ``runner.Runner``."""
-        return self.model.vocabulary
-
-    @property
-    def threads(self) -> int:
-        """See ``core.protocols.Threaded``."""
-        return self.settings.threads
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """See ``core.protocols.Described``."""
-        return self.context.facts
 
     @property
     def capabilities(self) -> Capabilities:
@@ -207,10 +181,6 @@ class LlamaRecurrent:
             self.context.remove(sequence.number, 0)
         self.context.release_id(sequence.number)
         self.sequences.discard(sequence)
-
-    def close(self) -> None:
-        """Free the KV cache."""
-        self.context.close()
 
     def capture(self, layers: tuple[int, ...] = ()) -> None:
         """Return no hidden states.
@@ -279,31 +249,21 @@ class LlamaRecurrent:
             nodes = values[shape.trees[place][1:]].tolist() if count else []
             one.append(new, nodes, min(count, self.settings.snapshots) if count < most else 0)
         order = np.argsort(forest) if len(calls) > 1 else None
-        self._ready = PreparedChains(rows, shape.rows, attended, cuts[cuts > 0].tolist(), order)
-        return self._ready
+        self._ready = prepared = PreparedChains(rows, shape.rows, attended, cuts[cuts > 0].tolist(), order)
+        return prepared
 
     def run(self, prepared: PreparedChains, timed: Phase | None = None) -> Output:
         """See ``runner.Runner``. After an error its sequences lack keys and values, and must be closed.
-
-        Args:
-            prepared: by the last call of ``prepare``.
-            timed: records the model's calls; None for the phase "target_forward" of the runner's own clock.
 
         Raises:
             OutOfCells: there are not enough free cells.
             RuntimeError: the library fails, or another forward was prepared since.
         """
-        if prepared is not self._ready:
-            raise RuntimeError("a forward of llama.cpp must be run before the next one is prepared")
-        logits = self._decode(prepared.rows, prepared.outputs, prepared.cuts, timed)
+        self._require_ready(prepared)
+        logits = self._compute(prepared.rows, prepared.outputs, timed, prepared.cuts)[0]
         if prepared.order is not None:
             logits = Logits.of(logits.tensor[torch.from_numpy(prepared.order)])
         return Output(logits.tensor, prepared.attended, array=logits.array)
-
-    def _decode(self, rows: int, outputs: int, cuts: Sequence[int] = (), timed: Phase | None = None) -> Logits:
-        self.forwards += 1
-        with timed or self.clock.phase("target_forward"):
-            return self.context.decode(rows, outputs, cuts)[0]
 
     def _recover(self, every: Sequence[RecurrentSequence], rows: int) -> None:
         """Bring the library's states to the ends of these sequences, with room for ``rows`` more.
@@ -321,7 +281,7 @@ class LlamaRecurrent:
         token = [number for one in lost for number in one.tokens]
         position = [place for one in lost for place in range(len(one))]
         self.context.single_ids(token, position, [one.number for one in lost for _ in one.tokens], 0)
-        self._decode(len(token), 0)
+        self._compute(len(token), 0, None)
         for one in lost:
             one.append((), [], 0)
 

@@ -5,6 +5,7 @@ Nothing here says how keys and values are stored, so that engines other than tra
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.clock import Clock, Phase
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.roofline import ForwardWork
+from spec_lab.runners.attention import Attention
+from spec_lab.runners.draft_pass import DraftPass, Route, Sublayer
 
 
 class KVSequence(Protocol):
@@ -148,52 +151,65 @@ class Extended(NamedTuple):
     array: np.ndarray | None = None
 
 
-class Runner(Protocol):
-    """Computes pending tokens and draft trees of several sequences in one forward.
+class ModelSettings(NamedTuple):
+    """How a model of transformers is computed: the arguments of ``CausalLM`` after the model."""
+
+    attention: Attention = "spans"
+    chunk: int = 512
+    fixed: bool = False
+    kv_dtype: torch.dtype | None = None
+
+
+class Runner(ABC):
+    """Computes pending tokens and draft trees of several sequences in one forward. A base class with defaults.
 
     ``prepare`` builds tensors on the host; ``run`` touches tensors only, so that a CUDA graph may capture it.
+
+    Attributes:
+        clock: records the seconds of forwards.
+        device: where logits are, and where draft tokens belong.
+        dtype: of logits and hidden states.
+        vocabulary: V, the width of the logits.
+        forwards: how many forwards of the model have been computed so far.
+        model_settings: how it computes a model of transformers, and so does a draft model for it.
     """
 
     clock: Clock
-
-    @property
-    def device(self) -> torch.device:
-        """Where logits are, and where draft tokens belong."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of logits and hidden states."""
-        ...
-
-    @property
-    def vocabulary(self) -> int:
-        """V, the width of the logits."""
-        ...
-
-    @property
-    def forwards(self) -> int:
-        """How many forwards of the model have been computed so far."""
-        ...
+    device: torch.device
+    dtype: torch.dtype
+    vocabulary: int
+    forwards: int = 0
+    model_settings: ModelSettings = ModelSettings()
 
     @property
     def capabilities(self) -> Capabilities:
         """What it can do beyond logits."""
-        ...
+        return Capabilities()
 
     @property
     def work(self) -> ForwardWork | None:
         """What a forward reads and computes, for the roofline of a run; None if it is not known."""
-        ...
+        return None
 
+    @property
+    def hf_model(self) -> Any:
+        """The model of transformers that it runs; None where it runs another one."""
+        return None
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """How that model is quantized; None if it is not."""
+        return None
+
+    @abstractmethod
     def open(self, reserve: int = ...) -> KVSequence:
         """An empty sequence with room for ``reserve`` positions; it grows on demand."""
-        ...
 
+    @abstractmethod
     def capture(self, layers: tuple[int, ...] = ()) -> None:
         """Return the hidden states with these numbers from now on (``Capabilities.hidden_layers``)."""
-        ...
 
+    @abstractmethod
     def prepare(
         self,
         sequences: Sequence[Any],
@@ -209,11 +225,72 @@ class Runner(Protocol):
             draft: the forest below the last pending tokens.
             prefill: further sequences and the tokens to compute for each, without logits.
         """
-        ...
 
-    def run(self, prepared: Any) -> Output:
-        """The forward: pending tokens become part of their sequences, nodes are held (``KVSequence.accept``)."""
-        ...
+    @abstractmethod
+    def run(self, prepared: Any, timed: Phase | None = None) -> Output:
+        """The forward: pending tokens become part of their sequences, nodes are held (``KVSequence.accept``).
+
+        Args:
+            prepared: by ``prepare``.
+            timed: records the model's calls; None for the phase "target_forward" of the runner's own clock.
+        """
+
+    def forward(
+        self,
+        sequences: Sequence[Any],
+        pending: Sequence[Sequence[int]],
+        draft: Draft,
+        prefill: Sequence[tuple[Any, Sequence[int]]] = (),
+        timed: Phase | None = None,
+    ) -> Output:
+        """``prepare`` and ``run``."""
+        return self.run(self.prepare(sequences, pending, draft, prefill), timed)
+
+    def plain_logits(self, tokens: Sequence[int], rows: int) -> Tensor:  # [rows, V]
+        """Return the logits after each of the last ``rows`` tokens of a text, decoded one after the other."""
+        logits, kv, nothing = [], self.open(len(tokens)), empty(1, self.device)
+        first = len(tokens) - rows + 1
+        try:
+            for pending in (tokens[:first], *([token] for token in tokens[first:])):
+                logits.append(self.run(self.prepare([kv], [pending], nothing)).logits[0].clone())
+        finally:
+            kv.close()
+        return torch.stack(logits)
+
+    # The ability ``layer_ranges`` (``draft_pass``) --------------------------------------------------------------------
+
+    @property
+    def why_no_layer_ranges(self) -> str:
+        """Why it lacks the ability; empty where it has it."""
+        return f"it is computed by {type(self).__name__}, which does not run ranges of layers"
+
+    @property
+    def layers(self) -> int:
+        """L, the number of the model's layers."""
+        raise NotImplementedError(self.why_no_layer_ranges)
+
+    @property
+    def max_pending(self) -> int:
+        """Most pending tokens of a sequence in a draft pass."""
+        raise NotImplementedError(self.why_no_layer_ranges)
+
+    @property
+    def sublayers(self) -> frozenset[Sublayer]:
+        """The sublayers that a route may skip; empty of a model whose attention and MLP are no modules of a layer."""
+        raise NotImplementedError(self.why_no_layer_ranges)
+
+    def draft_pass(self, route: Route, logits: bool = True) -> DraftPass:
+        """Return a new draft pass.
+
+        Args:
+            route: from layer 0 to some layer, or all layers without some sublayers.
+            logits: whether it computes logits.
+
+        Raises:
+            ValueError: a route that does not begin with layer 0, or ends beyond the last; a sublayer that cannot be
+                skipped.
+        """
+        raise NotImplementedError(self.why_no_layer_ranges)
 
 
 @runtime_checkable

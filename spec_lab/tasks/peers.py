@@ -238,7 +238,7 @@ def as_transformers_runs_it(target: Target) -> Any:
     """
     if ranks.size() > 1:
         raise ValueError("peers do not support target.tensor_parallel=true: remove the peers")
-    model = target.causal_lm.model
+    model = target.model
     weights = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     model = copy.deepcopy(model, weights)
     use_own_attention(model)

@@ -102,7 +102,7 @@ class TargetHead:
             Unsupported: it is a target of another kind, or it changes the logits after its LM head (Cohere and Granite
                 scale them, Gemma 2 caps them). Proposers that share the LM head draft without this too.
         """
-        head = TargetHead(target.causal_lm.model.requires_grad_(False))
+        head = TargetHead(target.model.requires_grad_(False))
         tokens = torch.linspace(0, target.vocabulary - 1, 8, device=target.lm.device).long()[None]
         with torch.no_grad():
             made = head.model(input_ids=tokens, use_cache=False, output_hidden_states=True)
@@ -143,7 +143,7 @@ def layer_of(target: Target, heads: int | None, intermediate_size: int | None) -
     Raises:
         ValueError: so many heads have no even size.
     """
-    config, h = target.causal_lm.model.config, target.services.hidden_size
+    config, h = target.model.config, target.services.hidden_size
     if heads and h % (2 * heads):
         raise ValueError(
             f"task.recipe.heads must divide the target's hidden size {h} into even sizes, which rotary embeddings "

@@ -18,7 +18,6 @@ RUNS = {
     "models/forests.py",  # compares a model with itself before anything is decoded
     "models/self_check.py",  # one token, in windows that are not shortened
     "models/layer_checks.py",  # the same of ranges of layers
-    "models/target.py",  # plain texts, with which outputs are compared afterwards
 }
 """Modules that may run the target. Proposers may run a draft model of their own, ``self.lm``, besides."""
 

@@ -55,7 +55,7 @@ def target():
 
 
 def early_exit(target, plan="chain", layers=2, head=None):
-    return EarlyExit(target.causal_lm, layers, PLANS[plan] if isinstance(plan, str) else plan, head)
+    return EarlyExit(target.lm, layers, PLANS[plan] if isinstance(plan, str) else plan, head)
 
 
 def first_layers(layers):
@@ -311,7 +311,7 @@ def test_runners_without_ranges_of_layers_are_refused(target):
 
 @pytest.mark.parametrize("load", [EarlyExit.load, Skip.load])
 def test_a_target_that_llama_cpp_computes_is_refused(load):
-    with pytest.raises(Unsupported, match="target 'model.gguf' is computed by LlamaCpp, which does not run ranges"):
+    with pytest.raises(Unsupported, match="target .model.gguf. cannot: it is computed by LlamaCpp, which does not run ranges"):
         load(Target(object.__new__(LlamaCpp), None, "model.gguf", CONTEXT, "", 0.0), depth=3)
 
 

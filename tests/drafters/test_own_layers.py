@@ -43,22 +43,22 @@ def target():
 
 
 def early_exit(target, plan=TREE, layers=2):
-    return EarlyExit(target.causal_lm, layers, plan)
+    return EarlyExit(target.lm, layers, plan)
 
 
 def kangaroo(target, plan=TREE):
     network = random_kangaroo(
         KangarooSettings(small_layer(H), H, 2), target.services, target.lm.device, target.lm.dtype
     )
-    return EarlyExit(target.causal_lm, 2, plan, KangarooHead(network, target, plan.computed))
+    return EarlyExit(target.lm, 2, plan, KangarooHead(network, target, plan.computed))
 
 
 def skip(target, plan=TREE):
-    return Skip(target.causal_lm, plan, frozenset(SUBLAYERS[:3]))
+    return Skip(target.lm, plan, frozenset(SUBLAYERS[:3]))
 
 
 def searched(target, plan=TREE):
-    return Skip(target.causal_lm, plan, SkipSearch(SUBLAYERS, 0.5, tries=4, every=2, window=4), "request")
+    return Skip(target.lm, plan, SkipSearch(SUBLAYERS, 0.5, tries=4, every=2, window=4), "request")
 
 
 def eagle3(target):

@@ -66,7 +66,7 @@ def skip(target, plan="chain", skipped="mixed", scope="request", **search):
     chosen = SkipSearch(INNER, 0.5, **{"tries": 4, "every": 2, "window": 4} | search)
     if skipped is not None:
         chosen = parse_sublayers(SETS[skipped])
-    return Skip(target.causal_lm, PLANS[plan] if isinstance(plan, str) else plan, chosen, scope)
+    return Skip(target.lm, PLANS[plan] if isinstance(plan, str) else plan, chosen, scope)
 
 
 # Tokens and distributions ------------------------------------------------------------------------------------------

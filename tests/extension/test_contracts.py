@@ -210,15 +210,15 @@ def stopped(target):
 
 
 def early_exit(target):
-    return EarlyExit(target.causal_lm, 1, TreePlan(parse("0 1 0.0"), "point"))
+    return EarlyExit(target.lm, 1, TreePlan(parse("0 1 0.0"), "point"))
 
 
 def early_exit_tree(target):
-    return EarlyExit(target.causal_lm, 2, TreePlan(parse("0 1"), "without"))
+    return EarlyExit(target.lm, 2, TreePlan(parse("0 1"), "without"))
 
 
 def early_exit_best_first(target):
-    return EarlyExit(target.causal_lm, 2, TreePlan(drawn="iid", budget=Budget(2, 2, 2, 1)))
+    return EarlyExit(target.lm, 2, TreePlan(drawn="iid", budget=Budget(2, 2, 2, 1)))
 
 
 def kangaroo(target):
@@ -236,7 +236,7 @@ def kangaroo_confident(target):
 def adapted(target, plan, layers=1):
     settings = KangarooSettings(small_layer(16), 16, 1, layers)
     network = random_kangaroo(settings, target.services, target.lm.device, target.lm.dtype)
-    return EarlyExit(target.causal_lm, 1, plan, KangarooHead(network, target, plan.computed))
+    return EarlyExit(target.lm, 1, plan, KangarooHead(network, target, plan.computed))
 
 
 def early_exit_union(target):
@@ -247,13 +247,13 @@ def early_exit_union(target):
 def skip(target):
     """Without the attention of layer 1 and the MLP of layer 2."""
     skipped = frozenset({Sublayer("attn", 1), Sublayer("mlp", 2)})
-    return Skip(target.causal_lm, TreePlan(parse("0 1 0.0"), "point"), skipped)
+    return Skip(target.lm, TreePlan(parse("0 1 0.0"), "point"), skipped)
 
 
 def skip_searched(target):
     """Each request finds which sublayer of layer 1 it skips."""
     search = SkipSearch((Sublayer("attn", 1), Sublayer("mlp", 1)), 0.5, tries=3, every=1, window=4)
-    return Skip(target.causal_lm, TreePlan(parse("0 0.0"), "iid"), search, "request")
+    return Skip(target.lm, TreePlan(parse("0 0.0"), "iid"), search, "request")
 
 
 PROPOSERS = {

@@ -144,11 +144,11 @@ def test_a_model_that_drafts_for_itself_emits_the_tokens_of_generate(name, truth
     target = target_of(tiny_family(name))
     proposer = {
         "draft_model": lambda: DraftModel(CausalLM(tiny_family(name)), CONTEXT, TREES),
-        "early_exit": lambda: EarlyExit(target.causal_lm, 1, TREES),
-        "skip": lambda: Skip(target.causal_lm, TREES, parse_sublayers("attn 1"), "request"),
+        "early_exit": lambda: EarlyExit(target.lm, 1, TREES),
+        "skip": lambda: Skip(target.lm, TREES, parse_sublayers("attn 1"), "request"),
     }[drafts]()
     if name in WITHOUT_LAYER_RANGES and drafts != "draft_model":
-        assert "share keys and values" in target.causal_lm.why_no_layer_ranges
+        assert "share keys and values" in target.lm.why_no_layer_ranges
         with pytest.raises(ValueError, match=f"proposer '{drafts}' requires layer_ranges of the target"):
             decode(target, proposer, wanted())
         return

@@ -61,7 +61,7 @@ def test_a_target_has_the_files_context_tokenizer_ends_and_services(files):
     assert target.services.hidden_size == 32 and target.services.lm_head(torch.zeros(1, 32)).shape == (1, 4096)
     assert target.lm.facts["engine"] == "llama.cpp" and target.lm.capabilities.hidden_layers == 2
     with pytest.raises(Unsupported, match="LlamaCpp"):
-        target.causal_lm  # noqa: B018
+        target.model  # noqa: B018
 
 
 def test_a_forward_reads_and_computes_what_it_does_in_transformers(files, tmp_path):

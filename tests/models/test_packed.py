@@ -118,7 +118,7 @@ def test_a_weight_and_a_bias_become_a_layer():
 
 def test_a_loaded_target_is_packed(tmp_path):
     target = Target.load(str(checkpoints.checkpoint(tmp_path / "target")), dtype="float32")
-    model = target.causal_lm.model
+    model = target.model
     assert not [name for name, one in model.named_modules() if type(one) is nn.Linear]
     assert target.self_check < 1e-3 and target.services.hidden_size == 32
     plain = tiny_model(dtype=torch.float32)

@@ -142,7 +142,7 @@ def test_the_text_part_has_the_logits_of_the_whole_model(name, texts, tmp_path):
             expected = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits[0]
     torch.testing.assert_close(target.plain_logits(tokens[0].tolist(), 1), expected, rtol=1e-4, atol=1e-4)
     assert target.self_check < 1e-3 and target.context == 256
-    names = [part for part, _ in target.causal_lm.model.named_modules()]
+    names = [part for part, _ in target.model.named_modules()]
     assert not [one for one in names if "vision" in one or "visual" in one or "projector" in one]
 
 

@@ -122,7 +122,7 @@ def test_a_draft_that_grows_level_by_level_has_the_logits_of_plain_decoding(file
 
 @pytest.mark.parametrize("layers", [(-1,), (0, 3), (2, 6, 5)])
 def test_hidden_states_are_those_of_transformers(files, library, layers):
-    lm, model = runner(files, library, "f32"), Target.load(str(ZOO / "target"), dtype="float32").causal_lm
+    lm, model = runner(files, library, "f32"), Target.load(str(ZOO / "target"), dtype="float32").lm
     lm.capture(layers)
     model.capture(layers)
     generator = np.random.default_rng(1)

@@ -24,7 +24,7 @@ from spec_lab.propose.calibrate import conditions
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.runners.causal_lm import CausalLM
-from spec_lab.runners.runner import ABILITIES, Capabilities, Extended, Output
+from spec_lab.runners.runner import ABILITIES, Capabilities, Extended, Output, Runner
 from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, code, logits, table_models
 from spec_lab.verify import Token, Traversal
 from tests.constrain.scripted import Scripted, after
@@ -178,11 +178,11 @@ class Text:
         self.closed = True
 
 
-class Lookup:
+class Lookup(Runner):
     """Looks logits up in the tables of a toy model: no module, no cells, no attention mask."""
 
     device, dtype, vocabulary = torch.device("cpu"), torch.float64, TOY.v
-    work = None  # it multiplies nothing
+    capabilities = Capabilities()
 
     def __init__(self, side, capabilities=None):
         self.tables = [logits(TOY.probabilities(length)[side]) for length in range(LENGTH + 1)]
@@ -315,7 +315,7 @@ def test_forks_and_removed_tokens_need_no_cells():
 
 def test_what_requires_a_model_of_transformers_is_refused_with_another_runner():
     target, _ = lookups()
-    for use in (lambda: target.causal_lm, lambda: target.services):
+    for use in (lambda: target.model, lambda: target.services):
         with pytest.raises(Unsupported, match="'lookup' .* Lookup"):
             use()
     assert target.vocabulary == TOY.v and target.ends == frozenset()

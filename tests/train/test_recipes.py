@@ -94,11 +94,11 @@ def published(recipe, module, target, folder):
 
 
 def embedding(target):
-    return target.causal_lm.model.get_input_embeddings().weight
+    return target.model.get_input_embeddings().weight
 
 
 def lm_head(target):
-    return target.causal_lm.model.get_output_embeddings().weight
+    return target.model.get_output_embeddings().weight
 
 
 def drafted(name, w, target, ids, hidden, column, depth):
@@ -182,7 +182,7 @@ def test_every_trained_weight_has_a_gradient_and_the_target_s_have_none(name, ta
     loss, measured = found.objective(texts(target, states=RECIPES[name].states(target)))
     loss.backward()
     assert [one for one, p in found.module.named_parameters() if p.grad is None or not bool(p.grad.any())] == []
-    assert all(p.grad is None and not p.requires_grad for p in target.causal_lm.model.parameters())
+    assert all(p.grad is None and not p.requires_grad for p in target.model.parameters())
     assert len(measured) == RECIPES[name].depth
 
 
@@ -219,7 +219,7 @@ def test_a_training_learns_resumes_to_the_same_weights_and_its_proposer_drafts(n
     proposer = recipe.load(target, tmp_path / "drafter", recipe.depth)
     wanted = requests(COLD, new=8)
     group, steps = decode(target, proposer, wanted)
-    assert emitted(group) == [plain_greedy(target.causal_lm.model, one.tokens, 8) for one in wanted]
+    assert emitted(group) == [plain_greedy(target.model, one.tokens, 8) for one in wanted]
     assert any(len(tree) == recipe.depth + 1 for info in steps for tree in info.draft.shape.trees)
     decode(target, proposer, requests(WARM, new=8))
 
@@ -629,7 +629,7 @@ def test_a_training_uses_the_run_s_threads(quick_cli, tmp_path, monkeypatch, thr
 def test_a_packed_target_gives_the_same_loss_and_gradients(name, tmp_path):
     folder = str(checkpoints.checkpoint(tmp_path / "target"))
     packed, plain = (Target.load(folder, dtype="float32") for _ in "12")
-    assert unpack(plain.causal_lm.model)
+    assert unpack(plain.model)
     paths, found = files(plain, tmp_path / "texts", states=RECIPES[name].states(plain)), []
     for target in (packed, plain):
         own = RECIPES[name].begin(target, paths, 0)

@@ -10,7 +10,7 @@ def texts(target, count=2, length=9, seed=0, first=(2, 4), states=(-1,)):
     """Random tokens, with hidden states of these numbers; -1 is the state after the final norm."""
     ids = torch.randint(0, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
-        every = target.causal_lm.model.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+        every = target.model.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
     firsts = torch.tensor([first[row % len(first)] for row in range(count)])
     return Texts(ids, firsts, length - torch.arange(count) % 3, torch.cat([every[one] for one in states], -1))
 

@@ -73,7 +73,7 @@ def one_step(part: Part, name: str, captured: bool, temperature: float) -> dict[
     target = small_target(part.device, part.dtype, captured)
     proposer = PROPOSERS[name](target)
     engine = Engine(target, proposer, Token(), CounterDraws(0))
-    captures = Captures.of(target.causal_lm)
+    captures = Captures.of(target.lm)
     for number in range(2):
         prompt = (*range(3 + number, 20), *range(3, 12), 5, 6, 5, 6, 5, 6)
         engine.add(Request(number, f"r{number}", prompt, Sampling(temperature), 64))

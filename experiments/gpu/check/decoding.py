@@ -32,7 +32,7 @@ def measure(part: Part) -> None:
             for batch in BATCHES:
                 with part.attempt(f"{shape}, batch {batch}"):
                     targets = both_ways(model, shape)
-                    captures = Captures.of(targets["captured"].causal_lm)
+                    captures = Captures.of(targets["captured"].lm)
                     seconds, repeats = (0.2, 1) if part.tiny else (min(SECONDS, part.left / 2), 6)
                     steps = 4 if part.tiny else STEPS
                     for row in autoregressive(targets, roofline, shape, batch, PROMPT, steps, repeats, seconds):

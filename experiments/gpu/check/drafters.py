@@ -100,7 +100,7 @@ def say(part: Part, name: str, timer: Timer) -> None:
 
 def eagle3(part: Part, target: Target) -> nn.Module:
     """A random EAGLE-3 head in the target's sizes, as published ones: one layer, 32,000 draft tokens, three taps."""
-    config, layers = target.causal_lm.model.config, target.lm.capabilities.hidden_layers
+    config, layers = target.model.config, target.lm.capabilities.hidden_layers
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     layer = {**LAYER, **{name: getattr(config, name) for name in names}}
     wide, v = config.hidden_size, target.vocabulary

@@ -61,8 +61,8 @@ def decode(model: Any, draft: Any, captured: bool, pools: bool = False) -> dict[
     """
     target, lm = target_of(model, "target", captured), CausalLM(draft, fixed=captured)
     if pools:
-        target.causal_lm.graphs.capture = lm.graphs.capture = apart
-    captures = {"target": Captures.of(target.causal_lm), "draft": Captures.of(lm)}
+        target.lm.graphs.capture = lm.graphs.capture = apart
+    captures = {"target": Captures.of(target.lm), "draft": Captures.of(lm)}
     engine = Engine(target, DraftModel(lm, CONTEXT, TreePlan(parse("1x1x1x1"), "point")), Token(), CounterDraws(0))
     requests = random_requests(target.vocabulary, len(NEW), 40, max(NEW))
     sizes: dict[str, list[tuple[int, int]]] = {"target": [], "draft": []}
@@ -75,7 +75,7 @@ def decode(model: Any, draft: Any, captured: bool, pools: bool = False) -> dict[
                 assert info is not None
                 accepted += sum(len(done.path) for done in info.committed)
                 drafted += info.draft.shape.nodes
-                for name, cells in (("target", target.causal_lm.cells), ("draft", lm.cells)):
+                for name, cells in (("target", target.lm.cells), ("draft", lm.cells)):
                     size = cells.spans, cells.capacity
                     if [size] != sizes[name][-1:]:
                         sizes[name].append(size)

@@ -93,7 +93,7 @@ def _features(name: str, settings: Any, plan: TreePlan) -> Callable[[Target], Pr
 
 def _kangaroo(target: Target) -> Proposer:
     network = random_kangaroo(KangarooSettings(LAYER, H, 1), target.services, target.lm.device, target.lm.dtype)
-    return EarlyExit(target.causal_lm, 1, CHAIN, KangarooHead(network, target, 3))
+    return EarlyExit(target.lm, 1, CHAIN, KangarooHead(network, target, 3))
 
 
 def _cascade(target: Target) -> Proposer:
@@ -125,9 +125,9 @@ PROPOSERS: Mapping[str, Callable[[Target], Proposer]] = {
     "hydra_prefix": lambda target: Hydra(random_heads(HydraSettings(H, V, 3, prefix=LAYER), target), target, TREE),
     "block": lambda target: BlockDrafter(random_block(BLOCK, target), target, TREE),
     "pard": lambda target: Pard(_draft_lm(target), CONTEXT, V - 1, CHAIN),
-    "early_exit": lambda target: EarlyExit(target.causal_lm, 1, CHAIN),
+    "early_exit": lambda target: EarlyExit(target.lm, 1, CHAIN),
     "kangaroo": _kangaroo,
-    "skip": lambda target: Skip(target.causal_lm, CHAIN, frozenset({Sublayer("attn", 1), Sublayer("mlp", 2)})),
+    "skip": lambda target: Skip(target.lm, CHAIN, frozenset({Sublayer("attn", 1), Sublayer("mlp", 2)})),
     "recycling": lambda target: Recycling.load(target, "2x2x1"),
     "lookahead": lambda target: Lookahead.load(target, 3, 3, 3),
     "jacobi": lambda target: Jacobi.load(target, 4),

@@ -43,7 +43,7 @@ def measure_shape(part: Part, shape: str, nodes: Sequence[int], remaining: int, 
     for later, batch in enumerate(BATCHES):
         with part.attempt(f"{shape}, batch {batch}"):
             targets = both_ways(model, shape)
-            captures = Captures.of(targets["captured"].causal_lm)
+            captures = Captures.of(targets["captured"].lm)
             seconds = 0.1 if part.tiny else part.left / (remaining * len(BATCHES) - later) - 3.0
             of_batch = []
             for row in forwards(targets, roofline, shape, batch, context, nodes, 30, seconds):

@@ -103,7 +103,7 @@ class Eagle3Recipe:
             rows = target.services.lm_head(torch.eye(h, device=device, dtype=target.lm.dtype))
             network.lm_head.weight.copy_(rows.T[network.ids])
             if self.from_target:
-                begin_as_target(network, target.causal_lm.model.model)
+                begin_as_target(network, target.model.model)
         network.requires_grad_(True).train()
         own = self.unrolls, self.decay, cast(Loss, self.loss)
         objective = Eagle3Objective(network, TargetHead.of(target), target.lm.dtype, *own)
@@ -111,7 +111,7 @@ class Eagle3Recipe:
 
     def write(self, module: nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
         """See ``Recipe``: in the format of speculators, in bfloat16."""
-        kinds = target.causal_lm.model.config.architectures or [type(target.causal_lm.model).__name__]
+        kinds = target.model.config.architectures or [type(target.model).__name__]
         return write_eagle3(module, folder, target.name, kinds[0], facts, torch.bfloat16)
 
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:

@@ -168,7 +168,7 @@ def _prefix(file: Path, config: Mapping[str, Any], target: Target) -> dict[str, 
     fields = config.get("prefix_layer_config")
     if fields is None:
         try:
-            fields = target.causal_lm.model.config.to_dict()
+            fields = target.model.config.to_dict()
         except Unsupported as error:
             raise Unsupported(
                 f"the prefix layer of the Hydra heads has the sizes of the target's layers, but {target.name} has no "

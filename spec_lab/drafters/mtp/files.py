@@ -105,7 +105,7 @@ def read_mtp(path: str | None, target: Target) -> MtpModules:
         raise ValueError(f"proposer.path must name a folder of MTP modules, or be null, not {path!r}")
     own = path is None or Path(path).resolve() == Path(target.name).resolve()
     if own:
-        _ = target.causal_lm  # refuses other runners
+        _ = target.model  # refuses other runners
         folder = describe(target.name).folder
     else:
         folder = Path(str(path))

@@ -36,8 +36,8 @@ from spec_lab.propose.expansion import Computed, RowLogits
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
 from spec_lab.propose.tree_proposer import TreeProposer
 from spec_lab.propose.trees import Choices
-from spec_lab.runners.draft_pass import DraftPass, Route, RunsLayerRanges, Sublayer
-from spec_lab.runners.runner import DraftRunner
+from spec_lab.runners.draft_pass import DraftPass, Route, Sublayer
+from spec_lab.runners.runner import DraftRunner, Runner
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class Skip(TreeProposer):
     """
 
     def __init__(
-        self, lm: RunsLayerRanges, plan: TreePlan, skipped: frozenset[Sublayer] | SkipSearch, scope: str = "run"
+        self, lm: Runner, plan: TreePlan, skipped: frozenset[Sublayer] | SkipSearch, scope: str = "run"
     ) -> None:
         super().__init__(plan, "skip", Requires(abilities=frozenset({"layer_ranges"})), None)
         self.lm, self.skipped, self.scope = lm, skipped, scope
@@ -151,7 +151,7 @@ class Skip(TreeProposer):
 
         Outcomes are enumerated side by side, so they share no search. See ``Proposer``.
         """
-        lm, plan = target.causal_lm, self.plan.toy(tree)
+        lm, plan = target.lm, self.plan.toy(tree)
         if not isinstance(self.skipped, SkipSearch):
             return Skip(lm, plan, frozenset({Sublayer("mlp", lm.layers - 1)}))
         own = replace(
@@ -192,7 +192,7 @@ class Skip(TreeProposer):
         timed = batch.clock.phase("propose_forward")
         pending = [one.pending for one in batch.sequences]
         depths = [
-            max(0, min(room, self.plan.depth)) if len(own) <= self.lm.most_pending else 0
+            max(0, min(room, self.plan.depth)) if len(own) <= self.lm.max_pending else 0
             for room, own in zip(batch.room(), pending, strict=True)
         ]
         groups: dict[frozenset[Sublayer], list[int]] = {}
@@ -267,7 +267,7 @@ class Skip(TreeProposer):
 
     def _logits(self, one_pass: DraftPass, kv: Any, tokens: Sequence[int], timed: Phase) -> Tensor:  # [n, V]
         """Logits after each of the tokens that follow a sequence: pending ones, and nodes of a chain beyond a chunk."""
-        most, rest = self.lm.most_pending, np.array(tokens[self.lm.most_pending :], dtype=np.int64)
+        most, rest = self.lm.max_pending, np.array(tokens[self.lm.max_pending :], dtype=np.int64)
         found, shape = [one_pass.forward([kv], [tokens[:most]], timed, every=True).logits], chain(len(rest))
         for begin in range(0, len(rest), most):
             part = rest[begin : begin + most]

@@ -111,7 +111,7 @@ def pard(tree, drawn):
 
 
 def early_exit(tree="1x1", drawn="iid", **options):
-    return EarlyExit(TARGET.causal_lm, 1, TreePlan(parse(tree), drawn, **options))
+    return EarlyExit(TARGET.lm, 1, TreePlan(parse(tree), drawn, **options))
 
 
 def kangaroo(tree="1x1", drawn="iid", **options):
@@ -119,16 +119,16 @@ def kangaroo(tree="1x1", drawn="iid", **options):
         KangarooSettings(small_layer(4), 4, 1), TARGET.services, TARGET.lm.device, TARGET.lm.dtype
     )
     plan = TreePlan(parse(tree), drawn, **options)
-    return EarlyExit(TARGET.causal_lm, 1, plan, KangarooHead(network, TARGET, plan.computed))
+    return EarlyExit(TARGET.lm, 1, plan, KangarooHead(network, TARGET, plan.computed))
 
 
 def skip(tree="1x1", drawn="iid", **options):
-    return Skip(TARGET.causal_lm, TreePlan(parse(tree), drawn, **options), frozenset({Sublayer("mlp", 1)}))
+    return Skip(TARGET.lm, TreePlan(parse(tree), drawn, **options), frozenset({Sublayer("mlp", 1)}))
 
 
 def searched(tree="1x1", drawn="iid"):
     search = SkipSearch((Sublayer("mlp", 0), Sublayer("mlp", 1)))
-    return Skip(TARGET.causal_lm, TreePlan(parse(tree), drawn), search)
+    return Skip(TARGET.lm, TreePlan(parse(tree), drawn), search)
 
 
 PROPOSERS = {

@@ -1,0 +1,73 @@
+"""What runners of models in llama.cpp have in common: one context, whose arrays hold the rows of one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from spec_lab.core.clock import Clock, Phase
+from spec_lab.core.roofline import ForwardWork
+from spec_lab.runners.llama_context import Context, LlamaSettings, Logits
+from spec_lab.runners.llama_library import Model
+from spec_lab.runners.runner import Runner
+
+
+class LlamaRunner(Runner):
+    """A GGUF model in llama.cpp.
+
+    Logits that a forward returns are the library's memory: the next forward overwrites them. Cells and ids are
+    allocated as they are needed.
+
+    Args:
+        model: a loaded model.
+        settings: how it is computed.
+        work: what a forward reads and computes; None if it is not known.
+    """
+
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def __init__(self, model: Model, settings: LlamaSettings | None = None, work: ForwardWork | None = None) -> None:
+        self.model, self.settings, self._work = model, LlamaSettings() if settings is None else settings, work
+        self.context = Context(model, self.settings)
+        self.clock, self.vocabulary = Clock(self.device), model.vocabulary
+        self._ready: object = None  # the forward whose rows are in the context's arrays
+
+    @property
+    def work(self) -> ForwardWork | None:
+        """See ``runner.Runner``."""
+        return self._work
+
+    @property
+    def threads(self) -> int:
+        """See ``core.protocols.Threaded``."""
+        return self.settings.threads
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See ``core.protocols.Described``."""
+        return self.context.facts
+
+    def close(self) -> None:
+        """Free the KV cache."""
+        self.context.close()
+
+    def _require_ready(self, prepared: object) -> None:
+        """Refuse a forward that was prepared before another one.
+
+        Raises:
+            RuntimeError: another forward was prepared since.
+        """
+        if prepared is not self._ready:
+            raise RuntimeError("a forward of llama.cpp must be run before the next one is prepared")
+
+    def _compute(
+        self, rows: int, outputs: int, timed: Phase | None, cuts: Sequence[int] = ()
+    ) -> tuple[Logits, np.ndarray | None, dict[str, np.ndarray]]:
+        """``Context.decode`` of the first ``rows`` rows, timed."""
+        self.forwards += 1
+        with timed or self.clock.phase("target_forward"):
+            return self.context.decode(rows, outputs, cuts)
