@@ -204,7 +204,7 @@ class Link:
                 for place, (span, start, stop, slots, first, end, causal) in enumerate(each["segments"])
             ]  # fmt: skip
         counting = dict.fromkeys(facts["counting"], device)
-        return Pack(cells, kinds, packed, device, positions=tensors.get("position_ids"), counting=counting)
+        return Pack(cells, kinds, packed, device, tensors["position_ids"], counting)
 
     # Both ------------------------------------------------------------------------------------------------------------
 

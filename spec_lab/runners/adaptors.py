@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from spec_lab.core.cache_argument import cache_argument
-from spec_lab.runners.attention import AttentionKind, HoldsCells, ReadsCells, cell_attention
+from spec_lab.runners.attention import AttentionKind, CellCache, ReadsCells, cell_attention
 from spec_lab.runners.softmax import Softmax
 
 
@@ -61,7 +61,7 @@ PARTS = 3
 def _bloom(module: Any, slopes: Tensor, hidden_states: Tensor, residual: Tensor, *more: Any, **named: Any) -> Any:
     """``BloomAttention.forward``: biases are rounded to the dtype of the model."""
     cache = named.get("layer_past")
-    if not isinstance(cache, HoldsCells) or cache.dense:
+    if not isinstance(cache, CellCache) or cache.dense:
         return type(module).forward(module, hidden_states, residual, *more, **named)
     query, key, value = module._reshape(module.query_key_value(hidden_states))
     bias = _bias(slopes, cache).to(query.dtype)
@@ -73,7 +73,7 @@ def _bloom(module: Any, slopes: Tensor, hidden_states: Tensor, residual: Tensor,
 def _mpt(module: Any, slopes: Tensor, hidden_states: Tensor, *more: Any, **named: Any) -> Any:
     """``MptAttention.forward``: biases are in float32."""
     cache = named.get(cache_argument(module))
-    if not isinstance(cache, HoldsCells) or cache.dense:
+    if not isinstance(cache, CellCache) or cache.dense:
         return type(module).forward(module, hidden_states, *more, **named)
     joint, scaling = module.Wqkv(hidden_states), module.softmax_scale
     if module.clip_qkv:
@@ -86,7 +86,7 @@ def _mpt(module: Any, slopes: Tensor, hidden_states: Tensor, *more: Any, **named
 def _falcon(module: Any, slopes: Tensor, hidden_states: Tensor, *more: Any, **named: Any) -> Any:
     """``FalconAttention.forward``: biases are rounded to bfloat16 in every dtype, and scaled like dot products."""
     cache = named.get("layer_past")
-    if not isinstance(cache, HoldsCells) or cache.dense:
+    if not isinstance(cache, CellCache) or cache.dense:
         return type(module).forward(module, hidden_states, *more, **named)
     query, key, value = module._split_heads(module.query_key_value(hidden_states))  # [1, N, heads, dim]
     if module.new_decoder_architecture:  # repeated for the query heads that share them
@@ -105,7 +105,7 @@ def _falcon(module: Any, slopes: Tensor, hidden_states: Tensor, *more: Any, **na
 
 def _attend(
     module: Any,
-    cache: HoldsCells,
+    cache: CellCache,
     query: Tensor,  # [1, heads, N, dim]
     key: Tensor,
     value: Tensor,
@@ -132,10 +132,8 @@ def _attend(
     return attended[..., :dim].flatten(2)
 
 
-def _bias(slopes: Tensor, cache: HoldsCells) -> Tensor:
+def _bias(slopes: Tensor, cache: CellCache) -> Tensor:
     """Slopes ``[heads]`` times the positions of the rows, ``[heads, N]``, in the dtype of the slopes."""
-    if cache.positions is None:
-        raise ValueError("ALiBi requires the positions of the rows")
     return slopes[:, None] * cache.positions.to(slopes.device)
 
 
@@ -177,10 +175,10 @@ class LatentCells(NamedTuple):
     It holds both twice, as key and as value, since fused kernels require values of the size of keys.
     """
 
-    cells: HoldsCells
+    cells: CellCache
 
     def update(self, latent: Tensor, key: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """Write new latents ``[1, 1, N, rank]`` and rotated keys ``[1, 1, N, dim]``; see ``HoldsCells``."""
+        """Write new latents ``[1, 1, N, rank]`` and rotated keys ``[1, 1, N, dim]``; see ``CellCache``."""
         joint = torch.cat((latent, key), -1)
         return self.cells.update(joint, joint, layer_idx)
 
@@ -219,7 +217,7 @@ def _latent_forward(module: Any, *given: Any, **named: Any) -> Any:
     """The forward of a latent attention module."""
     name = cache_argument(module)
     cache = named.get(name)
-    if isinstance(cache, HoldsCells) and not cache.dense:
+    if isinstance(cache, CellCache) and not cache.dense:
         named[name] = LatentCells(cache)
     return type(module).forward(module, *given, **named)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -158,8 +158,37 @@ class Advances(Protocol):
         ...
 
 
+class CellCache:
+    """Stands in for transformers' cache. A base class.
+
+    Attributes:
+        dense: whether ``update`` returns all keys and values as tensors, and not what reads cells.
+        positions: ``[1, N]`` of the rows.
+    """
+
+    is_compileable = False
+    dense: bool = False
+    positions: Tensor
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """Write a layer's new keys and values ``[1, heads, N, dim]``; return what attention should read."""
+        raise NotImplementedError
+
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
+        """Zero: positions are always explicit."""
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Zero: as ``get_mask_sizes``."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Sizes of the mask that some models build for each forward, and that attention over cells does not read."""
+        return query_length, 0
+
+
 @dataclass(frozen=True, eq=False)
-class Pack:
+class Pack(CellCache):
     """The cells of one forward. It is passed to transformers in place of a cache.
 
     Args:
@@ -167,7 +196,6 @@ class Pack:
         kinds: by layer; layers left out are FULL.
         segments: for each kind of layer that the model has, every sequence's rows and cells.
         device: of the segments' masks and indices.
-        dense: whether one mask covers all rows and all cells.
         positions: ``[1, N]`` of the rows.
         counting: of the model (``counting_layers``).
         advances: of a model with recurrent layers, what they do with each sequence, in order of their rows.
@@ -177,13 +205,10 @@ class Pack:
     kinds: Mapping[int, AttentionKind]
     segments: Mapping[AttentionKind, list[Segment]]
     device: torch.device
-    dense: bool = False
-    positions: Tensor | None = None
+    positions: Tensor
     counting: Mapping[int, torch.device] = field(default_factory=dict)
     advances: Sequence[Advances] = ()
     _elsewhere: dict[torch.device, Pack] = field(default_factory=dict, init=False)
-
-    is_compileable = False
 
     @cached_property
     def places(self) -> list[tuple[int, int, int, slice | Tensor]]:
@@ -200,33 +225,16 @@ class Pack:
         return self._elsewhere[device]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """Write a layer's new keys and values ``[1, heads, N, dim]``; return what attention should read."""
+        """See ``CellCache``."""
         here = self.on(key.device)
         self.cells.write(layer_idx, key, value, here.places)
-        if self.dense:  # [1, heads, S * C, dim]; a mask does not remove NaN in a dead cell (0 x NaN)
-            dead = torch.from_numpy(self.cells.references == 0).to(key.device)[:, None, :, None]
-            all_keys, all_values = (
-                store[layer_idx].to(key.dtype).masked_fill(dead, 0.0).transpose(0, 1).flatten(1, 2)[None]
-                for store in (self.cells.keys, self.cells.values)
-            )
-            return all_keys, all_values
         kind = self.kinds.get(layer_idx, FULL)
         layer = Layer(*self.cells.views[layer_idx], kind, here.segments[kind])
         return layer, layer
 
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
         """Zero: positions are always explicit. For ``counting`` layers see ``uncounted``."""
-        if layer_idx not in self.counting or self.positions is None:
-            return 0
-        return uncounted(self.positions.to(self.counting[layer_idx]))
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Zero: as ``get_mask_sizes``."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Sizes of the mask that some models build for each forward, and that attention over cells does not read."""
-        return query_length, 0
+        return uncounted(self.positions.to(self.counting[layer_idx])) if layer_idx in self.counting else 0
 
 
 def uncounted(positions: Tensor) -> Tensor:  # [1, N] -> [N]
@@ -274,25 +282,6 @@ class Layer(NamedTuple):
                 out = out.narrow(2, 0, 1)
             outputs.append(out.transpose(1, 2))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-
-
-@runtime_checkable
-class HoldsCells(Protocol):
-    """What stands in for transformers' cache: a ``Pack``, or one of fixed shape (``graphs.FixedPack``)."""
-
-    @property
-    def positions(self) -> Tensor | None:
-        """``[1, N]`` of the rows."""
-        ...
-
-    @property
-    def dense(self) -> bool:
-        """Whether ``update`` returns all keys and values as tensors, and not what reads cells."""
-        ...
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """See ``Pack``."""
-        ...
 
 
 class ReadsCells(Protocol):

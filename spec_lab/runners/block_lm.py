@@ -15,32 +15,16 @@ from torch import Tensor
 from spec_lab.core.clock import Phase
 from spec_lab.core.inference import inference
 from spec_lab.runners.attention import Pack
-from spec_lab.runners.kv_cache import GRAIN, Cells, CellSequence
-from spec_lab.runners.prepare import CHUNK, Packer, chunks
+from spec_lab.runners.feature_lm import FeatureCells
+from spec_lab.runners.prepare import Prepared
 
 BlockLayers = Callable[[Tensor, Tensor, Pack, Tensor], Tensor]
 """Rows ``[1, N, H]`` (features, and the blocks' inputs), positions ``[1, N]``, what stands in for transformers' cache,
 and the numbers ``[m]`` of the blocks' rows -> outputs ``[m, Y]`` of these."""
 
 
-class BlockLM:
-    """Runs decoder layers over blocks.
-
-    Args:
-        layers: whose attention is ``attention.SPANS``, with full attention in every layer.
-        count: how many they are.
-        device: of the layers.
-        dtype: of the layers.
-    """
-
-    def __init__(self, layers: BlockLayers, count: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.layers, self.device = layers, device
-        self.cells = Cells()
-        self._packer = Packer(self.cells, {}, count, device, dtype, dense=False, split=False)
-
-    def open(self, reserve: int = GRAIN) -> CellSequence:
-        """An empty sequence with room for ``reserve`` positions (it grows on demand)."""
-        return self.cells.open(reserve)
+class BlockLM(FeatureCells):
+    """Runs ``BlockLayers`` over blocks."""
 
     @inference
     def forward(self, sequences: Sequence[Any], features: Sequence[Tensor], block: Tensor, timed: Phase) -> Tensor:
@@ -55,15 +39,16 @@ class BlockLM:
         Returns:
             Outputs ``[B, b, Y]``.
         """
-        for one in sequences:
-            one.accept()
-        parts, size = list(features), block.shape[1]
-        for long, rows in chunks(parts, CHUNK):
-            early = self._packer.forest([sequences[n] for n in long], [[0] * CHUNK for _ in long], None, 0)
+
+        def call(rows: Tensor, prepared: Prepared, outputs: Tensor = NO_ROWS) -> Tensor:
             with timed:
-                self.layers(rows[None], early.positions, early.pack, torch.arange(0, device=self.device))
+                return self.layers(rows[None], prepared.positions, prepared.pack, outputs.to(self.device))
+
+        parts, size = self._append_early(sequences, features, call), block.shape[1]
         prepared = self._packer.blocks(sequences, [len(part) for part in parts], size)
-        own = torch.cat([torch.arange(rows.start, rows.stop) for rows in prepared.nodes]).to(self.device)
+        own = torch.cat([torch.arange(rows.start, rows.stop) for rows in prepared.nodes])
         rows = torch.cat([piece for both in zip(parts, block, strict=True) for piece in both])
-        with timed:
-            return self.layers(rows[None], prepared.positions, prepared.pack, own).unflatten(0, (-1, size))
+        return call(rows, prepared, own).unflatten(0, (-1, size))
+
+
+NO_ROWS = torch.arange(0)

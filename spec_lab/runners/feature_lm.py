@@ -18,30 +18,52 @@ from spec_lab.core.draft import Shape
 from spec_lab.core.inference import inference
 from spec_lab.runners.attention import Pack
 from spec_lab.runners.kv_cache import GRAIN, Cells, CellSequence
-from spec_lab.runners.prepare import CHUNK, Packer, chunks
+from spec_lab.runners.prepare import Packer, Prepared
 
 Layers = Callable[[Tensor, Tensor, Pack], Tensor]
 """Inputs ``[1, N, X]``, positions ``[1, N]`` and what stands in for transformers' cache -> outputs ``[1, N, Y]``."""
 
 
-class FeatureLM:
-    """Runs decoder layers over the new inputs of several sequences, or over the nodes of a forest.
+class FeatureCells:
+    """The KV cache of decoder layers that read rows ``[n, X]`` in place of tokens.
 
     Args:
         layers: whose attention is ``attention.SPANS``, with full attention in every layer.
         count: how many they are.
         device: of the layers.
         dtype: of the layers.
+        chunk: most rows of one sequence that one forward appends.
     """
 
-    def __init__(self, layers: Layers, count: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layers: Callable[..., Tensor], count: int, device: torch.device, dtype: torch.dtype, chunk: int = 512
+    ) -> None:
         self.layers, self.device, self.dtype = layers, device, dtype
         self.cells = Cells()
-        self._packer = Packer(self.cells, {}, count, device, dtype, dense=False, split=False)
+        self._packer = Packer(self.cells, {}, count, device, dtype, chunk)
 
     def open(self, reserve: int = GRAIN) -> CellSequence:
         """An empty sequence with room for ``reserve`` positions (it grows on demand)."""
         return self.cells.open(reserve)
+
+    def _append_early(
+        self, sequences: Sequence[Any], parts: Sequence[Tensor], call: Callable[[Tensor, Prepared], object]
+    ) -> list[Tensor]:
+        """Append rows beyond ``Packer.chunk`` to sequences, whose held nodes are forgotten; return what is left."""
+        for sequence in sequences:
+            sequence.accept()
+        early, _ = self._packer.early(sequences, [range(len(part)) for part in parts])
+        rest = list(parts)
+        for prepared, numbers in early:
+            size = prepared.pending[0].stop
+            call(torch.cat([rest[number][:size] for number in numbers]), prepared)
+            for number in numbers:
+                rest[number] = rest[number][size:]
+        return rest
+
+
+class FeatureLM(FeatureCells):
+    """Runs ``Layers`` over the new inputs of several sequences, or over the nodes of a forest."""
 
     @inference
     def forward(self, sequences: Sequence[Any], lengths: Sequence[int], inputs: Tensor, timed: Phase) -> Tensor:
@@ -56,18 +78,16 @@ class FeatureLM:
         Returns:
             Outputs ``[B, Y]`` at each sequence's last input.
         """
-        for one in sequences:
-            one.accept()
-        rest = list(inputs.split(list(lengths)))
-        for long, rows in chunks(rest, CHUNK):
-            early = self._packer.forest([sequences[n] for n in long], [[0] * CHUNK for _ in long], None, 0)
+
+        def call(rows: Tensor, prepared: Prepared) -> Tensor:
             with timed:
-                self.layers(rows[None], early.positions, early.pack)
+                return self.layers(rows[None], prepared.positions, prepared.pack)[0]
+
+        rest = self._append_early(sequences, inputs.split(list(lengths)), call)
         if sum(map(len, rest)) < len(inputs):
             inputs = torch.cat(rest)
-        prepared = self._packer.forest(sequences, [[0] * len(part) for part in rest], None, 0)
-        with timed:
-            outputs = self.layers(inputs[None], prepared.positions, prepared.pack)[0]
+        prepared = self._packer.append(sequences, [[0] * len(part) for part in rest])
+        outputs = call(inputs, prepared)
         if len(sequences) == 1:
             return outputs[-1:]
         last = [rows.stop - 1 for rows in prepared.pending]

@@ -20,21 +20,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from spec_lab.core.draft import Draft
-from spec_lab.runners.attention import FULL, AttentionKind, uncounted
-from spec_lab.runners.kv_cache import GRAIN, Cells, stored
-from spec_lab.runners.prepare import Planned
+from spec_lab.core.draft import Draft, Shape
+from spec_lab.runners.attention import FULL, AttentionKind, CellCache, uncounted
+from spec_lab.runners.forward import Forward, ModelCall
+from spec_lab.runners.kv_cache import GRAIN, Cells, CellSequence, stored
+from spec_lab.runners.prepare import Packer, Planned
 from spec_lab.runners.softmax import Softmax
 
-MOST_ROWS = 256
+MAX_ROWS = 256
 """Most rows of a span in a forward of fixed shape; a step with more rows runs eagerly."""
 
-MOST_GRAPHS = 128
+MAX_GRAPHS = 128
 """Most shapes that stay captured; then the one that was not used for the longest time is forgotten."""
 
-Compute = Callable[[Tensor, Tensor, Any, Tensor], tuple[Tensor, Tensor | None]]
-"""The model. Given are ids and positions ``[1, N]``, what stands in for its cache, and the rows ``[L]`` that get
-logits; returned are logits ``[L, V]`` and hidden states ``[N, layers * H]``."""
+MAX_PENDING = 16
+"""Most pending tokens of a sequence in a forward of fixed shape; longer ones are prompts."""
 
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Turns a forward over static buffers into what replays it, and returns the same tensors in every call."""
@@ -99,23 +99,22 @@ def padded(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-@dataclass(frozen=True, eq=False)
-class FixedForward:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FixedForward(Forward):
     """One forward of fixed shape, ready to run.
 
     Args:
+        graphs: runs it.
         bucket: its sizes.
         numbers: ``[..]`` int64 what is uploaded, in the order of ``Buffers``.
         flags: ``[..]`` bool, likewise.
         rows: how many rows get logits: the first of ``Buffers.wanted``.
         drafted: the nodes' tokens on the device, which follow the roots' rows in ``wanted``; None for none.
         roots: how many rows come before them.
-        total: rows that are no padding.
-        attended: cells attended to in a layer with full attention, in total.
-        pending: for each sequence the rows of its pending tokens among those that are no padding.
-        nodes: for each tree those of its nodes.
+        total: rows that are no padding, which ``pending`` and ``nodes`` number.
     """
 
+    graphs: Graphs
     bucket: Bucket
     numbers: np.ndarray
     flags: np.ndarray
@@ -123,9 +122,10 @@ class FixedForward:
     drafted: Tensor | None
     roots: int
     total: int
-    attended: int
-    pending: Sequence[slice] = ()
-    nodes: Sequence[slice] = ()
+
+    def compute(self, call: ModelCall) -> tuple[Tensor, Tensor | None]:
+        """See ``forward.Forward``. What it returns has memory of its own."""
+        return self.graphs.run(self, call)
 
 
 class Buffers:
@@ -156,11 +156,8 @@ class Buffers:
         self.span = torch.arange(spans, device=device).repeat_interleave(rows)
 
 
-class FixedPack:
+class FixedPack(CellCache):
     """What stands in for transformers' cache in a forward of fixed shape. See ``attention.Pack``."""
-
-    is_compileable = False
-    dense = False
 
     def __init__(
         self,
@@ -172,6 +169,7 @@ class FixedPack:
         dtype: torch.dtype,
     ) -> None:
         self.cells, self.kinds, self.counting, self.bucket, self.given = cells, kinds, counting, bucket, given
+        self.positions = given.positions
         self.masks = {kind: self._mask(kind, dtype) for kind in {FULL, *kinds.values()}}
 
     def _mask(self, kind: AttentionKind, dtype: torch.dtype) -> Tensor:  # [S, n, C] additive
@@ -186,34 +184,21 @@ class FixedPack:
         return mask.view(bucket.spans, bucket.rows, bucket.cells)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """Write a layer's new keys and values ``[1, heads, N, dim]``; return what attention should read."""
+        """See ``attention.CellCache``."""
         if len(self.cells.keys) <= layer_idx:
             self.cells.allocate(layer_idx, key, value)
-        found = []
+        cells = []
         for store, new in ((self.cells.keys[layer_idx], key), (self.cells.values[layer_idx], value)):
             new = stored(new, store.dtype)
             store.transpose(1, 2).index_put_((self.given.span, self.given.cell), new[0].transpose(0, 1))
-            found.append(store[: self.bucket.spans, :, : self.bucket.cells])
+            cells.append(store[: self.bucket.spans, :, : self.bucket.cells])
         kind = self.kinds.get(layer_idx, FULL)
-        layer = FixedLayer(found[0], found[1], kind, self.masks[kind])
+        layer = FixedLayer(cells[0], cells[1], kind, self.masks[kind])
         return layer, layer
-
-    @property
-    def positions(self) -> Tensor:
-        """``[1, N]`` of the rows."""
-        return self.given.positions
 
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
         """See ``attention.Pack``."""
-        return uncounted(self.given.positions) if layer_idx in self.counting else 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Zero: as ``attention.Pack``."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """As ``attention.Pack``."""
-        return query_length, 0
+        return uncounted(self.positions) if layer_idx in self.counting else 0
 
 
 class FixedLayer(NamedTuple):
@@ -244,30 +229,46 @@ class Graphs:
     """Runs decoding steps of one model in fixed shapes, and captures each shape once.
 
     Args:
-        cells: where its keys and values are.
-        kinds: of layers without full attention, by layer.
-        counting: layers of the model (``attention.counting_layers``).
-        device: of the model.
-        dtype: of its weights.
-        compute: the model.
+        packer: of the model; its forwards run in shapes as they come where no fixed shape fits.
         capture: a ``CudaGraphs``, or ``uncaptured``.
         captured: the buckets that were captured so far, each with its buffers and its replay.
     """
 
-    cells: Cells
-    kinds: Mapping[int, AttentionKind]
-    counting: Collection[int]
-    device: torch.device
-    dtype: torch.dtype
-    compute: Compute
+    packer: Packer
     capture: Capture
     captured: dict[tuple[Any, ...], tuple[Buffers, Callable[[], tuple[Tensor, Tensor | None]]]] = field(
         default_factory=dict
     )
     _generation: int = -1
 
-    def prepare(self, planned: Planned, draft: Draft | None, tokens: Tensor | None = None) -> FixedForward | None:
-        """Fill the inputs of a forward; None where a span has more rows than ``MOST_ROWS``.
+    @property
+    def cells(self) -> Cells:
+        """Where the model's keys and values are."""
+        return self.packer.cells
+
+    def prepare(
+        self,
+        sequences: Sequence[CellSequence],
+        pending: Sequence[Sequence[int]],
+        draft: Draft,
+        prefill: Sequence[tuple[CellSequence, Sequence[int]]] = (),
+    ) -> Forward:
+        """``CausalLM.prepare``."""
+        if sequences and not prefill and max(map(len, pending)) <= MAX_PENDING:
+            planned = self.packer.plan(sequences, pending, draft, len(sequences))
+            if (fixed := self._fixed(planned, draft)) is not None:
+                self.packer.keep(planned)
+                return fixed
+            self.packer.give_back(planned)
+        return self.packer.prepare(sequences, pending, draft, prefill)
+
+    def level(self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray, token: Tensor) -> Forward:
+        """``CausalLM.extend``."""
+        planned = self.packer.plan_level(sequences, shape, rows)
+        return self._fixed(planned, None, token) or self.packer.finish_level(planned, token)
+
+    def _fixed(self, planned: Planned, draft: Draft | None, tokens: Tensor | None = None) -> FixedForward | None:
+        """Fill the inputs of a forward; None where a span has more rows than ``MAX_ROWS``.
 
         Args:
             planned: its rows and cells.
@@ -279,7 +280,7 @@ class Graphs:
         for new in planned.new:
             places.append((new.sequence.span, rows[new.sequence.span]))
             rows[new.sequence.span] += len(new.taken)
-        if max(rows) > MOST_ROWS:
+        if max(rows) > MAX_ROWS:
             return None
         spans = min(padded(max(span for span, _ in places) + 1), self.cells.spans)
         unused = self._unused(spans, max(new.end for new in planned.new))
@@ -296,7 +297,7 @@ class Graphs:
         wanted = np.zeros(bucket.logits, dtype=np.int64)
         cell, owner = np.full(total, unused), np.full(total, bucket.sequences - 1)
         slots = np.full((bucket.sequences, bucket.uncommitted), unused)
-        keys = np.zeros((bucket.sequences, bucket.cells if self.kinds else 0), dtype=np.int64)
+        keys = np.zeros((bucket.sequences, bucket.cells if self.packer.kinds else 0), dtype=np.int64)
         own = np.zeros((bucket.sequences, bucket.cells), dtype=bool)
         sees = np.ones((total, bucket.uncommitted), dtype=bool)
         where = np.empty(planned.numbers.shape[1], dtype=np.int64)  # of each row that is no padding
@@ -311,7 +312,7 @@ class Graphs:
             sees[here] = False
             sees[here, :known] = True if new.mask is None else new.mask == 0
             own[number, : new.sequence.extent] = new.sequence.bias(new.sequence.extent) == 0
-            if self.kinds:
+            if self.packer.kinds:
                 keys[number, : new.end] = new.key_positions(new.end)
         packed[: len(where)] = where
         if draft is None:
@@ -323,10 +324,11 @@ class Graphs:
             [ids, positions, cell, owner, slots.ravel(), wanted, packed, keys.ravel()], dtype=np.int64
         )
         flags = np.concatenate([own.ravel(), sees.ravel()])
-        attended = sum(new.end for new in planned.new)
         return FixedForward(
-            bucket, numbers, flags, len(chosen), tokens, roots, len(where), attended, planned.pending, planned.nodes
-        )
+            graphs=self, bucket=bucket, numbers=numbers, flags=flags, rows=len(chosen), drafted=tokens, roots=roots,
+            total=len(where), attended=sum(new.end for new in planned.new), pending=planned.pending,
+            nodes=planned.nodes,
+        )  # fmt: skip
 
     def _unused(self, spans: int, end: int) -> int:
         """The last cell of a bucket, beyond ``end``, that no sequence uses in any of the first spans."""
@@ -343,30 +345,26 @@ class Graphs:
                 return size - 1
             size *= 2
 
-    def run(self, given: FixedForward, layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-        """Logits ``[R, V]``, and the captured hidden states ``[rows, layers * H]``, in memory of their own.
-
-        Args:
-            given: by ``prepare``.
-            layers: whose hidden states ``compute`` returns: another choice is another graph.
-        """
+    def run(self, given: FixedForward, call: ModelCall) -> tuple[Tensor, Tensor | None]:
+        """``FixedForward.compute``. Another choice of captured hidden states is another graph."""
+        device, kinds = self.packer.device, self.packer.kinds
         if self._generation != self.cells.generation:
             self.captured.clear()
-        key = (given.bucket, layers)
+        key = (given.bucket, call.layers)
         known = self.captured.get(key)
-        buffers = Buffers(given.bucket, bool(self.kinds), self.device) if known is None else known[0]
-        buffers.numbers.copy_(self._host(given.numbers), non_blocking=True)
-        buffers.flags.copy_(self._host(given.flags), non_blocking=True)
+        buffers = Buffers(given.bucket, bool(kinds), device) if known is None else known[0]
+        buffers.numbers.copy_(_host(given.numbers, device), non_blocking=True)
+        buffers.flags.copy_(_host(given.flags, device), non_blocking=True)
         if given.drafted is not None:
             count = given.drafted.shape[0]
             buffers.ids.view(-1).index_copy_(0, buffers.wanted[given.roots : given.roots + count], given.drafted)
         if key not in self.captured:
 
             def forward() -> tuple[Tensor, Tensor | None]:
-                pack = FixedPack(self.cells, self.kinds, self.counting, given.bucket, buffers, self.dtype)
-                return self.compute(buffers.ids, buffers.positions, pack, buffers.wanted)
+                pack = FixedPack(self.cells, kinds, self.packer.counting, given.bucket, buffers, self.packer.dtype)
+                return call(buffers.ids, buffers.positions, pack, None, buffers.wanted)
 
-            while len(self.captured) >= MOST_GRAPHS:
+            while len(self.captured) >= MAX_GRAPHS:
                 del self.captured[next(iter(self.captured))]
             replay = self.capture(forward)
         else:
@@ -377,6 +375,7 @@ class Graphs:
         chosen = logits[: given.rows].clone()
         return chosen, None if hidden is None else hidden.index_select(0, buffers.packed[: given.total])
 
-    def _host(self, array: np.ndarray) -> Tensor:
-        found = torch.from_numpy(array)
-        return found.pin_memory() if self.device.type == "cuda" else found
+
+def _host(array: np.ndarray, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor

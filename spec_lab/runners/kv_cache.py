@@ -100,7 +100,7 @@ class CellSequence:
         """
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
-            cells = np.concatenate([ahead.slots, ahead.nodes[ahead.nodes >= 0]])
+            cells = np.concatenate([ahead.slots, ahead.held[ahead.held >= 0]])
             if clear:
                 self.store.clear(self, cells)
             self.store.drop(self, cells)
@@ -138,7 +138,7 @@ class Ahead:
         tokens: pending tokens of the sequence.
         slots: their cells, which are not part of the sequence.
         first: the first of their rows in ``owner``.
-        nodes: ``[m]`` the cells of nodes, -1 of those that are not computed, and ``rows`` their rows in ``owner``.
+        held: ``[m]`` the cells of nodes, -1 of those that are not computed, and ``rows`` their rows in ``owner``.
         parents: of each computed node, numbered within the tree, its parent (-1 for the root) and its token.
     """
 
@@ -146,7 +146,7 @@ class Ahead:
     tokens: list[int]
     slots: np.ndarray
     first: int
-    nodes: np.ndarray = field(default_factory=lambda: NONE_HELD)
+    held: np.ndarray = field(default_factory=lambda: NONE_HELD)
     rows: np.ndarray = field(default_factory=lambda: NONE_HELD)
     parents: dict[int, tuple[int, int]] = field(default_factory=dict)
 

@@ -7,15 +7,21 @@ the model's own code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from spec_lab.core.draft import empty
+from spec_lab.core.inference import inference
 from spec_lab.runners.draft_pass import Route, Sublayer, SublayerKind
+from spec_lab.runners.forward import ModelCall
+from spec_lab.runners.kv_cache import Cells
+from spec_lab.runners.prepare import Packer, Prepared
 
 NAMES: dict[SublayerKind, tuple[str, ...]] = {
     "attn": ("self_attn", "self_attention", "attention", "attn"),
@@ -28,28 +34,32 @@ class LayerRanges:
     """The layers of a model, and forwards that run some of them.
 
     Args:
-        model: a causal LM of transformers.
-        run: runs a forward of it, which shows what its modules return.
+        call: of a causal LM of transformers.
+        packer: of the same; a forward of one token, in cells of its own, shows what the model's modules return.
 
     Raises:
         NotImplementedError: its layers are not found, or return what cannot be replaced.
     """
 
-    def __init__(self, model: Any, run: Callable[[], object]) -> None:
-        self.count = int(model.config.num_hidden_layers)
-        self.decoder, self._name, layers = find_layers(model)
+    def __init__(self, call: ModelCall, packer: Packer) -> None:
+        self.call, self._packer = call, replace(packer, cells=Cells())
+        self.count = int(call.model.config.num_hidden_layers)
+        self.decoder, self._name, layers = find_layers(call.model)
         self._layers: list[nn.Module] = list(layers)
         names = {kind: self._names(kind) for kind in NAMES}
         modules = {
             Sublayer(kind, number): (layer, names[kind][number])
             for kind in NAMES for number, layer in enumerate(self._layers) if names[kind][number]
         }  # fmt: skip
-        self._returns = _probe(run, [*self._layers, *(parent._modules[name] for parent, name in modules.values())])
-        self._sublayers = {one: place for one, place in modules.items() if place[0]._modules[place[1]] in self._returns}
+        inner = [parent._modules[name] for parent, name in modules.values()]
+        self._returns = _probe(self._one_token, [*self._layers, *inner])
+        self._sublayers = {
+            sublayer: place for sublayer, place in modules.items() if place[0]._modules[place[1]] in self._returns
+        }
         self.sublayers = frozenset(self._sublayers)
         if any(layer not in self._returns for layer in self._layers):
             raise NotImplementedError("its layers do not return hidden states like their input")
-        self._lists: dict[tuple[Route, frozenset[int]], tuple[nn.ModuleList, _Given, dict[int, _Tap]]] = {}
+        self._lists: dict[tuple[Route, frozenset[int]], tuple[nn.ModuleList, _Instead, dict[int, _Tap]]] = {}
         self._zeros: dict[Sublayer, nn.Module] = {}
 
     def _names(self, kind: SublayerKind) -> list[str]:
@@ -58,6 +68,60 @@ class LayerRanges:
             next((name for name in NAMES[kind] if name in layer._modules and _adds_nothing(layer._modules[name])), "")
             for layer in self._layers
         ]
+
+    @inference
+    def _one_token(self) -> None:
+        packer = self._packer
+        prepared = packer.prepare([packer.cells.open(1)], [[0]], empty(1, packer.device))
+        try:
+            self._run(self.call.model, prepared)
+        finally:
+            self.call.take_final()
+
+    def _run(self, module: Any, prepared: Prepared) -> Any:
+        more = {"logits_to_keep": prepared.keep} if module is self.call.model else {}
+        return self.call.run(module, prepared.ids, prepared.positions, prepared.pack, prepared.mask, **more)
+
+    def first(
+        self, prepared: Prepared, route: Route, inputs: Sequence[int] = (), logits: bool = True
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run the layers of a route that begins with layer 0.
+
+        Returns:
+            Logits ``[R, V]`` after these layers if ``logits``; and ``[N, X]`` the inputs of the layers ``inputs``.
+        """
+        with self.running(route, frozenset(inputs)) as caught:
+            output = self._run(self.call.model if logits else self.decoder, prepared)
+        self.call.take_final()
+        states = torch.cat([caught[layer] for layer in inputs], -1) if inputs else None
+        return output.logits.flatten(0, 1) if logits else None, states
+
+    def rest(self, prepared: Prepared, first: int, states: Mapping[int, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Run the layers from ``first`` on, and what follows them.
+
+        Args:
+            prepared: all rows.
+            first: the first layer.
+            states: ``[N, H]`` hidden states that are known already, among them the input of that layer.
+
+        Returns:
+            Logits ``[R, V]`` and the captured hidden states ``[N, layers * H]``.
+        """
+        call, last = self.call, self.count
+        later = frozenset(layer for layer in call.layers if first < layer < last)
+        handle = call.catch(self.decoder) if call.hook is None else None
+        try:
+            with self.running(Route(first), later, states[first]) as caught:
+                output = self._run(call.model, prepared)
+        finally:
+            if handle is not None:
+                handle.remove()
+        final = call.take_final()
+        if final is None:
+            raise NotImplementedError("its decoder returns no state after the final norm")
+        known = {**states, **caught, last: final}
+        hidden = torch.cat([known[layer] for layer in call.layers], -1) if call.layers else None
+        return output.logits.flatten(0, 1), hidden
 
     @contextmanager
     def running(
@@ -75,7 +139,7 @@ class LayerRanges:
         """
         layers, given, tapped = self._list(route, taps)
         places: list[tuple[nn.Module, str, nn.Module]] = [(self.decoder, self._name, layers)]
-        places += [(*self._sublayers[one], self._zero(one)) for one in route.skipped]
+        places += [(*self._sublayers[sublayer], self._zero(sublayer)) for sublayer in route.skipped]
         before: list[Any] = [parent._modules[name] for parent, name, _ in places]
         caught: dict[int, Tensor] = {}
         given.states = None if states is None else states[None]
@@ -88,44 +152,44 @@ class LayerRanges:
                     raise NotImplementedError("a layer of it was not called")
                 caught[number] = tap.states.flatten(0, 1)
         finally:
-            for (parent, name, _), own in zip(places, before, strict=True):
-                parent._modules[name] = own
+            for (parent, name, _), module in zip(places, before, strict=True):
+                parent._modules[name] = module
             given.states = None
             for tap in tapped.values():
                 tap.states = None
 
-    def _list(self, route: Route, taps: frozenset[int]) -> tuple[nn.ModuleList, _Given, dict[int, _Tap]]:
+    def _list(self, route: Route, taps: frozenset[int]) -> tuple[nn.ModuleList, _Instead, dict[int, _Tap]]:
         """What replaces the model's list of layers for a route, built once."""
         key = (Route(route.first, route.end, _whole(route.skipped)), taps)
         if key not in self._lists:
-            if len(self._lists) >= MOST_LISTS:
+            if len(self._lists) >= MAX_LISTS:
                 self._lists.clear()
             end = self.count if route.end is None else route.end
-            whole = {one.layer for one in key[0].skipped}
+            whole = {sublayer.layer for sublayer in key[0].skipped}
             given, tapped, modules = _Given(self._returns[self._layers[0]]), {}, []
             for number, layer in enumerate(self._layers):
                 runs = route.first <= number < end and number not in whole
-                one = layer if runs else given if number == route.first - 1 else _Same(self._returns[layer])
+                module = layer if runs else given if number == route.first - 1 else _Same(self._returns[layer])
                 if number in taps:
-                    one = tapped[number] = _Tap(one)
-                if one is not layer:
-                    _copy_attributes(layer, one)
-                modules.append(one)
+                    module = tapped[number] = _Tap(module)
+                if module is not layer:
+                    _copy_attributes(layer, module)
+                modules.append(module)
             self._lists[key] = nn.ModuleList(modules), given, tapped
         return self._lists[key]
 
-    def _zero(self, one: Sublayer) -> nn.Module:
-        if one not in self._zeros:
-            parent, name = self._sublayers[one]
+    def _zero(self, sublayer: Sublayer) -> nn.Module:
+        if sublayer not in self._zeros:
+            parent, name = self._sublayers[sublayer]
             module = parent._modules[name]
             if module is None:
-                raise NotImplementedError(f"{name} of layer {one.layer} is no module")
-            self._zeros[one] = _Zero(self._returns[module])
-            _copy_attributes(module, self._zeros[one])
-        return self._zeros[one]
+                raise NotImplementedError(f"{name} of layer {sublayer.layer} is no module")
+            self._zeros[sublayer] = _Zero(self._returns[module])
+            _copy_attributes(module, self._zeros[sublayer])
+        return self._zeros[sublayer]
 
 
-MOST_LISTS = 64
+MAX_LISTS = 64
 """Most routes whose modules are kept."""
 
 
@@ -150,7 +214,9 @@ def _adds_nothing(module: nn.Module | None) -> bool:
 
 def _whole(skipped: frozenset[Sublayer]) -> frozenset[Sublayer]:
     """The sublayers of layers both of whose sublayers are skipped, for which the whole layer is."""
-    return frozenset(one for one in skipped if all(Sublayer(kind, one.layer) in skipped for kind in NAMES))
+    return frozenset(
+        sublayer for sublayer in skipped if all(Sublayer(kind, sublayer.layer) in skipped for kind in NAMES)
+    )
 
 
 def _copy_attributes(module: nn.Module, to: nn.Module) -> None:
@@ -165,45 +231,43 @@ def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return hidden
 
 
-def _returned(hidden: Tensor, width: int) -> Any:
-    """As a module returns hidden states: alone (0), or as the first of so many."""
-    return (hidden, *[None] * (width - 1)) if width else hidden
-
-
-class _Same(nn.Module):
-    """In place of a layer: returns its input."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _returned(_input(args, kwargs), self.width)
-
-
-class _Given(nn.Module):
-    """In place of the layer before the first that runs: returns what is given, ``[1, N, H]``."""
+class _Instead(nn.Module):
+    """In place of a layer or sublayer: returns hidden states alone (width 0), or as the first of so many."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
         self.states: Tensor | None = None
 
-    def forward(self, *_: Any, **__: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = self.hidden(*args, **kwargs)
+        return (hidden, *[None] * (self.width - 1)) if self.width else hidden
+
+    def hidden(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class _Same(_Instead):
+    """In place of a layer: returns its input."""
+
+    def hidden(self, *args: Any, **kwargs: Any) -> Tensor:
+        return _input(args, kwargs)
+
+
+class _Given(_Instead):
+    """In place of the layer before the first that runs: returns what is given, ``[1, N, H]``."""
+
+    def hidden(self, *_: Any, **__: Any) -> Tensor:
         if self.states is None:
             raise NotImplementedError("the layer before the first that runs was called without states to return")
-        return _returned(self.states, self.width)
+        return self.states
 
 
-class _Zero(nn.Module):
+class _Zero(_Instead):
     """In place of a sublayer: returns zeros."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _returned(torch.zeros_like(_input(args, kwargs)), self.width)
+    def hidden(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros_like(_input(args, kwargs))
 
 
 class _Tap(nn.Module):
@@ -220,22 +284,22 @@ class _Tap(nn.Module):
 
 
 def _probe(run: Callable[[], object], modules: Sequence[nn.Module | None]) -> dict[nn.Module, int]:
-    """Return how modules return hidden states (``_returned``) in a forward.
+    """Return how modules return hidden states (``_Instead``) in a forward.
 
     Modules that return something else, or are not called, are left out.
     """
-    found: dict[nn.Module, int] = {}
+    widths: dict[nn.Module, int] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         first = output[0] if isinstance(output, tuple) and output else output
         hidden = _input(args, kwargs) if args or "hidden_states" in kwargs else None
         if isinstance(first, Tensor) and isinstance(hidden, Tensor) and first.shape == hidden.shape:
-            found[module] = len(output) if isinstance(output, tuple) else 0
+            widths[module] = len(output) if isinstance(output, tuple) else 0
 
-    handles = [one.register_forward_hook(note, with_kwargs=True) for one in modules if one is not None]
+    handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules if module is not None]
     try:
         run()
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return widths

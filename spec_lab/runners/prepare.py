@@ -6,9 +6,9 @@ the sequence's draft tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,20 +16,15 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Shape, upload
 from spec_lab.runners.attention import FULL, AttentionKind, Pack, Segment, attention_mask
+from spec_lab.runners.forward import Forward, ModelCall
 from spec_lab.runners.kv_cache import NONE_HELD, Cells, CellSequence, as_index
-
-DenseMasks = Tensor | dict[str, Tensor]
-"""A dense attention mask ``[1, 1, N, S * C]``, or one for each type of layer, as transformers names them."""
 
 NOTHING_GIVEN: Mapping[int, np.ndarray] = {}
 
-CHUNK = 512
-"""Most rows of one sequence that a drafter's layers append by one forward: its attention mask has their square."""
 
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """The tensors of one forward, and what its result means.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Prepared(Forward):
+    """A forward in shapes as they come.
 
     Args:
         ids: ``[1, N]`` token ids; for a ``FeatureLM`` what it was given in their place.
@@ -37,30 +32,19 @@ class Prepared:
         pack: cells and attention masks.
         keep: which rows get logits, as transformers' ``logits_to_keep``; on the host if the model is split over several
             devices.
-        mask: of dense attention.
-        attended: cells attended to in a layer with full attention, in total.
-        pending: for each sequence, those that only prefill last, the rows of its pending tokens.
-        nodes: for each tree the rows of its nodes.
-        early: chunks of long prompts that are computed first, each with the numbers of its sequences.
+        mask: of dense attention (``dense``).
     """
 
     ids: Tensor
     positions: Tensor
     pack: Pack
     keep: Tensor | int
-    mask: DenseMasks | None
-    attended: int
-    pending: Sequence[slice] = ()
-    nodes: Sequence[slice] = ()
-    early: tuple[tuple[Prepared, list[int]], ...] = ()
+    mask: Any = None
+    early: Sequence[tuple[Prepared, list[int]]] = ()
 
-    def after(self, early: Sequence[tuple[Prepared, list[int]]]) -> Prepared:
-        """The same after chunks of long prompts."""
-        return replace(self, early=tuple(early)) if early else self
-
-    def with_ids(self, ids: Tensor) -> Prepared:
-        """The same with other tokens ``[1, N]``."""
-        return replace(self, ids=ids)
+    def compute(self, call: ModelCall) -> tuple[Tensor, Tensor | None]:
+        """See ``forward.Forward``."""
+        return call(self.ids, self.positions, self.pack, self.mask, self.keep)
 
 
 class Uncommitted(NamedTuple):
@@ -132,7 +116,7 @@ class Packer:
         layers: how many layers it has.
         device: of the model's inputs.
         dtype: of its weights.
-        dense: whether attention reads one mask over all rows and cells.
+        chunk: most tokens of a sequence that are appended by one forward: its attention mask has their square.
         split: whether its layers are on several devices.
         counting: of the model (``attention.counting_layers``).
         indexed: whether rows with logits must be named by an index. Where the last layers share keys and values
@@ -145,43 +129,43 @@ class Packer:
     layers: int
     device: torch.device
     dtype: torch.dtype
-    dense: bool
-    split: bool
+    chunk: int = 512
+    split: bool = False
     counting: Mapping[int, torch.device] = field(default_factory=dict)
     indexed: bool = False
+    dense = False  # see ``dense.DensePacker``
 
     def prepare(
         self,
         sequences: Sequence[CellSequence],
         pending: Sequence[Sequence[int]],
         draft: Draft,
-        prefill: Sequence[tuple[CellSequence, Sequence[int]]],
-        chunk: int,
+        prefill: Sequence[tuple[CellSequence, Sequence[int]]] = (),
     ) -> Prepared:
         """``CausalLM.prepare``: ``forest``, with pending tokens beyond ``chunk`` in earlier forwards."""
         plain = sequences and not (draft.shape.nodes or prefill or self.dense)
         if plain and self.kinds:  # windows, chunks and biases are of positions, not of cells
-            plain = all(one.in_order for one in sequences)
-        if plain and all(len(one) == 1 for one in pending):
-            cells = [self.cells.take_next(one) for one in sequences]
+            plain = all(sequence.in_order for sequence in sequences)
+        if plain and all(len(tokens) == 1 for tokens in pending):
+            cells = [self.cells.take_next(sequence) for sequence in sequences]
             if -1 not in cells:
                 return self._one_token_each(sequences, pending, cells)
-            for one, cell in zip(sequences, cells, strict=True):
+            for sequence, cell in zip(sequences, cells, strict=True):
                 if cell >= 0:
-                    self.cells.drop(one, cell)
-        every = [*sequences, *(one for one, _ in prefill)]
-        early, rest = self.chunks(every, [*pending, *(tokens for _, tokens in prefill)], chunk)
-        return self.forest(every, rest, draft, len(sequences)).after(early)
+                    self.cells.drop(sequence, cell)
+        every = [*sequences, *(sequence for sequence, _ in prefill)]
+        early, rest = self.early(every, [*pending, *(tokens for _, tokens in prefill)])
+        return self.finish(self.plan(every, rest, draft, len(sequences)), draft, early)
 
-    def chunks(
-        self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], chunk: int
+    def early(
+        self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]]
     ) -> tuple[list[tuple[Prepared, list[int]]], list[Sequence[int]]]:
-        """Prepare forwards of pending tokens beyond ``chunk`` (``Prepared.early``); return them and what is left."""
-        early, rest = [], list(pending)
-        while long := [b for b, tokens in enumerate(rest) if len(tokens) > chunk]:
-            early.append((self.forest([sequences[b] for b in long], [rest[b][:chunk] for b in long], None, 0), long))
-            for b in long:
-                rest[b] = rest[b][chunk:]
+        """Prepare forwards of pending tokens beyond ``chunk`` (``Forward.early``); return them and what is left."""
+        early, rest, chunk = [], list(pending), self.chunk
+        while long := [number for number, tokens in enumerate(rest) if len(tokens) > chunk]:
+            early.append((self.append([sequences[number] for number in long], [rest[n][:chunk] for n in long]), long))
+            for number in long:
+                rest[number] = rest[number][chunk:]
         return early, rest
 
     def plan(
@@ -242,18 +226,16 @@ class Packer:
         for new in planned.new:
             self.cells.drop(new.sequence, new.taken)
 
-    def forest(
-        self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], draft: Draft | None, trees: int
-    ) -> Prepared:
-        """Prepare one forward; the first ``trees`` sequences have trees, the others get no logits."""
-        return self.finish(self.plan(sequences, pending, draft, trees), draft)
+    def append(self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]]) -> Prepared:
+        """Prepare a forward that appends tokens to sequences, without logits."""
+        return self.finish(self.plan(sequences, pending, None, 0), None)
 
-    def finish(self, planned: Planned, draft: Draft | None) -> Prepared:
-        """``forest`` of rows that are planned."""
+    def finish(
+        self, planned: Planned, draft: Draft | None, early: Sequence[tuple[Prepared, list[int]]] = ()
+    ) -> Prepared:
+        """Prepare a forward of rows that are planned, after ``early`` ones; sequences without trees get no logits."""
         numbers, roots, trees = planned.numbers, planned.roots, len(planned.roots)
-        segments, attended = self._no_segments(), 0
-        for new in planned.new:
-            attended += self._add(segments, new)
+        segments, attended = self._segments(planned)
         self.keep(planned)
         keep: Tensor | int
         rows: np.ndarray | None = None
@@ -277,53 +259,66 @@ class Packer:
             given[0, planned.nodes[0] if rows is None else index[trees:]] = drafted.token
         if self.indexed and isinstance(keep, int):
             keep = torch.arange(numbers.shape[1] - keep if keep else 0, numbers.shape[1], device=self.device)
-        return self._prepared(given[:1], given[1:], segments, keep, attended, planned.pending, planned.nodes)
+        return self._prepared(
+            given[:1], given[1:], segments, keep, attended=attended, pending=planned.pending, nodes=planned.nodes,
+            early=early,
+        )  # fmt: skip
 
     def _one_token_each(
         self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], cells: list[int]
     ) -> Prepared:
-        """What ``forest`` prepares for one token of each sequence in the cell after its others, in half the time.
+        """What ``finish`` prepares for one token of each sequence in the cell after its others, in half the time.
 
         So the step of autoregressive decoding, whose host work is a visible share of it, is not slowed down by what
         only trees need.
         """
-        numbers = torch.tensor([[one[0] for one in pending], cells], device=self.device)  # positions are cells here
+        numbers = torch.tensor([[tokens[0] for tokens in pending], cells], device=self.device)  # positions are cells
         segments = self._no_segments()
-        for kind, found in segments.items():
-            for row, (one, cell) in enumerate(zip(sequences, cells, strict=True)):
+        for kind, some in segments.items():
+            for row, (sequence, cell) in enumerate(zip(sequences, cells, strict=True)):
                 first = kind.first(cell)
-                found.append(Segment(one.span, row, row + 1, slice(cell, cell + 1), first, cell + 1, None, False))
-        for one, cell in zip(sequences, cells, strict=True):
-            self.cells.keep_next(one, cell)
-            one.held = NONE_HELD
-        rows, pack = range(len(cells)), self._pack(segments, numbers[1:])
+                some.append(Segment(sequence.span, row, row + 1, slice(cell, cell + 1), first, cell + 1, None, False))
+        for sequence, cell in zip(sequences, cells, strict=True):
+            self.cells.keep_next(sequence, cell)
+            sequence.held = NONE_HELD
+        rows, keep = range(len(cells)), 1 if len(cells) == 1 else 0
         pending_rows, no_nodes = [slice(row, row + 1) for row in rows], [slice(row + 1, row + 1) for row in rows]
-        keep = 1 if len(cells) == 1 else 0
-        attended = sum(cells) + len(cells)
-        return Prepared(numbers[:1], numbers[1:], pack, keep, None, attended, pending_rows, no_nodes)
+        return self._prepared(
+            numbers[:1], numbers[1:], segments, keep, attended=sum(cells) + len(cells), pending=pending_rows,
+            nodes=no_nodes,
+        )  # fmt: skip
 
-    def plan_level(self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray) -> Planned:
-        """Take cells for nodes whose ancestors are computed already. See ``CausalLM.extend``."""
-        new, start = [], 0
+    def plan_level(
+        self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray, ahead: bool = False
+    ) -> Planned:
+        """Take cells for nodes whose ancestors are computed already. See ``CausalLM.extend``.
+
+        Args:
+            sequences, shape, rows: as there.
+            ahead: whether the nodes follow pending tokens that are computed ahead (``CellSequence.ahead``).
+        """
+        new, start, places = [], 0, shape.places
         for tree, sequence in enumerate(sequences):
             own = rows[shape.root[rows] == tree] if shape.roots > 1 else rows
-            if sequence is None or not len(own):
+            holder: Any = sequence if sequence is None or not ahead else sequence.ahead
+            if sequence is None or holder is None or not len(own):
                 continue
-            nodes, places, root = shape.trees[tree][1:], shape.places, len(sequence) - 1
-            if len(sequence.held) < len(nodes):
-                more = np.full(len(nodes) - len(sequence.held), -1, dtype=np.int64)
-                sequence.held = np.concatenate([sequence.held, more])
-            before = nodes[sequence.held >= 0]
+            before, length = holder.slots if ahead else NONE_HELD, len(sequence)
+            nodes, count = shape.trees[tree][1:], len(before)
+            holder.held = lengthened(holder.held, len(nodes))
+            both = np.concatenate([nodes[holder.held >= 0], own])
             taken = self.cells.take(sequence, len(own))
-            sequence.held[places[own]] = taken
-            both = np.concatenate([before, own])
-            sees, mask = shape.ancestors[own][:, both], None
+            holder.held[places[own]] = taken
+            sees, mask, root = shape.ancestors[own][:, both], None, length + count - 1
+            slots, key = holder.held[places[both]], root + shape.depth[both]
+            if count:
+                slots, key = np.concatenate([before, slots]), np.concatenate([np.arange(length, length + count), key])
             if not sees.all():
-                mask = np.where(sees, np.float32(0), np.float32(-np.inf))
-            query, slots = root + shape.depth[own], sequence.held[places[both]]
-            new.append(Uncommitted(start, sequence, taken, query, slots, root + shape.depth[both], mask))
+                mask = np.zeros((len(own), len(slots)), dtype=np.float32)
+                mask[:, count:][~sees] = -np.inf
+            new.append(Uncommitted(start, sequence, taken, root + shape.depth[own], slots, key, mask))
             start += len(own)
-        positions = np.concatenate([one.query for one in new])
+        positions = np.concatenate([sequence_rows.query for sequence_rows in new])
         return Planned(np.stack([np.zeros_like(positions), positions]), new, [], [], [])
 
     def level(
@@ -347,24 +342,29 @@ class Packer:
         starts = [rows.start + length for rows, length in zip(planned.pending, lengths, strict=True)]
         appended = [slice(rows.start, start) for rows, start in zip(planned.pending, starts, strict=True)]
         blocks = [slice(start, start + size) for start in starts]
-        segments = self._no_segments()
-        attended = sum(self._add(segments, new._replace(mask=None, causal=False)) for new in planned.new)
-        self.keep(planned._replace(pending=appended, nodes=blocks, roots=starts))
+        both_ways = [new._replace(mask=None, causal=False) for new in planned.new]
+        planned = planned._replace(new=both_ways, pending=appended, nodes=blocks, roots=starts)
+        segments, attended = self._segments(planned)
+        self.keep(planned)
         (where,) = upload(self.device, planned.numbers[1])
-        return self._prepared(where[None], where[None], segments, 0, attended, appended, blocks)
+        rows = {"attended": attended, "pending": appended, "nodes": blocks}
+        return self._prepared(where[None], where[None], segments, 0, **rows)
 
     def finish_level(self, planned: Planned, token: Tensor, keep: Tensor | int = 0) -> Prepared:
         """``level`` of rows that are planned, with logits of the rows ``keep`` (``Prepared``)."""
-        segments, attended = self._no_segments(), 0
-        for new in planned.new:
-            attended += self._add(segments, new)
+        segments, attended = self._segments(planned)
         (where,) = upload(self.device, planned.numbers[1])
-        return self._prepared(token[None], where[None], segments, keep, attended)
+        return self._prepared(token[None], where[None], segments, keep, attended=attended)
 
     def _no_segments(self) -> dict[AttentionKind, list[Segment]]:
         if not self.kinds:
             return {FULL: []}
         return {self.kinds.get(layer, FULL): [] for layer in range(self.layers)}
+
+    def _segments(self, planned: Planned) -> tuple[dict[AttentionKind, list[Segment]], int]:
+        """The rows and cells of every kind of layer, and the cells attended to."""
+        segments = self._no_segments()
+        return segments, sum(self._add(segments, new) for new in planned.new)
 
     def _add(self, segments: dict[AttentionKind, list[Segment]], new: Uncommitted) -> int:
         """Append the sequence's rows to the segments of every kind of layer; return the cells attended to."""
@@ -378,39 +378,24 @@ class Packer:
             full[:] = sequence.bias(end)
             columns = index if isinstance(index, slice) and len(new.slots) == rows else new.slots
             full[:, columns] = 0.0 if new.mask is None else new.mask
-        for kind, found in segments.items():
+        for kind, some in segments.items():
             first, mask, simple = (0, full, causal) if kind == FULL else _nearby(kind, new, end, full, causal)
             additive = None if mask is None else torch.from_numpy(mask).to(self.device, self.dtype)
-            found.append(Segment(sequence.span, start, start + rows, index, first, end, additive, simple))
+            some.append(Segment(sequence.span, start, start + rows, index, first, end, additive, simple))
         return end
 
     def _prepared(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        segments: dict[AttentionKind, list[Segment]],
-        keep: Tensor | int,
-        attended: int,
-        pending: Sequence[slice] = (),
-        nodes: Sequence[slice] = (),
-    ) -> Prepared:
-        pack = self._pack(segments, positions)
-        mask: DenseMasks | None = None
-        if self.dense:
-            masks = {kind.layer_type: self._dense_mask(one, positions.shape[1]) for kind, one in segments.items()}
-            mask = masks if len(masks) > 1 else next(iter(masks.values()))
-        return Prepared(ids, positions, pack, keep, mask, attended, pending, nodes)
+        self, ids: Tensor, positions: Tensor, segments: dict[AttentionKind, list[Segment]], keep: Tensor | int,
+        **rows: Any,
+    ) -> Prepared:  # fmt: skip
+        """A forward; ``rows`` are the fields of ``forward.Forward``."""
+        pack = Pack(self.cells, self.kinds, segments, self.device, positions, self.counting)
+        return Prepared(ids=ids, positions=positions, pack=pack, keep=keep, **rows)
 
-    def _pack(self, segments: dict[AttentionKind, list[Segment]], positions: Tensor) -> Pack:
-        return Pack(self.cells, self.kinds, segments, self.device, self.dense, positions, self.counting)
 
-    def _dense_mask(self, segments: list[Segment], rows: int) -> Tensor:  # [1, 1, N, S * C]
-        """One additive mask over all rows and the whole store: quadratic; a reference for tests."""
-        size = rows, self.cells.spans, self.cells.capacity
-        store = torch.full(size, -torch.inf, dtype=self.dtype, device=self.device)
-        for one in segments:
-            store[one.start : one.stop, one.span, one.first : one.end] = 0.0 if one.mask is None else one.mask
-        return store.flatten(1)[None, None]
+def lengthened(cells: np.ndarray, count: int) -> np.ndarray:
+    """The cells of nodes, or their rows, with -1 for those up to ``count`` that are not computed."""
+    return np.concatenate([cells, np.full(count - len(cells), -1, dtype=np.int64)]) if len(cells) < count else cells
 
 
 def forest_mask(shape: Shape | None, tree: int, pending: int) -> np.ndarray:
@@ -428,22 +413,6 @@ def forest_mask(shape: Shape | None, tree: int, pending: int) -> np.ndarray:
 
 
 ROOT = np.zeros((1, 1), dtype=np.float32)
-
-
-def chunks(rest: list[Tensor], most: int) -> Iterator[tuple[list[int], Tensor]]:
-    """Cut ``most`` rows off the beginning of every longer part, and again, until there is none.
-
-    Args:
-        rest: parts ``[n, X]``; what is left of them afterwards.
-        most: rows of a part.
-
-    Yields:
-        The numbers of the parts that are cut, and the rows that are cut off, part by part.
-    """
-    while long := [number for number, part in enumerate(rest) if len(part) > most]:
-        yield long, torch.cat([rest[number][:most] for number in long])
-        for number in long:
-            rest[number] = rest[number][most:]
 
 
 def _nearby(

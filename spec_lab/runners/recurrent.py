@@ -25,25 +25,28 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft, Shape, empty
+from spec_lab.runners.forward import Forward
 from spec_lab.runners.kv_cache import CellSequence
 from spec_lab.runners.memory import StateMemory
 from spec_lab.runners.mixers import Mixer, find_mixers
-from spec_lab.runners.prepare import Prepared
+from spec_lab.runners.prepare import Packer, Prepared
 
-MOST_AGAIN = 16
+MAX_AGAIN = 16
 """Most rows that a mixer computes again together with new ones. More than these are first made part of the snapshot."""
 
 
 class Recurrence:
-    """The recurrent layers of a model, whose mixers then read the states of the sequences of a ``Pack``.
+    """Forwards of a model with recurrent layers, whose mixers read the states of the sequences of a ``Pack``.
 
     Args:
         model: a causal LM of transformers with recurrent layers.
+        packer: of the model.
+        run: runs a forward.
 
     Attributes:
         mixers: of its layers.
-        tokenwise: whether some of them are.
+        tokenwise: whether some of them are. They compute a prompt at once, whatever its length.
         hidden_states: whether the model numbers its hidden states as ``runner.Capabilities`` does.
         memory: of the states of a sequence.
 
@@ -51,50 +54,61 @@ class Recurrence:
         NotImplementedError: a recurrent layer does not keep its states in transformers' cache, or shares its mixer.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.config = model.config
+    def __init__(self, model: Any, packer: Packer, run: Callable[[Forward], object]) -> None:
+        self.config, self.run = model.config, run
         found = find_mixers(model)
         self.mixers, self.hidden_states = found.every, found.hidden_states
-        self.tokenwise = any(one.tokenwise for one in self.mixers)
-        kept = 0 if self.tokenwise else MOST_AGAIN
+        self.tokenwise = any(mixer.tokenwise for mixer in self.mixers)
+        kept = 0 if self.tokenwise else MAX_AGAIN
         self.memory = StateMemory(found.state_bytes, found.input_bytes, kept)
+        self.packer = replace(packer, chunk=sys.maxsize) if self.tokenwise else packer
 
     def states(self) -> RecurrentStates:
         """Of an empty sequence."""
-        return RecurrentStates(partial(DynamicCache, config=self.config), 0 if self.tokenwise else MOST_AGAIN)
+        return RecurrentStates(partial(DynamicCache, config=self.config), self.memory.kept)
 
-    def follow(
-        self, prepared: Prepared, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], draft: Draft
-    ) -> Prepared:
-        """Return a prepared forward that also advances the states of its sequences.
-
-        Args:
-            prepared: by ``Packer.prepare``, of these sequences, their pending tokens and draft; those that only prefill
-                are the last ones.
-            sequences: with ``states``.
-            pending: all of their tokens.
-            draft: of chains.
-        """
-        own = [states_of(one) for one in sequences]
-        for states, tokens in zip(own, pending, strict=True):
-            states.tokens += tokens
-        early = [
-            (_advancing(chunk, [own[number] for number in places], ()), places) for chunk, places in prepared.early
-        ]
-        trees = [one[1:] - draft.shape.roots for one in draft.shape.trees] if draft.shape.nodes else ()
-        main = _advancing(prepared, own, [_tokens(draft, nodes) for nodes in trees])
-        return main.after(early)
-
-    def extend(
+    def prepare(
         self,
-        prepared: Prepared,
-        sequences: Sequence[CellSequence | None],
-        shape: Shape,
-        rows: np.ndarray,
-        token: Tensor,
+        sequences: Sequence[CellSequence],
+        pending: Sequence[Sequence[int]],
+        draft: Draft,
+        prefill: Sequence[tuple[CellSequence, Sequence[int]]] = (),
     ) -> Prepared:
-        """``follow`` of a forward by ``Packer.level``, whose arguments these are."""
-        if any(one is not None and states_of(one).lost for one in sequences):
+        """``CausalLM.prepare``. Sequences whose states are lost are computed again first."""
+        refuse_branches(draft.shape)
+        again = []
+        for sequence in (*sequences, *(sequence for sequence, _ in prefill)):
+            sequence.accept()
+            if states_of(sequence).lost:
+                self.packer.cells.backtrack(sequence, 0)
+                again.append((sequence, states_of(sequence).take_tokens()))
+        if again:
+            self.run(self._chains([], [], empty(0, self.packer.device), again))
+        return self._chains(sequences, pending, draft, prefill)
+
+    def _chains(
+        self,
+        sequences: Sequence[CellSequence],
+        pending: Sequence[Sequence[int]],
+        draft: Draft,
+        prefill: Sequence[tuple[CellSequence, Sequence[int]]],
+    ) -> Prepared:
+        """A forward that also advances the states of its sequences."""
+        prepared = self.packer.prepare(sequences, pending, draft, prefill)
+        every = [states_of(sequence) for sequence in (*sequences, *(sequence for sequence, _ in prefill))]
+        for states, tokens in zip(every, (*pending, *(tokens for _, tokens in prefill)), strict=True):
+            states.tokens += tokens
+        early = [(_advancing(chunk, [every[number] for number in own], ()), own) for chunk, own in prepared.early]
+        trees = [rows[1:] - draft.shape.roots for rows in draft.shape.trees] if draft.shape.nodes else ()
+        return replace(_advancing(prepared, every, [_tokens(draft, nodes) for nodes in trees]), early=early)
+
+    def level(
+        self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray, token: Tensor
+    ) -> Prepared:
+        """``CausalLM.extend``."""
+        refuse_branches(shape)
+        prepared = self.packer.level(sequences, shape, rows, token)
+        if any(sequence is not None and states_of(sequence).lost for sequence in sequences):
             raise RuntimeError("a sequence whose states were removed must be computed again by a forward first")
         drafted, advances = token.tolist() if token.device.type == "cpu" else token.unbind(), []
         start = 0
@@ -104,13 +118,6 @@ class Recurrence:
                 advances.append(states_of(sequence).advance(start, 0, nodes))
                 start += len(nodes)
         return replace(prepared, pack=replace(prepared.pack, advances=tuple(advances)))
-
-    def chunk(self, most: int) -> int:
-        """The longest part of a prompt that is computed in one forward, where it would be ``most`` otherwise.
-
-        Mixers that continue with one token only compute a prompt at once, whatever its length.
-        """
-        return sys.maxsize if self.tokenwise else most
 
 
 def refuse_branches(shape: Shape) -> None:
@@ -154,7 +161,7 @@ class RecurrentStates:
 
     Args:
         new: returns a cache of transformers with empty states.
-        most_again: as ``MOST_AGAIN``.
+        most_again: as ``MAX_AGAIN``.
         cache: of transformers, with the states after the last computed token.
         snapshots: by layer, the states after the first ``base`` tokens, if any.
         inputs: by layer, the mixers' inputs ``[1, n, H]`` of the tokens that follow those.

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.runners.attention import FULL, AttentionKind, attention_mask, text_attention
+from spec_lab.core.cache_argument import cache_argument
+from spec_lab.runners.attention import FULL, AttentionKind, CellCache, text_attention
+from spec_lab.runners.dense import text_masks
 from spec_lab.runners.kv_cache import stored
-from spec_lab.runners.prepare import DenseMasks
 from spec_lab.runners.softmax import Softmax
 
 
-class RoundedCache:
-    """Stands in for transformers' cache in a forward over one text. An ``attention.HoldsCells``.
+class RoundedCache(CellCache):
+    """Stands in for transformers' cache in a forward over one text.
 
     Args:
         dtype: of the cells.
@@ -24,8 +24,6 @@ class RoundedCache:
         positions: ``[1, N]`` of the tokens.
         dense: whether attention is that of transformers, with a mask.
     """
-
-    is_compileable = False
 
     def __init__(
         self, dtype: torch.dtype, kinds: Mapping[int, AttentionKind], positions: Tensor, dense: bool = False
@@ -40,18 +38,6 @@ class RoundedCache:
         text = RoundedText(keys, values, self.kinds.get(layer_idx, FULL))
         return text, text
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Zero: nothing was computed before."""
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Zero: as ``get_seq_length``."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """As of ``attention.Pack``."""
-        return query_length, 0
-
 
 class RoundedText(NamedTuple):
     """One layer's rounded keys and values. An ``attention.ReadsCells``."""
@@ -65,14 +51,16 @@ class RoundedText(NamedTuple):
         return text_attention(query, self.keys, self.values, softmax, self.kind)
 
 
-def text_masks(
-    kinds: Mapping[int, AttentionKind], layers: int, count: int, dtype: torch.dtype, device: torch.device
-) -> DenseMasks:
-    """Return the masks of dense attention over one text of ``count`` tokens, for a model with these layers."""
-    positions = np.arange(count)
-    causal = np.triu(np.full((count, count), -np.inf, dtype=np.float32), 1)
-    masks = {}
-    for kind in {kinds.get(layer, FULL) for layer in range(layers)}:
-        mask = attention_mask(kind, positions, positions, causal)
-        masks[kind.layer_type] = torch.from_numpy(mask).to(device, dtype)[None, None]
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+def rounded_logits(
+    model: Any, tokens: Sequence[int], rows: int, dtype: torch.dtype, kinds: Mapping[int, AttentionKind], dense: bool
+) -> Tensor:  # [rows, V]
+    """Return the logits of the last ``rows`` rows of a forward over a text. Arguments as of ``RoundedCache``."""
+    count = len(tokens)
+    ids, positions = torch.tensor([list(tokens)], device=model.device), torch.arange(count, device=model.device)
+    mask = text_masks(kinds, model.config.num_hidden_layers, count, model.dtype, model.device) if dense else None
+    logits: Tensor = model(
+        input_ids=ids, position_ids=positions[None], attention_mask=mask, use_cache=True,
+        logits_to_keep=positions[count - rows :],
+        **{cache_argument(model): RoundedCache(dtype, kinds, positions[None], dense)},
+    ).logits[0]  # fmt: skip
+    return logits

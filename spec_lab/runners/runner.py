@@ -171,6 +171,7 @@ class Runner(ABC):
         dtype: of logits and hidden states.
         vocabulary: V, the width of the logits.
         forwards: how many forwards of the model have been computed so far.
+        layers: L, the number of the model's layers, where it runs ranges of them.
         model_settings: how it computes a model of transformers, and so does a draft model for it.
     """
 
@@ -179,6 +180,7 @@ class Runner(ABC):
     dtype: torch.dtype
     vocabulary: int
     forwards: int = 0
+    layers: int
     model_settings: ModelSettings = ModelSettings()
 
     @property
@@ -263,11 +265,6 @@ class Runner(ABC):
     def why_no_layer_ranges(self) -> str:
         """Why it lacks the ability; empty where it has it."""
         return f"it is computed by {type(self).__name__}, which does not run ranges of layers"
-
-    @property
-    def layers(self) -> int:
-        """L, the number of the model's layers."""
-        raise NotImplementedError(self.why_no_layer_ranges)
 
     @property
     def max_pending(self) -> int:

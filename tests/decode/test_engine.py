@@ -643,7 +643,7 @@ def test_hidden_states_that_no_proposer_requires_are_not_computed(target):
     proposer = Guess(target, Requires())
     run(Engine(target, proposer, Token(), CounterDraws(0)), wanted())
     proposer.finished()
-    assert not target.lm._layers
+    assert not target.lm.call.layers
 
 
 @pytest.mark.parametrize("sampling", [COLD, replace(WARM, top_k=5, repetition_penalty=1.4)])

@@ -334,7 +334,7 @@ def test_whole_steps_are_timed_alternately_and_free_everything(batch_size, monke
     assert list(costs) == sizes and min(costs.values()) > 0
     assert found.batch_size == batch_size
     assert not target.lm.cells.references.any()
-    assert target.lm._hook is None
+    assert target.lm.call.hook is None
 
 
 def test_a_tree_that_is_slower_than_none_is_not_chosen(target, monkeypatch, calibrated):

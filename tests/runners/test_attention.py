@@ -77,7 +77,7 @@ class Layers:
     def __init__(self):
         self.cells = Cells()
         kinds = {number: kind for number, kind in enumerate(KINDS) if kind != FULL}
-        self.packer = Packer(self.cells, kinds, len(KINDS), CPU, torch.float32, dense=False, split=False)
+        self.packer = Packer(self.cells, kinds, len(KINDS), CPU, torch.float32)
         self.sequences = [self.cells.open()]
 
     def prepare(self, counts, shape):
@@ -85,7 +85,7 @@ class Layers:
         before = [len(sequence) for sequence in self.sequences]
         pending = [[1] * count for count in counts]
         draft = Draft(shape, torch.zeros(shape.nodes, dtype=torch.long))
-        prepared = self.packer.prepare(self.sequences, pending, draft, (), 100)
+        prepared = self.packer.prepare(self.sequences, pending, draft)
         assert list(prepared.pack.segments) == KINDS
         for kind, segments in prepared.pack.segments.items():
             for number, (segment, sequence) in enumerate(zip(segments, self.sequences, strict=True)):
@@ -164,7 +164,7 @@ def test_attention_that_the_config_does_not_name_is_refused(asked):
     query = key = value = torch.ones(1, 1, 1, 2)
     layers = Layers()
     prepared = layers.prepare([1], chain(0))
-    cells = Pack(layers.cells, {}, prepared.pack.segments, CPU).update(key, value, 0)
+    cells = Pack(layers.cells, {}, prepared.pack.segments, CPU, prepared.positions).update(key, value, 0)
     with pytest.raises(NotImplementedError, match=next(iter(asked))):
         cell_attention(torch.nn.Identity(), query, *cells, None, **asked)
     if "sliding_window" not in asked:

@@ -1,12 +1,12 @@
 """Blocks: rows that attend to everything before them and to each other, and leave no trace in their sequences."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from spec_lab.core.clock import Clock
-from spec_lab.runners import block_lm
 from spec_lab.runners.block_lm import BlockLM
 from spec_lab.runners.softmax import Softmax
 
@@ -47,8 +47,8 @@ def computed(lm, sequences, features, block):
 
 
 @pytest.mark.parametrize("chunk", [512, 2])
-def test_blocks_attend_to_all_features_and_to_themselves(lm, monkeypatch, chunk):
-    monkeypatch.setattr(block_lm, "CHUNK", chunk)
+def test_blocks_attend_to_all_features_and_to_themselves(lm, chunk):
+    lm._packer = replace(lm._packer, chunk=chunk)
     sequences, known = [lm.open(), lm.open()], [torch.empty(0, H, dtype=torch.float64)] * 2
     for step, lengths in enumerate([(5, 1), (1, 4), (0, 2), (3, 0)]):
         new = [rows(length, H, seed=10 * step + n) for n, length in enumerate(lengths)]

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from spec_lab.core.clock import Clock
-from spec_lab.runners import feature_lm
 from spec_lab.runners.feature_lm import FeatureLM
 from spec_lab.runners.softmax import Softmax
 
@@ -22,8 +21,7 @@ def last_of(known):
 
 
 @pytest.mark.parametrize("chunk", [512, 2])
-def test_outputs_do_not_depend_on_the_parts_in_which_inputs_are_computed(monkeypatch, chunk):
-    monkeypatch.setattr(feature_lm, "CHUNK", chunk)
+def test_outputs_do_not_depend_on_the_parts_in_which_inputs_are_computed(chunk):
     sizes, starts = [], []
 
     def layers(x, positions, pack):
@@ -34,7 +32,7 @@ def test_outputs_do_not_depend_on_the_parts_in_which_inputs_are_computed(monkeyp
         read, _ = pack.update(keys, keys, 0)
         return read.attend(keys, Softmax())[:, :, 0]
 
-    lm = FeatureLM(layers, 1, torch.device("cpu"), torch.float64)
+    lm = FeatureLM(layers, 1, torch.device("cpu"), torch.float64, chunk)
     sequences, known = [lm.open(), lm.open()], [torch.empty(0, H, dtype=torch.float64)] * 2
     for step, lengths in enumerate([(5, 1), (1, 4), (2, 2)]):
         new = [rows(length, 10 * step + n) for n, length in enumerate(lengths)]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from spec_lab.core.draft import chain, empty, forest
 from spec_lab.models.target import Target
-from spec_lab.runners.causal_lm import MOST_PENDING, CausalLM
-from spec_lab.runners.graphs import MOST_ROWS, Buffers, padded, uncaptured
+from spec_lab.runners.causal_lm import CausalLM
+from spec_lab.runners.graphs import MAX_PENDING, MAX_ROWS, Buffers, padded, uncaptured
 from spec_lab.runners.kv_cache import GRAIN
 from tests.propose.lab import COLD, WARM, decode, draft_model, emitted, requests
 from tests.runners.replays import replayed
@@ -164,9 +164,9 @@ def test_one_sequence_with_nan_leaves_its_batch_mates_alone():
 @pytest.mark.nightly
 def test_prompts_and_steps_with_too_many_rows_run_in_shapes_as_they_come():
     lm = fixed(tiny_model(max_position_embeddings=1024))
-    world = started(lm, [MOST_PENDING + 1])
+    world = started(lm, [MAX_PENDING + 1])
     assert not lm.graphs.captured
-    world.step([chain(MOST_ROWS)], [(0, 0)])
+    world.step([chain(MAX_ROWS)], [(0, 0)])
     assert not lm.graphs.captured
     draft = random_draft(TREE, np.random.default_rng(3))
     output = lm.forward(world.caches, [world.tokens[0][len(world.caches[0]) :]], draft, [(lm.open(), [1, 2])])

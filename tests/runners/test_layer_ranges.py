@@ -214,7 +214,7 @@ def test_prompts_and_their_chunks_share_the_forward():
     draft = pair.random(forest((TREE, chain(0))))
     pair.ahead(draft, (1,), (0,)).finish(draft.token)
     prepared = pair.compare(draft, prefill=(2,))
-    assert prepared.rest is not None and len(prepared.whole.early) == 2
+    assert prepared.rest is not None and len(prepared.early) == 2
     pair.close()
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from spec_lab.core.draft import Draft, Shape, chain, empty
 from spec_lab.runners.attention import FULL, AttentionKind
+from spec_lab.runners.dense import DensePacker
 from spec_lab.runners.kv_cache import GRAIN, Cells
 from spec_lab.runners.prepare import Packer
 
@@ -18,7 +19,7 @@ CHUNK = 64
 
 def world(kinds=None, dense=False):
     """A packer over an empty store, and no sequences."""
-    packer = Packer(Cells(), kinds or {}, 2, torch.device("cpu"), torch.float32, dense, split=False)
+    packer = (DensePacker if dense else Packer)(Cells(), kinds or {}, 2, torch.device("cpu"), torch.float32, CHUNK)
     return SimpleNamespace(packer=packer, sequences=[])
 
 
@@ -26,8 +27,8 @@ def prepared(world, tokens, whole):
     """One token for each sequence; ``whole`` through the preparation of forests."""
     pending, draft = [[token] for token in tokens], empty(len(tokens))
     if whole:
-        return world.packer.forest(world.sequences, pending, draft, len(tokens))
-    return world.packer.prepare(world.sequences, pending, draft, [], CHUNK)
+        return world.packer.finish(world.packer.plan(world.sequences, pending, draft, len(tokens)), draft)
+    return world.packer.prepare(world.sequences, pending, draft)
 
 
 def facts(one):
@@ -81,16 +82,16 @@ def happen(world, action, number):
     if action == "open" or (not sequences and action != "step"):
         sequences.append(packer.cells.open())
         if number:  # else nothing of it is computed
-            packer.prepare(sequences[-1:], [[*range(number % 7 + 1)]], empty(1), [], CHUNK)
+            packer.prepare(sequences[-1:], [[*range(number % 7 + 1)]], empty(1))
     elif action == "fork":
         sequences.append(sequences[place].fork())
     elif action == "backtrack":
         sequences[place].truncate(number % (len(sequences[place]) + 1))
     elif action == "tree":  # the accepted end of a chain whose beginning was rejected leaves a hole
-        packer.prepare([sequences[place]], [[1]], chain_draft(3), [], CHUNK)
+        packer.prepare([sequences[place]], [[1]], chain_draft(3))
         sequences[place].accept([number % 3])
     elif action == "branches":  # later nodes kept after earlier ones; the hole below is filled by the next steps
-        packer.prepare([sequences[place]], [[1]], Draft(Shape(1, np.array([0, 0, 1, 2])), torch.arange(4)), [], CHUNK)
+        packer.prepare([sequences[place]], [[1]], Draft(Shape(1, np.array([0, 0, 1, 2])), torch.arange(4)))
         sequences[place].accept([[0, 2], [1, 3], [1], [0]][number % 4])
     elif action == "close":
         sequences.pop(place).close()
@@ -105,7 +106,7 @@ def test_sequences_without_holes_take_the_short_way(monkeypatch, kinds):
     one = world(kinds)
     happen(one, "open", 3)
     happen(one, "open", 4)
-    monkeypatch.setattr(Packer, "forest", None)
+    monkeypatch.setattr(Packer, "finish", None)
     found = prepared(one, [7, 8], whole=False)
     assert found.ids.tolist() == [[7, 8]] and found.positions.tolist() == [[4, 5]]
     assert [len(sequence) for sequence in one.sequences] == [5, 6]
@@ -138,7 +139,7 @@ def test_a_sequence_with_a_hole_leaves_the_others_cells_as_they_are():
     happen(one, "open", 0)
     happen(one, "open", 4)
     packer = one.packer
-    packer.prepare(one.sequences[1:], [[1]], chain_draft(2), [], CHUNK)
+    packer.prepare(one.sequences[1:], [[1]], chain_draft(2))
     one.sequences[1].accept([1])
     prepared(one, [7, 8], whole=False)
     assert packer.cells.references[0].sum() == 1 and packer.cells.references.max() == 1

@@ -24,7 +24,7 @@ from spec_lab.runners import recurrent
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.runners.layer_ranges import find_layers
 from spec_lab.runners.mixers import Mixer
-from spec_lab.runners.recurrent import MOST_AGAIN, Advance, RecurrentStates
+from spec_lab.runners.recurrent import MAX_AGAIN, Advance, RecurrentStates
 from spec_lab.verify import Token
 from tests.constrain.scripted import Scripted, after
 from tests.propose.lab import COLD, WARM, draft_model, requests
@@ -270,7 +270,7 @@ def test_only_mixers_compute_rows_again(model, family):
         forward(lm, [sequence], [[3]], chains([4], generator))
         sequence.accept(range(accepted))
         assert len(sequence.states.inputs) == len(lm.recurrence.mixers)
-        assert next(iter(sequence.states.inputs.values())).shape[1] <= MOST_AGAIN + 4
+        assert next(iter(sequence.states.inputs.values())).shape[1] <= MAX_AGAIN + 4
     hook.remove()
     assert rows == [30] + [5] * 8 and lm.forwards == 9
 

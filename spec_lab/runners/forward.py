@@ -1,0 +1,113 @@
+"""Forwards of a model of transformers that run themselves, and the calls of the model that they are made of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spec_lab.core.cache_argument import cache_argument
+from spec_lab.core.clock import Phase
+from spec_lab.runners.runner import Output
+
+
+class ModelCall:
+    """Calls a model, and returns its logits and those of its hidden states that are captured.
+
+    The state after the final norm, which enters the language-modelling head, is caught by a hook; for others
+    transformers keeps all states of a forward.
+
+    Args:
+        model: a transformers model with a language-modelling head, in eval mode.
+
+    Attributes:
+        layers: numbers of the captured hidden states, as in ``runner.Capabilities``, none of them negative.
+        hook: what catches the state after the final norm; None where it is not needed, or is not the only one.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.device = model, model.device
+        self.layers: tuple[int, ...] = ()
+        self.hook: Any = None
+        self._final: Tensor | None = None
+
+    def capture(self, layers: tuple[int, ...], last: int) -> None:
+        """Return these hidden states from now on; ``last`` is the one after the final norm."""
+        if self.hook is not None:
+            self.hook.remove()
+        self.layers, self.hook = layers, None
+        if layers == (last,):
+            self.hook = self.catch(self.model.get_decoder())  # OPT never calls its base_model
+
+    def catch(self, decoder: nn.Module) -> Any:
+        """Keep the state that a decoder returns, until ``take_final``; return the handle that ends it."""
+
+        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._final = output[0].flatten(0, 1)
+
+        return decoder.register_forward_hook(keep)
+
+    def take_final(self) -> Tensor | None:  # [N, H]
+        """The state that was caught last, which is kept no longer."""
+        final, self._final = self._final, None
+        return final
+
+    def run(self, module: Any, ids: Tensor, positions: Tensor, pack: Any, mask: Any, **more: Any) -> Any:
+        """Call the model or its decoder on rows ``[b, n]``; return what it returns."""
+        return module(
+            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True,
+            **{cache_argument(module): pack}, **more,
+        )  # fmt: skip
+
+    def __call__(
+        self, ids: Tensor, positions: Tensor, pack: Any, mask: Any, keep: Tensor | int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits ``[R, V]`` of the rows ``keep``, and the captured hidden states ``[N, layers * H]``."""
+        more: dict[str, Any] = {"output_hidden_states": True} if self.layers and self.hook is None else {}
+        output = self.run(self.model, ids, positions, pack, mask, logits_to_keep=keep, **more)
+        hidden = None
+        if self.hook is not None:
+            hidden = self.take_final()
+        elif self.layers:
+            states = [output.hidden_states[layer].flatten(0, 1).to(self.device) for layer in self.layers]
+            hidden = torch.cat(states, -1)
+        return output.logits.flatten(0, 1), None if hidden is None else hidden.to(self.device)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Forward(ABC):
+    """One forward, ready to run.
+
+    Args:
+        attended: cells attended to in a layer with full attention, in total.
+        pending: for each sequence, those that only prefill last, the rows of its pending tokens.
+        nodes: for each tree the rows of its nodes.
+        early: chunks of long prompts that are computed first, each with the numbers of its sequences.
+    """
+
+    attended: int
+    pending: Sequence[slice] = ()
+    nodes: Sequence[slice] = ()
+    early: Sequence[tuple[Forward, list[int]]] = ()
+
+    @abstractmethod
+    def compute(self, call: ModelCall) -> tuple[Tensor, Tensor | None]:
+        """Logits ``[R, V]``, and the captured hidden states ``[N, layers * H]``; without ``early``."""
+
+    def run(self, call: ModelCall, timed: Phase) -> Output:
+        """Compute everything; ``timed`` records the calls of the model."""
+        early: dict[int, Tensor] = {}
+        for chunk, sequences in self.early:
+            with timed:
+                _, hidden = chunk.compute(call)
+            if hidden is not None:
+                for sequence, rows in zip(sequences, chunk.pending, strict=True):
+                    states = hidden[rows]
+                    early[sequence] = torch.cat([early[sequence], states]) if sequence in early else states
+        with timed:
+            logits, hidden = self.compute(call)
+        return Output(logits, self.attended, hidden, self.pending, self.nodes, early)
