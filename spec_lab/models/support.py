@@ -5,10 +5,15 @@ They are refused before any weight is read. ``spec_lab.models.self_check`` check
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from spec_lab.core.own_attention import own_attention
 from spec_lab.runners.attention import RECURRENT, SPANS, WITHOUT_ATTENTION, layer_kinds, recurrent_layers
+from spec_lab.runners.causal_lm import why_no_kv_dtype
+
+LOG = logging.getLogger(__name__)
 
 CHANGING_ROPE = {"dynamic", "longrope"}
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", *RECURRENT, *WITHOUT_ATTENTION}
@@ -68,6 +73,72 @@ def one_rotation(config: Any) -> int | None:
                 )
             limits.append(limit)
     return min(limits, default=None)
+
+
+def context_of(path: str, config: Any, context: int | None) -> int:
+    """Return the maximum number of tokens of a sequence, which ``target.context`` may limit further.
+
+    Raises:
+        ValueError: it is less than 1, or more than ``model_context``.
+    """
+    limit = model_context(config)
+    rotates = one_rotation(config) == limit
+    if context is None:
+        if rotates:
+            LOG.warning(
+                "%s: target.context is %d, original_max_position_embeddings: beyond it LongRoPE rotates all tokens "
+                "otherwise",
+                path, limit,
+            )  # fmt: skip
+        return limit
+    if isinstance(context, bool) or not isinstance(context, int) or not 0 < context <= limit:
+        why = ""
+        if rotates:
+            why = (
+                ", beyond which its LongRoPE rotates all tokens otherwise: long_factor in place of short_factor in its "
+                "config.json makes it one rotation at every length"
+            )
+        raise ValueError(f"target.context must lie between 1 and the model's own {limit}, not {context!r}{why}")
+    return context
+
+
+PAIRS = (
+    ("tensor_parallel", "attention=dense"), ("graphs", "attention=dense"), ("graphs", "device_map"),
+    ("graphs", "tensor_parallel"), ("kv_dtype", "tensor_parallel"),
+)  # fmt: skip
+"""Options of a target that do not go together."""
+
+PLACES = ("device", "device_map", "tensor_parallel")
+"""Options of a target of which each decides where the model is placed."""
+
+
+def refuse_pairs(options: Mapping[str, bool]) -> None:
+    """Refuse options of a target that do not go together.
+
+    Args:
+        options: whether each of those in ``PAIRS`` and ``PLACES`` is set.
+
+    Raises:
+        ValueError: names both.
+    """
+    for name, other in PAIRS:
+        if options[name] and options[other]:
+            raise ValueError(f"target.{name} does not support target.{other}: set only one of them")
+    if len(both := [f"target.{name}" for name in PLACES if options[name]]) > 1:
+        raise ValueError(f"{' and '.join(both)} both decide where the model is placed: set only one of them")
+
+
+def refuse_options(model: Any, options: Mapping[str, bool]) -> None:
+    """Refuse options of a target that this model does not support. Arguments as of ``refuse_pairs``.
+
+    Raises:
+        Unsupported: names the option.
+    """
+    kind, recurrent = f"(model type '{model.config.model_type}')", ("attention=dense", "tensor_parallel", "graphs")
+    if is_recurrent(model.config) and (wrong := [name for name in recurrent if options[name]]):
+        raise Unsupported(f"target.{wrong[0]} does not support models with recurrent layers {kind}: leave it out")
+    if options["kv_dtype"] and (why := why_no_kv_dtype(model)):
+        raise Unsupported(f"target.kv_dtype does not support {why} {kind}: set it to null")
 
 
 def refuse_changing_rope(config: Any) -> None:

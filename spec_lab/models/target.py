@@ -23,9 +23,9 @@ from spec_lab.models.packed import pack, unpack
 from spec_lab.models.placement import kv_dtype_of
 from spec_lab.models.self_check import MaybePacking, checked
 from spec_lab.models.services import ModelServices, TargetServices
-from spec_lab.models.support import Unsupported, is_recurrent, model_context, one_rotation
+from spec_lab.models.support import Unsupported, context_of, refuse_options, refuse_pairs
 from spec_lab.runners.attention import Attention
-from spec_lab.runners.causal_lm import CausalLM, why_no_kv_dtype
+from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.runners.runner import Runner
 
 LOG = logging.getLogger(__name__)
@@ -197,55 +197,20 @@ class Target:
         whole("target.chunk", chunk)
         if not isinstance(tensor_parallel, bool):
             raise ValueError(f"target.tensor_parallel must be true or false, not {tensor_parallel!r}")
-        if tensor_parallel and attention == "dense":
-            raise ValueError("target.tensor_parallel does not support target.attention=dense: use attention=spans")
         if not isinstance(graphs, bool):
             raise ValueError(f"target.graphs must be true or false, not {graphs!r}")
-        for name, other in (
-            ("attention=dense", attention == "dense"), ("device_map", device_map), ("tensor_parallel", tensor_parallel),
-        ):  # fmt: skip
-            if graphs and other:
-                raise ValueError(f"target.graphs does not support target.{name}: set only one of them")
         stored = kv_dtype_of(kv_dtype, dtype)
-        if stored is not None and tensor_parallel:
-            raise ValueError("target.kv_dtype does not support target.tensor_parallel: set only one of them")
-        placed = {"device": device, "device_map": device_map, "tensor_parallel": tensor_parallel or None}
-        if len(both := [f"target.{name}" for name, value in placed.items() if value is not None]) > 1:
-            raise ValueError(f"{' and '.join(both)} both decide where the model is placed: set only one of them")
+        options = {
+            "attention=dense": attention == "dense", "device_map": device_map is not None, "graphs": graphs,
+            "tensor_parallel": tensor_parallel, "kv_dtype": stored is not None, "device": device is not None,
+        }  # fmt: skip
+        refuse_pairs(options)
         model, tokenizer = load_model(
             path, "cpu" if device is None else device, dtype, device_map, tensor_parallel, quantization,
             quantization_group_size,
         )  # fmt: skip
-        if is_recurrent(model.config):
-            for name, option in (
-                ("attention=dense", attention == "dense"), ("tensor_parallel", tensor_parallel), ("graphs", graphs),
-            ):  # fmt: skip
-                if option:
-                    raise Unsupported(
-                        f"target.{name} does not support models with recurrent layers (model type "
-                        f"'{model.config.model_type}'): leave it out"
-                    )
-        if stored is not None and (why := why_no_kv_dtype(model)):
-            raise Unsupported(
-                f"target.kv_dtype does not support {why} (model type '{model.config.model_type}'): set it to null"
-            )
-        limit = model_context(model.config)
-        if context is not None and (
-            isinstance(context, bool) or not isinstance(context, int) or not 0 < context <= limit
-        ):
-            why = ""
-            if one_rotation(model.config) == limit:
-                why = (
-                    ", beyond which its LongRoPE rotates all tokens otherwise: long_factor in place of short_factor in "
-                    "its config.json makes it one rotation at every length"
-                )
-            raise ValueError(f"target.context must lie between 1 and the model's own {limit}, not {context!r}{why}")
-        if context is None and one_rotation(model.config) == limit:
-            LOG.warning(
-                "%s: target.context is %d, original_max_position_embeddings: beyond it LongRoPE rotates all tokens "
-                "otherwise",
-                path, limit,
-            )  # fmt: skip
+        refuse_options(model, options)
+        limit = context_of(path, model.config, context)
         sha256 = weights_hash(path)
         cache = ProcessCache() if cache is None else cache
         if graphs:
@@ -256,7 +221,7 @@ class Target:
             check = _pack_checked(model, attention, sha256, cache, graphs, stored)
         lm = CausalLM(model, attention, chunk, graphs, stored)
         return Target(
-            lm, tokenizer, path, context or limit, sha256, check.error, cache, folder=loaded_folder(path),
+            lm, tokenizer, path, limit, sha256, check.error, cache, folder=loaded_folder(path),
             tolerance=check.allowed, checked_in_float32=check.in_float32,
         )  # fmt: skip
 

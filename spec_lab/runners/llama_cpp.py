@@ -16,7 +16,7 @@ from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.roofline import ForwardWork
 from spec_lab.runners.llama_context import MOST_IDS, LlamaSettings, Logits, OutOfCells
 from spec_lab.runners.llama_library import Model
-from spec_lab.runners.llama_runner import LlamaRunner
+from spec_lab.runners.llama_runner import LlamaRunner, on_host
 from spec_lab.runners.llama_sequence import ForestIds, LlamaSequence, Paths
 from spec_lab.runners.runner import Ability, Capabilities, Extended, Output
 
@@ -188,7 +188,8 @@ class LlamaCpp(LlamaRunner):
             sequence.accept()
             sequence.attach(count)
         if not self._layers and all(count == 1 for count in paths):
-            prepared = self._single_ids(every, tokens, draft, len(sequences), rows)
+            attended = sum(map(len, every)) + self._single_ids(every, tokens, draft, len(sequences))
+            prepared = PreparedRows(rows, shape.rows, attended)
         else:
             prepared = self._arrange(every, tokens, draft, plan, len(sequences), rows)
         for sequence, new, count in zip(every, tokens, paths, strict=True):
@@ -271,38 +272,6 @@ class LlamaCpp(LlamaRunner):
             self._plans[shape] = ForestIds.of(shape, self._least)
         return self._plans[shape]
 
-    def _single_ids(
-        self, every: Sequence[LlamaSequence], tokens: Sequence[Sequence[int]], draft: Draft, trees: int, rows: int
-    ) -> PreparedRows:
-        """``_arrange`` where each sequence has one id, as in autoregressive decoding and with chains.
-
-        Host work is a visible share of these steps, so it uses few and small functions.
-        """
-        token: list[int] = []
-        position: list[int] = []
-        ids: list[int] = []
-        starts = [one.length for one in every]
-        for number, (sequence, new, start) in enumerate(zip(every, tokens, starts, strict=True)):
-            before = len(new) - (number < trees)
-            if before:
-                token += new[:before]
-                position += range(start, start + before)
-                ids += [sequence.ids[0]] * before
-        roots = [start + len(new) - 1 for start, new in zip(starts[:trees], tokens, strict=False)]
-        token += [new[-1] for new in tokens[:trees]]
-        position += roots
-        ids += [one.ids[0] for one in every[:trees]]
-        shape = draft.shape
-        if shape.nodes:
-            token += _on_host(draft).tolist()
-            for root, depth in zip(
-                shape.root[shape.roots :].tolist(), shape.depth[shape.roots :].tolist(), strict=True
-            ):
-                position.append(roots[root] + depth)
-                ids.append(every[root].ids[0])
-        self.context.single_ids(token, position, ids, shape.rows)
-        return PreparedRows(rows, shape.rows, sum(starts) + rows)
-
     def _arrange(
         self,
         every: Sequence[LlamaSequence],
@@ -343,7 +312,7 @@ class LlamaCpp(LlamaRunner):
             token[first : first + trees] = [new[-1] for new in tokens[:trees]]
             ends = np.array([start + n for start, n in zip(starts[:trees], before, strict=False)])
             position[first:rows] = shape.depth + ends[shape.root]
-        token[first + trees : rows] = _on_host(draft)
+        token[first + trees : rows] = on_host(draft)
         if not self._layers:
             return PreparedRows(rows, shape.rows, attended)
         ends = np.cumsum(before)
@@ -409,12 +378,6 @@ class LlamaCpp(LlamaRunner):
                 "requests at once (batch_size, max_batch_size)"
             )
         return number
-
-
-def _on_host(draft: Draft) -> np.ndarray:
-    """The tokens of a draft, which are where the runner's logits are."""
-    assert draft.array is not None
-    return draft.array
 
 
 def _tensor(layer: int) -> str:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,46 +28,18 @@ SIZES = {"llama_batch": 56, "llama_model_params": 80, "llama_context_params": 16
 """Bytes of the structs of ``VERSION`` that are passed by value, on 64-bit platforms."""
 
 
-class Library(Protocol):
-    """The functions of llama.cpp and ggml that are used, as llama-cpp-python declares them."""
+Library = Any
+"""``FUNCTIONS`` of llama.cpp and ggml, as llama-cpp-python declares them."""
 
-    llama_batch: Any
-    llama_model_default_params: Any
-    llama_model_load_from_file: Any
-    llama_model_free: Any
-    llama_model_get_vocab: Any
-    llama_model_n_layer: Any
-    llama_model_n_embd: Any
-    llama_model_n_embd_out: Any
-    llama_model_n_ctx_train: Any
-    llama_model_n_params: Any
-    llama_model_n_swa: Any
-    llama_model_desc: Any
-    llama_model_is_recurrent: Any
-    llama_model_is_hybrid: Any
-    llama_model_is_diffusion: Any
-    llama_model_has_encoder: Any
-    llama_vocab_n_tokens: Any
-    llama_vocab_is_eog: Any
-    llama_tokenize: Any
-    llama_context_default_params: Any
-    llama_init_from_model: Any
-    llama_free: Any
-    llama_n_rs_seq: Any
-    llama_get_memory: Any
-    llama_memory_seq_rm: Any
-    llama_memory_seq_cp: Any
-    llama_state_get_size: Any
-    llama_state_get_data: Any
-    llama_state_set_data: Any
-    llama_set_embeddings: Any
-    llama_decode: Any
-    llama_get_logits: Any
-    llama_get_embeddings: Any
-    ggml_backend_sched_eval_callback: Any
-    ggml_get_name: Any
-    ggml_nbytes: Any
-    ggml_backend_tensor_get: Any
+FUNCTIONS = """
+    llama_batch llama_model_default_params llama_model_load_from_file llama_model_free llama_model_get_vocab
+    llama_model_n_layer llama_model_n_embd llama_model_n_embd_out llama_model_n_ctx_train llama_model_n_params
+    llama_model_n_swa llama_model_desc llama_model_is_recurrent llama_model_is_hybrid llama_model_is_diffusion
+    llama_model_has_encoder llama_vocab_n_tokens llama_vocab_is_eog llama_tokenize llama_context_default_params
+    llama_init_from_model llama_free llama_n_rs_seq llama_get_memory llama_memory_seq_rm llama_memory_seq_cp
+    llama_state_get_size llama_state_get_data llama_state_set_data llama_set_embeddings llama_decode llama_get_logits
+    llama_get_embeddings ggml_backend_sched_eval_callback
+""".split()  # and ggml_get_name, ggml_nbytes, ggml_backend_tensor_get
 
 
 def load_library() -> Library:
@@ -87,8 +59,7 @@ def load_library() -> Library:
         ) from error
     if found != VERSION:
         raise ImportError(f"target=gguf requires llama-cpp-python {VERSION}, but {found} is installed: {advice}")
-    functions = [name for name in Library.__annotations__ if name.startswith("llama_") or name.endswith("_callback")]
-    library: Any = SimpleNamespace(**{name: getattr(lib, name) for name in functions})
+    library = SimpleNamespace(**{name: getattr(lib, name) for name in FUNCTIONS})
     pointer = ctypes.c_void_p
     for name, result, arguments in (
         ("ggml_get_name", ctypes.c_char_p, [pointer]),

@@ -27,8 +27,8 @@ from spec_lab.core.clock import Phase
 from spec_lab.core.draft import Draft
 from spec_lab.runners.llama_context import MOST_IDS, LlamaSettings, Logits
 from spec_lab.runners.llama_library import Model
-from spec_lab.runners.llama_runner import LlamaRunner
-from spec_lab.runners.runner import Capabilities, Output
+from spec_lab.runners.llama_runner import LlamaRunner, on_host
+from spec_lab.runners.runner import Capabilities, Output, accept_chain, refuse_branches
 
 MOST_SNAPSHOTS = 64
 """Most snapshots of a sequence. (llama.cpp aborts the process if a batch cannot hold one token more.)"""
@@ -39,7 +39,7 @@ class RecurrentSequence:
 
     Args:
         runner: that it belongs to.
-        number: its sequence id.
+        ids: its sequence id, alone.
         reserve: about how many tokens it will have.
 
     Attributes:
@@ -50,8 +50,8 @@ class RecurrentSequence:
         made: number of the library's context that has computed them (``Context.made``).
     """
 
-    def __init__(self, runner: LlamaRecurrent, number: int, reserve: int) -> None:
-        self.runner, self.number, self.reserve = runner, number, reserve
+    def __init__(self, runner: LlamaRecurrent, ids: list[int], reserve: int) -> None:
+        self.runner, self.ids, self.reserve = runner, ids, reserve
         self.tokens: list[int] = []
         self.nodes: list[int] = []
         self.computed = self.back = self.made = 0
@@ -71,17 +71,8 @@ class RecurrentSequence:
         return max(self.computed, len(self.tokens) + len(self.nodes))
 
     def accept(self, nodes: Sequence[int] | np.ndarray = ()) -> None:
-        """Append the tokens of held ``nodes``, the first ones of the chain, and forget all others.
-
-        Raises:
-            ValueError: the nodes are no such path.
-        """
-        count, held = len(nodes), self.nodes
-        if count > len(held) or any(node != place for place, node in enumerate(nodes)):
-            raise ValueError(
-                f"nodes {[*map(int, nodes)]} are no path of the held chain of {len(held)} from its root down"
-            )
-        self.tokens += held[:count]
+        """Append the tokens of held ``nodes``, and forget all others. Errors as of ``accept_chain``."""
+        self.tokens += accept_chain(self.nodes, nodes)
         self.nodes = []
 
     def truncate(self, length: int) -> None:
@@ -114,7 +105,7 @@ class RecurrentSequence:
             self.computed = 0
         elif not self.nodes and self.computed > length:
             left = length if self.computed - length <= self.back else 0
-            context.remove(self.number, left)
+            context.remove(self.ids[0], left)
             self.computed = left
         self.back = 0
 
@@ -171,15 +162,15 @@ class LlamaRecurrent(LlamaRunner):
                 f"{len(self.sequences) + 1} sequences require more than llama.cpp's {MOST_IDS} sequence ids: decode "
                 "fewer requests at once (batch_size, max_batch_size)"
             )
-        sequence = RecurrentSequence(self, number, reserve)
+        sequence = RecurrentSequence(self, [number], reserve)
         self.sequences.add(sequence)
         return sequence
 
     def give(self, sequence: RecurrentSequence) -> None:
         """Take back the cells and the id of a sequence."""
         if sequence.made == self.context.made:
-            self.context.remove(sequence.number, 0)
-        self.context.release_id(sequence.number)
+            self.context.remove(sequence.ids[0], 0)
+        self.context.release_id(sequence.ids[0])
         self.sequences.discard(sequence)
 
     def capture(self, layers: tuple[int, ...] = ()) -> None:
@@ -209,47 +200,29 @@ class LlamaRecurrent(LlamaRunner):
             OutOfCells: there is not enough memory for the KV cache.
         """
         shape, trees = draft.shape, len(sequences)
-        if shape.branches:
-            raise ValueError(
-                "the target has recurrent layers, whose runner can take back rejected tokens of a chain only, but the "
-                "draft branches: choose a proposer that drafts chains"
-            )
-        every = [*sequences, *(one for one, _ in prefill)]
+        refuse_branches(shape)
+        every = [*sequences, *(sequence for sequence, _ in prefill)]
         tokens = [*pending, *(more for _, more in prefill)]
         rows = sum(map(len, tokens)) + shape.nodes
         self._recover(every, rows)
-        token: list[int] = []
-        position: list[int] = []
-        ids: list[int] = []
-        for place, (one, new) in enumerate(zip(every, tokens, strict=True)):
-            before = len(new) - (place < trees)
-            token += new[:before]
-            position += range(len(one), len(one) + before)
-            ids += [one.number] * before
-        first, most = len(token), min(self.settings.batch, self.context.cells)
-        counts = (shape.sizes - 1).tolist()
-        calls, cuts = [[*range(trees)]], np.empty(0, dtype=np.int64)
+        attended, most = sum(map(len, every)) + rows, min(self.settings.batch, self.context.cells)
+        counts, order = (shape.sizes - 1).tolist(), np.empty(0, dtype=np.int64)
+        cuts: list[int] = []
         if shape.nodes and (len(every) > 1 or rows > most):
             calls = calls_of(counts, most)
-            cuts = first + np.cumsum([0, *(sum(counts[tree] + 1 for tree in call) for call in calls[:-1])])
-        forest = np.concatenate([np.flatnonzero(np.isin(shape.root, call)) for call in calls])
-        values = np.array([new[-1] for new in tokens[:trees]], dtype=np.int64)
-        if shape.nodes:
-            assert draft.array is not None, "drafted tokens are where the runner's logits are"
-            values = np.concatenate([values, draft.array])
-        ends = np.array([len(one) + len(new) - 1 for one, new in zip(sequences, pending, strict=True)], dtype=np.int64)
-        numbers = np.array([one.number for one in sequences], dtype=np.int64)
-        token += values[forest].tolist()
-        position += (ends[shape.root] + shape.depth)[forest].tolist()
-        ids += numbers[shape.root][forest].tolist()
-        self.context.single_ids(token, position, ids, shape.rows)
-        attended = sum(map(len, every)) + rows
-        for place, (one, new) in enumerate(zip(every, tokens, strict=True)):
-            count = counts[place] if place < trees else 0
-            nodes = values[shape.trees[place][1:]].tolist() if count else []
-            one.append(new, nodes, min(count, self.settings.snapshots) if count < most else 0)
-        order = np.argsort(forest) if len(calls) > 1 else None
-        self._ready = prepared = PreparedChains(rows, shape.rows, attended, cuts[cuts > 0].tolist(), order)
+            starts = (
+                rows - shape.rows + np.cumsum([0, *(sum(counts[tree] + 1 for tree in call) for call in calls[:-1])])
+            )
+            cuts = starts[starts > 0].tolist()
+            if len(calls) > 1:
+                order = np.concatenate([np.flatnonzero(np.isin(shape.root, call)) for call in calls])
+        self._single_ids(every, tokens, draft, trees, order.tolist())
+        for number, (sequence, new) in enumerate(zip(every, tokens, strict=True)):
+            count = counts[number] if number < trees else 0
+            nodes = on_host(draft)[shape.trees[number][1:] - shape.roots].tolist() if count else []
+            sequence.append(new, nodes, min(count, self.settings.snapshots) if count < most else 0)
+        where = np.argsort(order) if len(order) else None
+        self._ready = prepared = PreparedChains(rows, shape.rows, attended, cuts, where)
         return prepared
 
     def run(self, prepared: PreparedChains, timed: Phase | None = None) -> Output:
@@ -270,20 +243,20 @@ class LlamaRecurrent(LlamaRunner):
 
         The tokens of those whose states cannot be rolled back are computed again. Errors as of ``prepare``.
         """
-        for one in every:
-            one.accept()
-        for one in self.sequences:
-            one.settle()
-        self.context.reserve(rows + sum(len(one) for one in every if one.lost), self.sequences)
-        lost = [one for one in every if one.lost]
+        for sequence in every:
+            sequence.accept()
+        for sequence in self.sequences:
+            sequence.settle()
+        self.context.reserve(rows + sum(len(sequence) for sequence in every if sequence.lost), self.sequences)
+        lost = [sequence for sequence in every if sequence.lost]
         if not lost:
             return
-        token = [number for one in lost for number in one.tokens]
-        position = [place for one in lost for place in range(len(one))]
-        self.context.single_ids(token, position, [one.number for one in lost for _ in one.tokens], 0)
+        token = [token for sequence in lost for token in sequence.tokens]
+        position = [place for sequence in lost for place in range(len(sequence))]
+        self.context.single_ids(token, position, [sequence.ids[0] for sequence in lost for _ in sequence.tokens], 0)
         self._compute(len(token), 0, None)
-        for one in lost:
-            one.append((), [], 0)
+        for sequence in lost:
+            sequence.append((), [], 0)
 
 
 def calls_of(counts: Sequence[int], most: int) -> list[list[int]]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from spec_lab.core.clock import Clock, Phase
+from spec_lab.core.draft import Draft
 from spec_lab.core.roofline import ForwardWork
 from spec_lab.runners.llama_context import Context, LlamaSettings, Logits
 from spec_lab.runners.llama_library import Model
@@ -71,3 +72,50 @@ class LlamaRunner(Runner):
         self.forwards += 1
         with timed or self.clock.phase("target_forward"):
             return self.context.decode(rows, outputs, cuts)
+
+    def _single_ids(
+        self, every: Sequence[Any], tokens: Sequence[Sequence[int]], draft: Draft, trees: int, order: Sequence[int] = ()
+    ) -> int:
+        """Write the rows of a forward in which each sequence has one id into the context's arrays; return how many.
+
+        Host work is a visible share of autoregressive decoding and of chains, so this uses few and small functions.
+
+        Args:
+            every: the sequences, of which the first ``trees`` have trees.
+            tokens: the pending tokens of each.
+            draft: the forest.
+            trees: see above.
+            order: of the roots and nodes, which come after all other pending tokens; empty: as in the forest.
+        """
+        token: list[int] = []
+        position: list[int] = []
+        ids: list[int] = []
+        shape, starts = draft.shape, [len(sequence) for sequence in every]
+        for number, (sequence, new, start) in enumerate(zip(every, tokens, starts, strict=True)):
+            before = len(new) - (number < trees)
+            if before:
+                token += new[:before]
+                position += range(start, start + before)
+                ids += [sequence.ids[0]] * before
+        first, roots = len(token), [start + len(new) - 1 for start, new in zip(starts[:trees], tokens, strict=False)]
+        token += [new[-1] for new in tokens[:trees]]
+        position += roots
+        ids += [sequence.ids[0] for sequence in every[:trees]]
+        if shape.nodes:
+            token += on_host(draft).tolist()
+            for root, depth in zip(
+                shape.root[shape.roots :].tolist(), shape.depth[shape.roots :].tolist(), strict=True
+            ):
+                position.append(roots[root] + depth)
+                ids.append(every[root].ids[0])
+        if len(order):
+            for numbers in (token, position, ids):
+                numbers[first:] = [numbers[first + row] for row in order]
+        self.context.single_ids(token, position, ids, shape.rows)
+        return len(token)
+
+
+def on_host(draft: Draft) -> np.ndarray:
+    """The tokens of a draft, which are where the runner's logits are."""
+    assert draft.array is not None
+    return draft.array

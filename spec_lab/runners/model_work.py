@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from spec_lab.core.probabilities import probs_dtype
 from spec_lab.core.roofline import AttentionWork, ForwardWork
@@ -32,36 +32,30 @@ def work_of(model: Any, kinds: Mapping[int, AttentionKind], kv_itemsize: int | N
         None of a model whose layers are split over ranks or differ in the shape of their attention heads, and where the
         config does not state the attention heads or the experts of a row.
     """
-    config, head = model.config, model.get_output_embeddings().weight
-    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    config, head, sizes = model.config, model.get_output_embeddings().weight, _sizes(model)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     per_row = getattr(config, "num_experts_per_tok", None)
-    if not heads or not hidden or (getattr(model, "tp_size", None) or 1) > 1 or _differing_heads(model):
+    if sizes is None:
         return None
-    weights, flops, seen = 0.0, 0.0, set()
-    for module in model.modules():
-        own = [one for one in module.parameters(recurse=False) if id(one) not in seen]
-        if isinstance(module, nn.Embedding):
-            continue
-        if is_quantized(module):
-            seen |= {id(one) for one in own}
-            weights += sum(one.numel() * one.element_size() for one in stored(module))
+    weights, flops = 0.0, 0.0
+    for module, parameters, quantized in _weights(model, without=nn.Embedding):
+        if quantized:
             flops += 2 * in_times_out(module)
-            continue
-        share, several = 1.0, any(one.dim() > 2 for one in own)
+        share, several = 1.0, not quantized and any(parameter.dim() > 2 for parameter in parameters)
         if several:
-            if not (experts and per_row and all(one.shape[0] == experts for one in own)):
+            if not (experts and per_row and all(parameter.shape[0] == experts for parameter in parameters)):
                 return None
             share = per_row / experts
-        for one in own:
-            seen.add(id(one))
-            weights += share * one.numel() * one.element_size()
-            if one is not head and one.dim() == (3 if several else 2):
-                flops += share * 2 * one.numel()
+        weights += share * _bytes(parameters)
+        for parameter in parameters:
+            if not quantized and parameter is not head and parameter.dim() == (3 if several else 2):
+                flops += share * 2 * parameter.numel()
     key, value = _head_sizes(config)
     cached = _numbers_per_cell(model) * (head.element_size() if kv_itemsize is None else kv_itemsize)
     same = Counter(kinds.get(layer, FULL) for layer in _layers_with_cells(config))
-    attention = [AttentionWork(count * cached, count * 2 * heads * (key + value), *one) for one, count in same.items()]
+    attention = [
+        AttentionWork(count * cached, count * 2 * sizes[0] * (key + value), *kind) for kind, count in same.items()
+    ]
     return ForwardWork(round(weights), round(flops), 2 * head.numel(), tuple(attention))
 
 
@@ -87,16 +81,15 @@ def memory_of(
         None of a model on several devices or ranks, or whose layers differ in the shape of their attention heads, and
         where the config does not state the attention heads.
     """
-    config, head = model.config, model.get_output_embeddings().weight
-    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    split = len({str(one) for one in (getattr(model, "hf_device_map", None) or {}).values()}) > 1
-    if not heads or not hidden or split or (getattr(model, "tp_size", None) or 1) > 1 or _differing_heads(model):
+    config, head, sizes = model.config, model.get_output_embeddings().weight, _sizes(model)
+    if sizes is None or len({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}) > 1:
         return None
+    hidden = sizes[1]
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     inner = max(inner) if isinstance(inner, list | tuple) else inner  # one for each layer (Gemma 3n)
     layers = len(_layers_with_cells(config)) - (getattr(config, "num_kv_shared_layers", None) or 0)
     return ModelMemory(
-        weights=_weight_bytes(model),
+        weights=sum(_bytes(parameters) for _, parameters, _ in _weights(model)),
         cell=layers * _numbers_per_cell(model, dense),
         kv_itemsize=head.element_size() if kv_itemsize is None else kv_itemsize,
         itemsize=head.element_size(),
@@ -110,17 +103,38 @@ def memory_of(
     )
 
 
-def _weight_bytes(model: Any) -> int:
-    """Return the bytes of a model's weights as they are stored."""
-    total, seen = 0, set()
+def _weights(model: Any, without: type | tuple[()] = ()) -> Iterator[tuple[nn.Module, list[Tensor], bool]]:
+    """Each module with its own parameters, as they are stored and each once, and whether they are quantized.
+
+    Args:
+        model: the model.
+        without: modules that are left out; their parameters count where they are used again.
+    """
+    seen: set[int] = set()
     for module in model.modules():
-        if is_quantized(module):
-            total += sum(one.numel() * one.element_size() for one in stored(module))
+        if isinstance(module, without):
             continue
-        own = [one for one in module.parameters(recurse=False) if id(one) not in seen]
-        seen |= {id(one) for one in own}
-        total += sum(one.numel() * one.element_size() for one in own)
-    return total
+        own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in seen]
+        seen |= {id(parameter) for parameter in own}
+        quantized = is_quantized(module)
+        yield module, stored(module) if quantized else own, quantized
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _sizes(model: Any) -> tuple[int, int] | None:
+    """Return the numbers of attention heads and of a hidden state.
+
+    Returns:
+        None where the config does not state them, and of a model on several ranks, or whose layers differ in the shape
+        of their attention heads.
+    """
+    heads, hidden = (getattr(model.config, name, None) for name in ("num_attention_heads", "hidden_size"))
+    if not heads or not hidden or (getattr(model, "tp_size", None) or 1) > 1 or _differing_heads(model):
+        return None
+    return heads, hidden
 
 
 def _differing_heads(model: Any) -> bool:
@@ -165,14 +179,13 @@ def _cached_heads(config: Any) -> int:
 
 def parameters_of(model: Any) -> int:
     """Return the number of a model's parameters; quantized weights count as many as they stand for."""
-    total, seen = 0, set()
-    for module in model.modules():
-        quantized = is_quantized(module)
-        total += in_times_out(module) if quantized else 0
-        for name, one in module.named_parameters(recurse=False):
-            if id(one) not in seen and not (quantized and name != "bias"):
-                total += one.numel()
-            seen.add(id(one))
+    total = 0
+    for module, parameters, quantized in _weights(model):
+        if quantized:
+            bias = module._parameters.get("bias")
+            total += in_times_out(module) + (0 if bias is None else bias.numel())
+        else:
+            total += sum(parameter.numel() for parameter in parameters)
     return total
 
 

@@ -31,6 +31,7 @@ from spec_lab.runners.kv_cache import CellSequence
 from spec_lab.runners.memory import StateMemory
 from spec_lab.runners.mixers import Mixer, find_mixers
 from spec_lab.runners.prepare import Packer, Prepared
+from spec_lab.runners.runner import accept_chain, refuse_branches
 
 MAX_AGAIN = 16
 """Most rows that a mixer computes again together with new ones. More than these are first made part of the snapshot."""
@@ -120,19 +121,6 @@ class Recurrence:
         return replace(prepared, pack=replace(prepared.pack, advances=tuple(advances)))
 
 
-def refuse_branches(shape: Shape) -> None:
-    """Refuse forests other than chains.
-
-    Raises:
-        ValueError: a row has several children.
-    """
-    if shape.branches:
-        raise ValueError(
-            "the model has recurrent layers, whose runner can take back rejected tokens of a chain only, but the draft "
-            "branches: choose a proposer that drafts chains"
-        )
-
-
 def states_of(sequence: CellSequence) -> RecurrentStates:
     """The states of a sequence of a model with recurrent layers."""
     states = sequence.states
@@ -190,19 +178,11 @@ class RecurrentStates:
             self.cache = self.new()
 
     def accept(self, nodes: Sequence[int] | np.ndarray = ()) -> None:
-        """See ``kv_cache.SequenceStates``.
-
-        Raises:
-            ValueError: the nodes are no path of the held chain.
-        """
-        count, held = len(nodes), self.held
-        if count > len(held) or any(node != place for place, node in enumerate(nodes)):
-            raise ValueError(
-                f"nodes {[*map(int, nodes)]} are no path of the held chain of {len(held)} from its root down"
-            )
-        self.live = self.live and count == len(held)
-        self.length += count
-        self.tokens += held[:count]
+        """See ``kv_cache.SequenceStates``. Errors as of ``accept_chain``."""
+        accepted = accept_chain(self.held, nodes)
+        self.live = self.live and len(accepted) == len(self.held)
+        self.length += len(accepted)
+        self.tokens += accepted
         self.held = []
 
     def truncate(self, length: int) -> None:

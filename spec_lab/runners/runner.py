@@ -151,6 +151,31 @@ class Extended(NamedTuple):
     array: np.ndarray | None = None
 
 
+def refuse_branches(shape: Shape) -> None:
+    """Refuse forests other than chains, for a runner with ``Capabilities.rollback``.
+
+    Raises:
+        ValueError: a row has several children.
+    """
+    if shape.branches:
+        raise ValueError(
+            "the model has recurrent layers, whose runner can take back rejected tokens of a chain only, but the draft "
+            "branches: choose a proposer that drafts chains"
+        )
+
+
+def accept_chain(held: list[Any], nodes: Sequence[int] | np.ndarray) -> list[Any]:
+    """Return the tokens of ``nodes``, the first ones of the held chain.
+
+    Raises:
+        ValueError: the nodes are no such path.
+    """
+    count = len(nodes)
+    if count > len(held) or any(node != place for place, node in enumerate(nodes)):
+        raise ValueError(f"nodes {[*map(int, nodes)]} are no path of the held chain of {len(held)} from its root down")
+    return held[:count]
+
+
 class ModelSettings(NamedTuple):
     """How a model of transformers is computed: the arguments of ``CausalLM`` after the model."""
 

@@ -225,7 +225,7 @@ def with_rope(folder, copy, rope):
 
 def test_longrope_limits_the_context_to_the_length_with_one_rotation(folder, tmp_path, caplog):
     path = with_rope(folder, tmp_path / "copy", LONGROPE)
-    with caplog.at_level("WARNING", "spec_lab.models.target"):
+    with caplog.at_level("WARNING", "spec_lab.models.support"):
         assert Target.load(path, dtype="float32").context == 64
     assert "target.context is 64, original_max_position_embeddings" in caplog.text
     assert Target.load(path, dtype="float32", context=50).context == 50
