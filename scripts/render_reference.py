@@ -1,18 +1,23 @@
-"""Write docs/reference/configuration.md and commands.md: python scripts/render_reference.py"""
+"""Write docs/reference/configuration.md and commands.md, and the comments of conf/ that say what options mean, from the
+declarations of the options: python scripts/render_reference.py
+"""
 
 from pathlib import Path
 
+from spec_lab.cli.build import conf
 from spec_lab.cli.commands import TRAIN, parser
+from spec_lab.cli.declarations import package_sources
 from spec_lab.cli.explain import markdown, terminal
+from spec_lab.cli.explain.reference import commented
 from spec_lab.cli.subcommands import COMMANDS
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
 
 def pages() -> dict[Path, str]:
-    """The text of each page."""
+    """The text of each page and of each config file."""
     parsers = parser()[1]
-    return {
+    return commented(Path(conf()), package_sources()) | {
         PAGES / "configuration.md": markdown.configuration(terminal.reference()),
         PAGES / "commands.md": markdown.commands({name: parsers[name] for name in (*COMMANDS, TRAIN)}),
     }
@@ -20,6 +25,8 @@ def pages() -> dict[Path, str]:
 
 if __name__ == "__main__":
     PAGES.mkdir(exist_ok=True)
-    for file, text in pages().items():
-        file.write_text(text, encoding="utf-8")
-        print(file)
+    for _ in range(2):  # the pages follow from the config files
+        for file, text in pages().items():
+            if not file.exists() or file.read_text(encoding="utf-8") != text:
+                file.write_text(text, encoding="utf-8")
+                print(file)

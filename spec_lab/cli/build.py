@@ -18,10 +18,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
 from spec_lab.cli import interrupt
+from spec_lab.cli.declarations import check_values
 from spec_lab.cli.redaction import written
 from spec_lab.cli.status import Status
 from spec_lab.core.faults import causes, described, place
-from spec_lab.core.options import brief
+from spec_lab.core.options import WrongOption, brief
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.core.protocols import Part, WrongValue, check_declared, required
 from spec_lab.core.terminal import visible
@@ -196,6 +197,8 @@ def build(config: DictConfig, part: str, group: str = "", **live: Any) -> Any:
         text = fault(error, str(named._target_))
         if text.startswith("_target_="):
             raise Refused(f"spec_lab: {part}.{text}") from error
+        if isinstance(error, WrongOption) or isinstance(causes(error)[-1], WrongOption):
+            raise Refused(f"spec_lab: {part}.{reason(causes(error)[-1])}") from error
         where = f"{part}.path={named.path}" if isinstance(error, OSError) and "path" in named else part
         raise Refused(f"spec_lab: {text}" if text.startswith(part) else f"spec_lab: {where}: {text}") from error
     return under_policy(config, f"{part}.policy", made, **live) if with_policy else made
@@ -368,13 +371,11 @@ def groups(config: Any = None) -> set[str]:
 
 
 def check_options(config: DictConfig) -> None:
-    """Refuse top-level options that nothing reads, and scalars removed with "~".
+    """Refuse options that nothing reads, scalars removed with "~", and values that no option may have.
 
     Raises:
         Refused: names the option, and the known one nearest to it.
     """
-    from spec_lab.tasks.lab import Settings
-
     options = top_level_options()
     for key in map(str, config):
         if said := renamed(key):
@@ -387,9 +388,10 @@ def check_options(config: DictConfig) -> None:
         for key in config[group] if OmegaConf.is_dict(config.get(group)) else ():
             if said := renamed(f"{group}.{key}"):
                 raise Refused(f"spec_lab: {said}")
-    for name in Settings.names():
-        if name not in config:
-            raise Refused(f"spec_lab: {name} is missing: leave ~{name} out, or give {name}=...")
+    try:
+        check_values(config, options)
+    except WrongOption as error:
+        raise Refused(f"spec_lab: {reason(error)}") from error
 
 
 def check_torchrun(config: DictConfig) -> None:
@@ -565,11 +567,11 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
 
     The number of torch's threads is restored at the end: the next run of this process may leave it to torch.
     """
+    check_options(config)
     check_gguf(config)
+    check_torchrun(config)
     import torch
 
-    check_options(config)
-    check_torchrun(config)
     threads = torch.get_num_threads()
     try:
         with Status():

@@ -45,17 +45,17 @@ class AppliedConstraint:
 
     Args:
         constraint: the constraint.
-        placement: "target", "draft", "both" or "none". Without the target the output is unconstrained, and its
-            violations are counted.
-        draft_budget: masks that the draft may use for each sequence in each step; beyond them it drafts unmasked. Or a
-            time for them, such as "200us", with which runs cannot be reproduced. None: no limit.
-        fast_forward: whether forced tokens are appended at once and computed with the next draft. None: only where the
-            constraint applies to the target.
-        async_masks: whether masks are computed in a thread during the target's forward, unless the draft needs them
-            first.
-        distribution: "local": masked and renormalised at every token. "global": the model's distribution of whole
-            outputs, given that they are valid (``constrain.potential``); it must apply to the target.
-        max_prefixes: of "global", the largest number of prefixes of a request's valid outputs.
+        placement: masks apply to: target, draft, both, or none (violations are only counted).
+        draft_budget: limit of draft masks per sequence and step: a number, or a time as 200us; None: no limit. Masks
+            that the draft may use for each sequence in each step; beyond them it drafts unmasked. Or a time for them,
+            such as "200us", with which runs cannot be reproduced. None: no limit.
+        fast_forward: append forced tokens at once: true, false; None: if the target is masked.
+        async_masks: compute masks in a thread, during the target's forward.
+        distribution: local: masked token by token; global: the model's distribution given a valid output, not with
+            controllers, which act on the output. "local": masked and renormalised at every token. "global": the
+            model's distribution of whole outputs, given that they are valid (``constrain.potential``); it must apply
+            to the target.
+        max_prefixes: of distribution=global: limit of the prefixes of a prompt's valid outputs.
 
     Raises:
         ValueError: an invalid option; a constraint that has actions, or ``fast_forward``, without the target;

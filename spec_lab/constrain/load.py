@@ -36,9 +36,9 @@ def regex(
 
     Args:
         vocabulary: the target's.
-        pattern: the expression; empty if every prompt brings its own.
+        pattern: a regular expression; empty: each prompt has its own, in its field constraint.
         prompt: whether the matched text begins with the prompt.
-        engine: "llguidance", or "xgrammar", an optional extra.
+        engine: llguidance or xgrammar (an extra).
         options: of the engine, such as llguidance's ``threads`` and ``limits``.
 
     Raises:
@@ -60,12 +60,11 @@ def json_schema(
 
     Args:
         vocabulary: the target's.
-        schema: the schema; empty if every prompt brings its own.
-        path: a file that holds the schema instead: a regular file of at most 16 MiB.
-        prompt: as in ``regex``.
-        engine: as in ``regex``.
-        lines: also allow JSON Lines: after the first value, further values of the schema, each on one line, and a final
-            line feed. Requires the engine llguidance.
+        schema: a JSON schema; empty: that of path.
+        path: file with the schema; None, and no schema: each prompt has its own, in its field constraint.
+        prompt: whether the JSON begins with the prompt.
+        engine: llguidance or xgrammar (an extra).
+        lines: also JSON Lines: further values of the schema, each on one line.
         options: of the engine, such as llguidance's ``whitespace_flexible``, ``threads`` and ``limits``. With
             ``lines``, options of white space and separators apply to the first value only.
 
@@ -91,7 +90,14 @@ def lark(
     engine: str = "llguidance",
     **options: Any,
 ) -> Constraint:
-    """The output follows a context-free grammar in Lark's syntax. Arguments and errors as in ``json_schema``."""
+    """The output follows a context-free grammar in Lark's syntax. Arguments and errors as in ``json_schema``.
+
+    Args:
+        grammar: a grammar; empty: that of path.
+        path: file with the grammar; None, and no grammar: each prompt has its own, in its field constraint.
+        prompt: whether the text begins with the prompt.
+        engine: the only engine that reads Lark grammars.
+    """
     return _compile(engine, "lark", vocabulary, grammar or None, path=path, prompt=prompt, **options)
 
 
@@ -102,7 +108,13 @@ def choice(
     engine: str = "llguidance",
     **options: Any,
 ) -> Constraint:
-    """The output is one of the texts ``choices``. Arguments and errors as in ``regex``."""
+    """The output is one of the texts ``choices``. Arguments and errors as in ``regex``.
+
+    Args:
+        choices: the texts; empty: each prompt has its own, as a JSON list in its field constraint.
+        prompt: whether the texts begin with the prompt.
+        engine: llguidance or xgrammar (an extra).
+    """
     source = strings("constraint.choices", choices) or None
     return _compile(engine, "choice", vocabulary, source, prompt=prompt, **options)
 
@@ -112,9 +124,8 @@ def controller(vocabulary: Vocabulary, make: str, options: Mapping[str, Any] | N
 
     Args:
         vocabulary: the target's.
-        make: dotted name of a function of the vocabulary and the options. It returns a constraint
-            (``ControllerConstraint``), or a function that makes a controller for each request.
-        options: keyword arguments of that function.
+        make: dotted name of a function of (vocabulary, **options).
+        options: its options, such as {choices: [a, b]}.
 
     Raises:
         ValueError: the name cannot be imported, the function raised an error, or returned something else.

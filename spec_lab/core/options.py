@@ -1,32 +1,133 @@
-"""Validation of scalar options; every message names the option."""
+"""Declarations of options: which values an option may have, stated once, in the annotation of an argument or a field.
+
+``depth: Annotated[int, Whole(1, 64)] = 5`` declares a type and bounds; ``Literal["a", "b"]``, ``bool``, ``str | None``
+and lists and mappings of these need no more. The command line checks a config against the signature of what its
+``_target_`` names, under each option's full name and before anything is imported (``cli.declarations``). ``checked``
+and ``check_fields`` check the same declaration for callers in Python. The reference of options and the comments of
+conf/ are generated from it.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Any
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from functools import cache, wraps
+from pathlib import Path
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    Unpack,
+    get_args,
+    get_origin,
+    is_typeddict,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MAX_STRINGS = 10_000
+"""Maximum number of texts in a list."""
+
+MAX_CHARACTERS = 100_000
+"""Maximum number of characters of a list's texts in total."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The bounds of a whole number; ``most`` None: no upper bound."""
+
+    least: int = 1
+    most: int | None = None
+
+    def fits(self, value: Any) -> bool:
+        """Return whether a whole number is within the bounds."""
+        return self.least <= value and (self.most is None or value <= self.most)
+
+    def __str__(self) -> str:
+        return f"of {self.least} or more" if self.most is None else f"from {self.least} to {self.most}"
+
+
+@dataclass(frozen=True)
+class Number:
+    """The bounds of a number; ``above``: ``least`` itself is not allowed."""
+
+    least: float = 0.0
+    most: float = math.inf
+    above: bool = False
+
+    def fits(self, value: Any) -> bool:
+        """Return whether a number is within the bounds."""
+        return self.least <= value <= self.most and not (self.above and value == self.least)
+
+    def __str__(self) -> str:
+        if self.above:
+            return f"above {self.least:g}" + f" and at most {self.most:g}" * (self.most < math.inf)
+        return f"of {self.least:g} or more" if self.most == math.inf else f"from {self.least:g} to {self.most:g}"
+
+
+class WrongOption(ValueError):
+    """An option with a value that it cannot have. The message begins with the name of the argument or field, before
+    which the command line puts the path of the part.
+    """
+
+
+class OneOf:
+    """Names that are known only as a constant, such as the keys of a table; others are a ``Literal``."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
+
+    def fits(self, value: Any) -> bool:
+        """Return whether a text is one of the names."""
+        return value in self.names
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A text that can name a folder."""
+
+    def fits(self, value: Any) -> bool:
+        """Return whether a text has 1 to 100 printable characters, none of them a slash, and not only dots."""
+        return 1 <= len(value) <= 100 and "/" not in value and value.isprintable() and bool(value.strip(". "))
+
+    def __str__(self) -> str:
+        return "of 1 to 100 printable characters without '/', not only dots"
+
+
+@dataclass(frozen=True)
+class TextList:
+    """The bounds of a list of texts."""
+
+    def fits(self, value: Any) -> bool:
+        """Return whether no text is empty or has a lone surrogate, and the list is not too long."""
+        whole_text = "".join(value)
+        encodes = whole_text.isascii() or not any("\ud800" <= character <= "\udfff" for character in whole_text)
+        return all(value) and encodes and len(value) <= MAX_STRINGS and len(whole_text) <= MAX_CHARACTERS
+
+    def __str__(self) -> str:
+        return f"that are not empty, at most {MAX_STRINGS} of {MAX_CHARACTERS} characters in all"
+
 
 MAX_TEMPERATURE = 1e6
 """Maximum temperature. Far below it every distribution is uniform already; far above it float32 overflows."""
 
+Count = Annotated[int, Whole(1)]
+Share = Annotated[float, Number(0, 1)]
+Temperature = Annotated[float, Number(0, MAX_TEMPERATURE)]
+Texts = Annotated[Sequence[str], TextList()]
 
-def whole(name: str, value: Any, least: int = 1, otherwise: str = "", most: int | None = None) -> int:
-    """Return ``value`` if it is a whole number from ``least`` to ``most``.
 
-    Args:
-        name: the option, for the message.
-        value: as given.
-        least: the lower bound.
-        otherwise: which other values are allowed, for the message.
-        most: the upper bound; None for none.
-
-    Raises:
-        ValueError: it is not; names the option.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of {least} or more{otherwise}, not {brief(value)}")
-    if most is not None and value > most:
-        raise ValueError(f"{name} must be at most {most}{otherwise}, not {brief(value)}")
-    return value
+PLAIN = (Whole(0), Whole(1), Number(0), Number(0, 1), TextList())
+"""Bounds that a comment need not state."""
 
 
 def brief(value: Any) -> str:
@@ -38,6 +139,223 @@ def brief(value: Any) -> str:
     except ValueError:  # a number of that size inside
         return f"a {type(value).__name__} with a number that is too long to print"
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+LISTS = (list, tuple, Sequence, Collection, Iterable)
+MAPPINGS = (dict, Mapping)
+SCALARS: dict[Any, tuple[str, str, Callable[[Any], bool]]] = {
+    int: ("int", "a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    float: ("float", "a number", lambda value: _number(value) and abs(value) < 1e300),
+    str: ("str", "a text", lambda value: isinstance(value, str)),
+    Path: ("str", "a text", lambda value: isinstance(value, str | Path)),
+    bool: ("bool", "true or false", lambda value: isinstance(value, bool)),
+    type(None): ("null", "null", lambda value: value is None),
+}
+"""The scalar types of a declaration: their names in the reference and in messages, and what has the type."""
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union; a type that is none is its only member."""
+    hint = type(None) if hint is None else hint
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """Return a type without its bounds, its arguments, and its bounds."""
+    bounds: tuple[Any, ...] = ()
+    while get_origin(hint) is Annotated:
+        hint, bounds = hint.__origin__, (*hint.__metadata__, *bounds)
+    return get_origin(hint) or hint, get_args(hint), bounds
+
+
+def misfit(value: Any, hint: Any) -> tuple[str, Any, Any] | None:
+    """Find what is wrong with a value.
+
+    Args:
+        value: as a config or a caller gives it.
+        hint: the declared type with its bounds. A type that no config can state, such as a class, has every value.
+
+    Returns:
+        The place within a list or a mapping (empty: the value itself), the value there and the type that it must
+        have; None of a value that fits.
+    """
+    inner = None
+    for alternative in _alternatives(hint):
+        kind, arguments, bounds = _parts(alternative)
+        if kind is Literal:
+            fits = any(value == name and type(value) is type(name) for name in arguments)
+        elif kind in LISTS:
+            fits = isinstance(value, list | tuple)
+            element = arguments[0] if arguments else Any
+            for number, item in enumerate(value) if fits else ():
+                if wrong := misfit(item, element):
+                    inner, fits = inner or (f"[{number}]{wrong[0]}", *wrong[1:]), False
+                    break
+        elif kind in MAPPINGS:
+            fits = isinstance(value, Mapping)
+            for key, item in value.items() if fits else ():
+                if wrong := misfit(item, arguments[1] if arguments else Any):
+                    inner, fits = inner or (f".{key}{wrong[0]}", *wrong[1:]), False
+                    break
+        else:
+            fits = SCALARS[kind][2](value) if kind in SCALARS else True
+        if fits and all(bound.fits(value) for bound in bounds):
+            return None
+    return inner or ("", value, hint)
+
+
+def words(hint: Any, column: int = 1) -> str:
+    """Return a declared type with its bounds; empty if it is no type of a config.
+
+    Args:
+        hint: the type.
+        column: 0: as the reference writes it, such as "int from 1 to 64 or null"; 1: as messages do.
+    """
+    said: list[str] = []
+    for alternative in _alternatives(hint):
+        kind, arguments, bounds = _parts(alternative)
+        names = arguments if kind is Literal else next((b.names for b in bounds if isinstance(b, OneOf)), None)
+        if names is not None:
+            text = " or ".join(map(str, names)) if column == 0 else f"one of {', '.join(map(str, names))}"
+        elif kind in SCALARS:
+            text = SCALARS[kind][:2][column]
+        elif kind in LISTS:
+            element = words(arguments[0], 0) if arguments else ""
+            text = ("list", "a list")[column] + f" of {element}" * bool(element)
+        elif kind in MAPPINGS:
+            text = ("mapping", "a mapping")[column]
+        else:
+            continue
+        said.append(" ".join((text, *(str(bound) for bound in bounds if not isinstance(bound, OneOf)))))
+    return " or ".join(dict.fromkeys(said))
+
+
+def bounds(hint: Any, meaning: str) -> str:
+    """Return the bounds of a declared type as a comment states them; empty if they tell nothing new.
+
+    Args:
+        hint: the type.
+        meaning: beside which they stand; names that it explains are not listed.
+    """
+    said = []
+    for alternative in _alternatives(hint):
+        kind, arguments, stated = _parts(alternative)
+        names = arguments if kind is Literal else next((some.names for some in stated if isinstance(some, OneOf)), ())
+        said += [", ".join(map(str, names))] * any(str(name) not in meaning for name in names)
+        said += [str(bound) for bound in stated if not isinstance(bound, OneOf) and bound not in PLAIN]
+    return " or ".join(said)
+
+
+def accept(name: str, value: Any, hint: Any) -> None:
+    """Check a value against a declared type with its bounds.
+
+    Args:
+        name: of the option, for the message.
+        value: as given.
+        hint: the declared type.
+
+    Raises:
+        WrongOption: it does not fit; names the option, what it must be and the value.
+    """
+    if wrong := misfit(value, hint):
+        place, value, hint = wrong
+        raise WrongOption(f"{name}{place} must be {words(hint)}, not {brief(value)}")
+
+
+def evaluate(annotation: Any, names: Mapping[str, Any]) -> Any:
+    """Return the type that an annotation states; ``Any`` where a name in it is not known.
+
+    Args:
+        annotation: as ``inspect`` returns it: source text in modules with postponed evaluation.
+        names: by which it may refer to types, bounds and constants.
+    """
+    text = getattr(annotation, "__forward_arg__", annotation)
+    try:
+        return eval(text, {"__builtins__": {}}, names) if isinstance(text, str) else annotation
+    except Exception:
+        return Any
+
+
+class _Names(dict[str, Any]):
+    """The names of a module; those that are imported for type checkers only are any type."""
+
+    def __missing__(self, name: str) -> Any:
+        return vars(sys.modules["builtins"]).get(name, Any)
+
+
+def _annotations(made: Any) -> dict[str, Any]:
+    names = _Names(vars(sys.modules[made.__module__]))
+    return {name: evaluate(annotation, names) for name, annotation in inspect.get_annotations(made).items()}
+
+
+@cache
+def hints(made: Callable[..., Any]) -> dict[str, Any]:
+    """Return the declared type of each argument of a function, or of each field of a dataclass with its bases'."""
+    if isinstance(made, type) and not is_dataclass(made) and not is_typeddict(made):
+        return {} if made.__init__ is object.__init__ else hints(made.__init__)  # type: ignore[misc]
+    if isinstance(made, type):
+        found = {name: hint for base in reversed(made.__mro__) for name, hint in _annotations(base).items()}
+        return {name: hint for name, hint in found.items() if get_origin(hint) is not ClassVar}
+    found = _annotations(inspect.unwrap(made))
+    found.pop("return", None)
+    further = [name for name, hint in found.items() if get_origin(hint) is Unpack]
+    return found | {option: hint for name in further for option, hint in hints(get_args(found.pop(name))[0]).items()}
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function whose arguments are options: a value that its annotation does not allow is refused.
+
+    Raises:
+        ValueError: by the decorated function; names the argument.
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        given: dict[str, Any] = {}
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            variable = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            given |= value if variable else {name: value}
+        for name, value in given.items():
+            accept(name, value, hints(function).get(name, Any))
+        return function(*args, **kwargs)
+
+    return call
+
+
+def check_fields(part: Any) -> None:
+    """Check the fields of a dataclass against their declarations.
+
+    Raises:
+        ValueError: a value does not fit; names the field.
+    """
+    made: Callable[..., Any] = type(part)
+    for name, hint in hints(made).items():
+        accept(name, getattr(part, name), hint)
+
+
+def whole(name: str, value: Any, least: int = 1, otherwise: str = "", most: int | None = None) -> int:
+    """Return ``value`` if it is a whole number from ``least`` to ``most``.
+
+    Args:
+        name: of the value, for the message.
+        value: as given.
+        least: the lower bound.
+        otherwise: which other values are allowed, for the message.
+        most: the upper bound; None for none.
+
+    Raises:
+        ValueError: it is not; names it.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of {least} or more{otherwise}, not {brief(value)}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}{otherwise}, not {brief(value)}")
+    return value
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
@@ -52,96 +370,36 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 def temperature_or_none(name: str, value: Any) -> float | None:
-    """Return ``value`` as a float if it is a number from 0 to ``MAX_TEMPERATURE``, or None.
-
-    Raises:
-        ValueError: it is neither; names the option.
-    """
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_TEMPERATURE:
-        raise ValueError(
-            f"{name} must be null or a number of at least 0 and at most {MAX_TEMPERATURE:g}, not {brief(value)}"
-        )
-    return float(value)
+    """Return ``value`` as a float if it is a temperature, or None."""
+    accept(name, value, Temperature | None)
+    return None if value is None else float(value)
 
 
 def share(name: str, value: Any) -> float:
-    """Return ``value`` as a float if it is a number between 0 and 1.
-
-    Raises:
-        ValueError: it is not; names the option.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"{name} must be a number between 0 and 1, not {brief(value)}")
+    """Return ``value`` as a float if it is a number between 0 and 1."""
+    accept(name, value, Share)
     return float(value)
 
 
 def number(name: str, value: Any, least: float) -> float:
-    """Return ``value`` as a float if it is a finite number of at least ``least``.
-
-    Raises:
-        ValueError: it is not; names the option.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
-        raise ValueError(f"{name} must be a number of at least {least:g}, not {brief(value)}")
+    """Return ``value`` as a float if it is a finite number of at least ``least``."""
+    accept(name, value, Annotated[float, Number(least)])
     return float(value)
 
 
 def true_or_false(name: str, value: Any) -> bool:
-    """Return ``value`` if it is a bool.
-
-    Raises:
-        ValueError: it is not; names the option.
-    """
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, not {brief(value)}")
-    return value
+    """Return ``value`` if it is a bool."""
+    accept(name, value, bool)
+    return bool(value)
 
 
-def file_name(option: str, value: Any) -> str:
-    """Return ``value`` if it can name a folder: a text of 1 to 100 printable characters without slashes.
-
-    Raises:
-        ValueError: it is not; names the option.
-    """
-    if not isinstance(value, str) or not 1 <= len(value) <= 100 or "/" in value or not value.isprintable():
-        shown = repr(value) if len(repr(value)) < 100 else f"{repr(value)[:40]}... of {len(str(value))}"
-        raise ValueError(f"{option} must be a text of 1 to 100 printable characters without '/', not {shown}")
-    if not value.strip(". "):
-        raise ValueError(f"{option} must hold a letter, not {value!r}")
-    return value
-
-
-MAX_STRINGS = 10_000
-"""Maximum number of texts in a list."""
-
-MAX_CHARACTERS = 100_000
-"""Maximum number of characters of a list's texts in total."""
+def file_name(name: str, value: Any) -> str:
+    """Return ``value`` if it can name a folder."""
+    accept(name, value, Annotated[str, Folder()])
+    return str(value)
 
 
 def strings(name: str, value: Any) -> tuple[str, ...]:
-    """Return ``value`` as a tuple if it is a list of non-empty texts, at most ``MAX_STRINGS`` of them, with at most
-    ``MAX_CHARACTERS`` in total.
-
-    Raises:
-        ValueError: it is not; names the option.
-    """
-    if (
-        isinstance(value, str)
-        or not isinstance(value, list | tuple)
-        or not all(isinstance(s, str) and s for s in value)
-    ):
-        raise ValueError(f"{name} must be a list of texts that are not empty, such as ['\\n\\n'], not {brief(value)}")
-    for place, one in enumerate(value):
-        try:
-            one.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{name}[{place}] {brief(one)} has a lone surrogate, which no text can hold") from None
-    for what, number, most in (
-        ("texts", len(value), MAX_STRINGS),
-        ("characters", sum(map(len, value)), MAX_CHARACTERS),
-    ):
-        if number > most:
-            raise ValueError(f"{name} has {number} {what}, at most {most} are possible: shorten the list")
+    """Return ``value`` as a tuple if it is a list of non-empty texts."""
+    accept(name, value, Texts)
     return tuple(value)

@@ -10,12 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.options import MAX_TEMPERATURE, brief
+from spec_lab.core.options import Number, Share, Temperature, Whole, check_fields
+
+TopK = Annotated[int, Whole(0, 2**31 - 1)]
+TopP = Annotated[float, Number(0, 1, above=True)]
+Penalty = Annotated[float, Number(0.01, 100)]
+"""Beyond these bounds logits overflow."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +29,12 @@ class Sampling:
     """Sampling parameters of one request.
 
     Args:
-        temperature: 0 is greedy. At most 1e6.
-        top_k: keep the k likeliest tokens (and ties of the k-th); 0 keeps all. At most 2**31 - 1.
-        top_p: keep the smallest set of likeliest tokens with mass >= top_p; 1 keeps all.
-        min_p: keep tokens with at least min_p times the mass of the likeliest; 0 keeps all.
-        repetition_penalty: positive logits of tokens seen before (prompt included) are divided by it, negative ones
-            multiplied (CTRL, 1909.05858); 1 does nothing. From 0.01 to 100.
+        temperature: 0: greedy.
+        top_k: likeliest tokens kept, with ties of the last; 0: all.
+        top_p: mass of the likeliest tokens kept, the smallest set with at least this mass; 1: all.
+        min_p: minimum probability, relative to the likeliest token's; 0: all.
+        repetition_penalty: positive logits of tokens seen before, prompt included, are divided by it, negative ones
+            multiplied (CTRL, 1909.05858); 1: none.
 
     Within these bounds the distribution is never NaN for logits up to 1e30 in size, in float32 as in float64.
 
@@ -36,34 +42,14 @@ class Sampling:
         ValueError: a parameter of the wrong type or out of its range; names it.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: Share = 0.0
+    repetition_penalty: Penalty = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
-            value = getattr(self, name)
-            whole = name == "top_k"
-            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-                kind = "a whole number" if whole else "a number"
-                raise ValueError(f"sampling.{name} must be {kind}, not {brief(value)}")
-        if not 0 <= self.temperature <= MAX_TEMPERATURE:
-            raise ValueError(
-                f"sampling.temperature must be 0 or more and at most {MAX_TEMPERATURE:g}, not {brief(self.temperature)}"
-            )
-        if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"sampling.top_k must be 0 (off) or more and at most {2**31 - 1}, not {brief(self.top_k)}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"sampling.top_p must lie in (0, 1], not {brief(self.top_p)}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"sampling.min_p must lie in [0, 1], not {brief(self.min_p)}")
-        if not 0.01 <= self.repetition_penalty <= 100:
-            raise ValueError(
-                "sampling.repetition_penalty must be from 0.01 to 100, not "
-                f"{brief(self.repetition_penalty)}: beyond, logits overflow"
-            )
+        check_fields(self)
 
     @property
     def truncates(self) -> bool:

@@ -175,10 +175,12 @@ class DraftCascade(Proposer):
 
         Args:
             target: whose tokens are drafted.
-            path: of the draft model: folder of a checkpoint, a hub name, or a GGUF file.
+            path: a folder of a transformers checkpoint, or a hub name.
             inner: loads the inner proposer for the draft model, which is its target.
             verifier: of inner drafts.
-            depth, drawn, temperature: see the class.
+            depth: length of the chain.
+            drawn: iid: sampled; point: the likeliest token.
+            temperature: of the draft model; None: each request's.
 
         Raises:
             ValueError: a wrong option; a lossy verifier, or one that does not support what the inner proposer draws;

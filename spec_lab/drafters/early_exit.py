@@ -136,7 +136,7 @@ class EarlyExit(TreeProposer):
 
         Args:
             target: drafts and verifies.
-            layers: how many of its layers draft; None: a quarter of them.
+            layers: how many of the target's first layers draft; None: a quarter of them.
             options: of the trees.
 
         Raises:

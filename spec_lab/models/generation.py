@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from spec_lab.core.files import read_json
-from spec_lab.core.options import brief
-from spec_lab.core.probabilities import Sampling
+from spec_lab.core.options import Share, Temperature, brief, check_fields
+from spec_lab.core.probabilities import Penalty, Sampling, TopK, TopP
 
 FILE = "generation_config.json"
 NEUTRAL: Mapping[str, Any] = {
@@ -29,25 +29,29 @@ class CheckpointSampling:
     """The sampling parameters of the target's checkpoint; each may be replaced.
 
     Args:
-        temperature, top_k, top_p, min_p, repetition_penalty: as of ``Sampling``; None: the checkpoint's.
+        temperature: 0: greedy; None: the checkpoint's (0 without do_sample).
+        top_k: likeliest tokens kept; 0: all; None: the checkpoint's.
+        top_p: mass of the likeliest tokens kept; 1: all; None: the checkpoint's.
+        min_p: minimum probability, relative to the likeliest token's; 0: all; None: the checkpoint's.
+        repetition_penalty: 1: none; None: the checkpoint's.
 
     Raises:
         ValueError: as of ``Sampling``.
     """
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: Share | None = None
+    repetition_penalty: Penalty | None = None
 
     def __post_init__(self) -> None:
-        Sampling(**self.given)
+        check_fields(self)
 
     @property
     def given(self) -> dict[str, Any]:
         """The parameters that replace the checkpoint's."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def resolved(self, folder: Path | None) -> Sampling:
         """Return the parameters for a checkpoint.
@@ -74,7 +78,7 @@ class CheckpointSampling:
                     f"{file} sets {name}={brief(found[name])}, which sampling=checkpoint does not support: set "
                     "sampling=greedy, or other parameters of sampling"
                 )
-        named = {one.name: found[one.name] for one in fields(Sampling) if found.get(one.name) is not None}
+        named = {field.name: found[field.name] for field in fields(Sampling) if found.get(field.name) is not None}
         if found.get("do_sample") is not True:
             named = {name: value for name, value in named.items() if name == "repetition_penalty"}
         elif "temperature" not in named:

@@ -62,23 +62,28 @@ def load(
     """Load a target from a GGUF file.
 
     Args:
-        path: the file.
-        tokenizer: folder of the model's tokenizer; None reads it from the file.
-        context: maximum number of tokens of a sequence; the default is the model's own limit, the largest value.
-        threads: of the CPU; None uses as many as torch.
-        gpu_layers: how many layers are computed on a GPU, where llama.cpp was built for one, at most 9999; -1 for all.
-            The target has no roofline then: which limits apply to which part of a forward is not known.
-        dtype: "float32" computes a file whose weights are all float32 in float32, keys and values as well. Other files
-            are computed as they are, which a warning states: llama.cpp chooses the data types of its products by those
-            of the weights. None computes any file so.
-        kv_dtype: data type of keys and values: "f16", "f32", "bf16" or "q8_0"; None is f16, or f32 for weights in
-            float32 with ``dtype`` "float32". With f32 flash attention is off, whose float16 parts cost 1e-3 standard
-            deviations of the logits.
-        chunk: most rows that are computed at once, of a prompt above all; at most 32768.
-        cells: maximum number of cells (tokens) of the KV cache, of all sequences and draft trees together. It is
-            allocated as it is needed. None for no limit; ``max_kv_tokens`` lets requests wait for free cells.
-        snapshots: of the recurrent states of each sequence, for a model with recurrent layers: maximum number of draft
-            tokens of a step; at most 64 and less than ``chunk``. Each takes the memory of one more state. None is 10.
+        path: a GGUF file; spec-lab convert writes one.
+        tokenizer: a folder with the tokenizer; None: from the file.
+        context: maximum tokens of a sequence; None: the model's own limit.
+        threads: CPU threads of llama.cpp; None: as many as torch.
+        gpu_layers: layers on a GPU, where llama.cpp was built for one; -1: all. How many layers are computed on a GPU,
+            where llama.cpp was built for one, at most 9999; -1 for all. The target has no roofline then: which limits
+            apply to which part of a forward is not known.
+        dtype: float32: all in float32, if the weights are; None, or other weights: as llama.cpp does. "float32"
+            computes a file whose weights are all float32 in float32, keys and values as well. Other files are computed
+            as they are, which a warning states: llama.cpp chooses the data types of its products by those of the
+            weights. None computes any file so.
+        kv_dtype: of keys and values: f16, f32 (exact, without flash attention), bf16, q8_0; None: f16, or f32. Data
+            type of keys and values: "f16", "f32", "bf16" or "q8_0"; None is f16, or f32 for weights in float32 with
+            ``dtype`` "float32". With f32 flash attention is off, whose float16 parts cost 1e-3 standard deviations of
+            the logits.
+        chunk: maximum rows computed at once, up to 32768.
+        cells: maximum tokens of the KV cache, draft trees included; None: no limit. Maximum number of cells (tokens)
+            of the KV cache, of all sequences and draft trees together. It is allocated as it is needed. None for no
+            limit; ``max_kv_tokens`` lets requests wait for free cells.
+        snapshots: of recurrent states, for models that have them: maximum draft tokens of a step; None: 10. Of the
+            recurrent states of each sequence, for a model with recurrent layers: maximum number of draft tokens of a
+            step; at most 64 and less than ``chunk``. Each takes the memory of one more state. None is 10.
         cache: facts that this process found before; None starts with none.
         library: llama.cpp; None imports it.
 

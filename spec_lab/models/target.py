@@ -150,32 +150,31 @@ class Target:
         which bounds.
 
         Args:
-            path: folder of a checkpoint, or a hub name.
-            device: "cpu", "cuda" or "cuda:N". None is the CPU, unless ``device_map`` or ``tensor_parallel`` decides.
-            dtype: "bfloat16", "float16", "float32" or "float64".
-            attention: "spans", or "dense" for models that do not use transformers' ``AttentionInterface``. Dense is
-                slower, and a request whose logits are NaN then ends its whole batch.
-            context: maximum number of tokens of a sequence; the default is the model's own limit, the largest value
-                (``support.model_context``).
-            chunk: maximum number of prompt tokens that are computed in one forward.
-            device_map: splits a model that is too large for one device by layers: "auto" or "balanced" (accelerate
-                spreads them over the GPUs, or uses the CPU where there is none), or the device of each module by name.
-                Layers run one device after the other. (Tested with every layer on the CPU, and for mixed devices
-                without numbers; not yet tested on several GPUs.)
-            tensor_parallel: splits every layer over the ranks that torchrun started, by transformers' plan for this
-                kind of model. Each rank uses the GPU of its number, or the CPU with a CPU build of torch. Call it on
-                rank 0 while the other ranks run ``loading.follow``. (Tested with gloo on the CPU; not yet tested on
+            path: a folder of a transformers checkpoint, or a hub name.
+            device: cpu, cuda, cuda:N; None: cpu, unless device_map or tensor_parallel is set.
+            dtype: bfloat16, float16, float32, float64.
+            attention: spans: on this engine's KV cache; dense: slower, for models without AttentionInterface.
+            context: maximum tokens of a sequence; None: the model's own limit.
+            chunk: maximum prompt tokens computed in one forward.
+            device_map: auto, balanced, {module: device, ...}: layers on several devices. Splits a model that is too
+                large for one device by layers: "auto" or "balanced" (accelerate spreads them over the GPUs, or uses
+                the CPU where there is none), or the device of each module by name. Layers run one device after the
+                other. (Tested with every layer on the CPU, and for mixed devices without numbers; not yet tested on
                 several GPUs.)
-            graphs: run decoding steps in fixed shapes, which a GPU captures as CUDA graphs (``runners.graphs``), with
-                linear layers of the same input merged. On a CPU nothing is captured, and padding makes steps slower.
+            tensor_parallel: true: each layer split over the ranks that torchrun
+                started. It is split by transformers' plan for this kind of model. Each rank uses the GPU of
+                its number, or the CPU with a CPU build of torch. Call it on rank 0 while the other ranks run
+                ``loading.follow``. (Tested with gloo on the CPU; not yet tested on several GPUs.)
+            graphs: true: decoding steps in fixed shapes, captured as CUDA graphs on a GPU. Linear layers of the same
+                input are merged (``runners.graphs``). On a CPU nothing is captured, and padding makes steps slower.
                 (All but the capture itself is tested on the CPU; not yet run on a GPU.)
-            quantization: quantizes the linear layers of an unquantized checkpoint while it is loaded: "torchao_int8",
-                "torchao_int4", "bnb_int8" or "bnb_int4" (``models.quantization.OPTIONS``). The target is the quantized
+            quantization: torchao_int8, torchao_int4, bnb_int8, bnb_int4: quantizes linear layers while they are
+                loaded. The target is the quantized
                 model. Checkpoints that are quantized already are recognised by their config.json.
-            quantization_group_size: 32, 64 or 128 inputs of a layer share a scale with "torchao_int4"; None is 128.
-            kv_dtype: "float32", "bfloat16", "float16" or "float8_e4m3fn", in which keys and values are stored; None: in
-                ``dtype``. It is lossy: the target distribution is that of the model with such a KV cache, which is the
-                same for all ways of decoding. Attention converts what it reads, which takes time in every step.
+            quantization_group_size: 32, 64, 128: inputs of a layer with one scale, of torchao_int4; None: 128.
+            kv_dtype: of keys and values, lossy: float32, bfloat16, float16, float8_e4m3fn; None: dtype. The target
+                distribution is that of the model with such a KV cache, which is the same for all ways of decoding.
+                Attention converts what it reads, which takes time in every step.
             cache: facts that this process found before; None starts with none.
 
         Raises:

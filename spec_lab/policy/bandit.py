@@ -130,11 +130,17 @@ class Bandit(Policy):
         """Check the options, and measure or read the costs.
 
         Args:
-            target, proposer: of the run.
-            depths, thresholds, parts: the configurations are all their combinations; without thresholds or parts of
-                depths alone.
-            stop: name of the rule that the thresholds are for.
-            rule, exploration, memory, scope, timing: see the class.
+            target: of the run.
+            proposer: of the run.
+            depths: the configurations are all combinations of depths, thresholds and parts.
+            thresholds: of the rule in stop.
+            parts: of proposer=best_of, the parts that compete.
+            stop: confidence, adaedl or svip.
+            rule: ucb or thompson.
+            exploration: weight of what is not known, in units of speed-up: the root of BanditSpec's c.
+            memory: weight of the past in each further step.
+            scope: whose past decides: each request's own, or the run's.
+            timing: see the class.
 
         Raises:
             ValueError: a wrong option; names it.

@@ -91,7 +91,14 @@ class Timing:
 
 
 class TimingOptions(TypedDict, total=False):
-    """The options of ``Timing``."""
+    """The options of ``Timing``.
+
+    Args:
+        batch_size: sequences decoded together, for the measured cost of steps.
+        temperature: the target's, for the measured cost of steps.
+        recalibrate: measure the cost of steps again, even if it is cached.
+        cache: folder of measured costs; None: $SPEC_LAB_CACHE, else the user's cache folder.
+    """
 
     batch_size: int
     temperature: float

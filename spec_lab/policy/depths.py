@@ -34,6 +34,10 @@ class FixedDepth(Policy):
     def load(target: Target, proposer: Proposer, depth: int, part: str = "") -> FixedDepth:
         """Check the options.
 
+        Args:
+            depth: levels; 0 drafts nothing.
+            part: of proposer=best_of, the part that drafts; empty: it chooses itself.
+
         Raises:
             ValueError: a wrong one; names it.
         """
@@ -89,6 +93,12 @@ class Heuristic(Policy):
         target: Target, proposer: Proposer, start: float = 5.0, up: float = 2.0, down: float = 1.0, most: int = 20
     ) -> Heuristic:
         """Check the options.
+
+        Args:
+            start: first depth; the proposer's own depth is an upper bound (set proposer.depth high enough).
+            up: levels added after a draft that was wholly accepted.
+            down: levels subtracted after any other draft.
+            most: largest depth.
 
         Raises:
             ValueError: a wrong one; names it.

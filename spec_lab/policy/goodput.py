@@ -125,10 +125,16 @@ class Goodput(Policy):
         """Check the options, and measure or read the costs.
 
         Args:
-            target, proposer: of the run.
-            depth, prior, memory, weight, scope, timing: see the class.
-            stop: name of the rule; None for none.
-            threshold: of the rule.
+            target: of the run.
+            proposer: of the run.
+            depth: largest depth considered; 0 is always considered.
+            prior: acceptance of a level of which nothing is known.
+            memory: weight of the past in moving averages, for each further step.
+            weight: of the run's estimates beside a sequence's own, counted in steps.
+            scope: run: one depth for the batch; request: each sequence by its own past.
+            timing: see the class.
+            stop: a rule that ends drafts earlier: confidence, adaedl or svip; None: none.
+            threshold: of the rule in stop.
 
         Raises:
             ValueError: a wrong option; names it.
@@ -251,6 +257,11 @@ class GainOverCost(Policy):
         **timing: Unpack[TimingOptions],
     ) -> GainOverCost:
         """Check the options, and measure or read the costs.
+
+        Args:
+            scale: probability with which the draft's likeliest token is accepted.
+            memory: weight of the past in moving averages, for each further step.
+            scope: whose tokens per second count: each request's own, or the run's.
 
         Raises:
             ValueError: a wrong option; names it.

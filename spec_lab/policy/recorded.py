@@ -44,9 +44,10 @@ class RecordedPolicy(Policy):
         """Read the decisions of a finished run.
 
         Args:
-            target, proposer: of this run.
+            target: of this run.
+            proposer: of this run.
             path: the other run's folder.
-            arm: which of its proposers; "speculative" is the one of ``proposer=``.
+            arm: which of its proposers; speculative: the one of proposer=.
 
         Raises:
             ValueError: no run there, no decisions of that arm, or a run with forks.

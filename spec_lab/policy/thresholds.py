@@ -63,10 +63,14 @@ class Threshold(Policy):
         """Check the options.
 
         Args:
-            target, proposer: of the run.
-            rule: "confidence", "adaedl" or "svip".
-            threshold, adapt, depth: see the class.
-            factor: of the entropy; None: the paper's.
+            target: of the run.
+            proposer: of the run.
+            rule: confidence, adaedl or svip.
+            threshold: the draft stops where the likeliest token's draft probability (confidence) or the bound of the
+                acceptance probability (adaedl) is smaller, or after a token where the term (svip) is larger.
+            adapt: whether a controller moves the threshold until nine of ten drafted tokens are accepted.
+            depth: largest depth; None: the proposer's.
+            factor: of the entropy (in nats) in the bound of adaedl or the term of svip; None: the paper's.
 
         Raises:
             ValueError: a wrong option; names it.

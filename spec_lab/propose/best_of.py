@@ -77,8 +77,9 @@ class BestOf(Hybrid):
         Args:
             target: of all of them.
             parts: by name; the first of several equally good ones drafts.
-            costs: see the class; 0 for parts that are not named.
-            start, memory: see the class.
+            costs: extra time of a step with a part's draft, in autoregressive steps, as {heads: 0.3}; None: 0.
+            start: accepted tokens that a part is expected to have before it has drafted.
+            memory: weight of the past in the moving average of a part's accepted tokens.
 
         Raises:
             ValueError: fewer than two parts, a part drawn "gumbel", costs that are no mapping, a cost of no part, a

@@ -48,6 +48,9 @@ class Jacobi(Proposer):
     def load(target: Target, depth: int = 8) -> Jacobi:
         """Return the proposer with a valid option.
 
+        Args:
+            depth: number of guesses.
+
         Raises:
             ValueError: ``depth`` is no whole number from 1 to ``trees.MOST_DEPTH``.
         """

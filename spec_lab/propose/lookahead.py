@@ -79,6 +79,11 @@ class Lookahead(Proposer):
     def load(target: Target, window: int = 7, ngram: int = 4, guesses: int = 7) -> Lookahead:
         """Return the proposer with valid options.
 
+        Args:
+            window: columns of guesses that are computed beside the draft; published for 7B models: 15.
+            ngram: length of the n-grams; at least 2; published: 5.
+            guesses: most n-grams that are drafted in a step; published: 15.
+
         Raises:
             ValueError: an option that is no whole number in its range; names it.
         """

@@ -119,6 +119,12 @@ class Ngram(Proposer):
     def load(target: Target, depth: int = 10, max_ngram: int = 4, min_ngram: int = 1, match: str = "recent") -> Ngram:
         """Return the proposer with valid options; it uses nothing of the target.
 
+        Args:
+            depth: tokens drafted.
+            max_ngram: longest n-gram looked up in prompt and output; longer matches first.
+            min_ngram: shortest n-gram looked up.
+            match: of several occurrences: recent (the last) or first (the first with depth tokens after it).
+
         Raises:
             ValueError: an option of the wrong type or range; names it.
         """
@@ -184,6 +190,12 @@ class NgramTree(Proposer):
     @staticmethod
     def load(target: Target, nodes: int = 12, depth: int = 6, max_ngram: int = 4, min_ngram: int = 1) -> NgramTree:
         """Return the proposer with valid options; it uses nothing of the target.
+
+        Args:
+            nodes: maximum nodes of a tree.
+            depth: longest continuation.
+            max_ngram: longest n-gram looked up in prompt and output; longer matches first.
+            min_ngram: shortest.
 
         Raises:
             ValueError: an option of the wrong type or range; names it.

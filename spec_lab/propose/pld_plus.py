@@ -125,9 +125,8 @@ class PldPlus(Proposer):
 
         Args:
             target: whose hidden states are compared. One without any is refused later (``check_requires``).
-            depth: number of drafted tokens.
-            layer: number of the hidden state: i is the input of layer i, -1 the state after the final norm; None: the
-                middle one.
+            depth: tokens drafted.
+            layer: hidden state that ranks occurrences (i: input of layer i, -1: final norm); None: the middle.
 
         Raises:
             ValueError: an option of the wrong type or range; names it.

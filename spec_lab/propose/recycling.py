@@ -57,8 +57,8 @@ class Recycling(Proposer):
 
         Args:
             target: whose likeliest tokens are recycled.
-            tree: as ``trees.parse`` reads it.
-            scope: see the class.
+            tree: paths of child ranks, widths (3x2x1), or a published tree.
+            scope: run: all requests share the table, as published; request: each has its own.
 
         Raises:
             ValueError: no such tree or scope, or a tree wider than the vocabulary.

@@ -138,10 +138,20 @@ class Suffix(Proposer):
 
         Args:
             target: whose tokens a store must hold.
-            nodes, depth, children, min_match, longest_only, factor, offset, min_share, occurrences: of ``SuffixRules``.
-            max_match, own, name: of ``Suffix``.
-            shared: maximum number of tokens of finished requests' responses; 0 for none.
-            store: the folder of a store that ``spec-lab index`` built; None for none.
+            nodes: maximum drafted tokens.
+            depth: maximum depth of a drafted continuation.
+            children: maximum children of a node: 1 drafts a chain, more a tree.
+            min_match: shortest match that is looked up.
+            longest_only: true: look up the longest match only; false: every length, and draft the best score.
+            factor: after a match of m tokens at most factor * m + offset nodes.
+            offset: see factor.
+            min_share: nodes that a smaller share of the occurrences leads to are not drafted; 0: all are.
+            occurrences: maximum occurrences that are counted.
+            max_match: longest match that is looked up, in a store of 16 tokens.
+            own: true: look up prompt and output, too.
+            name: name of the proposer in tables and files.
+            shared: number of last tokens of finished requests' responses that are looked up, too; 0: none.
+            store: a folder that spec-lab index built; None: none.
 
         Raises:
             OSError, ValueError: a store that is missing, damaged or of another tokenizer.

@@ -23,7 +23,20 @@ from spec_lab.propose.trees import MOST_DEPTH, MOST_NODES, Choices, depth_of, pa
 
 
 class TreeOptions(TypedDict, total=False):
-    """Options of ``TreePlan.read``, which every drafter with a plan has. One of the first three is given."""
+    """Options of ``TreePlan.read``, which every drafter with a plan has. One of the first three is given.
+
+    Args:
+        depth: maximum length of a chain; of depth, tree and nodes one is given.
+        tree: of a static tree: paths of child ranks, widths (3x2x1) or a published tree (vicuna_7b_stage1).
+        nodes: maximum nodes of a tree that grows best first; each forward of the draft expands its likeliest nodes.
+        children: with nodes: children of each expanded node.
+        max_depth: with nodes: maximum depth.
+        width: with nodes: nodes expanded by each forward of the draft; 1: strictly best first.
+        rerank: true: grow level by level and keep the best nodes of all (EAGLE-2); requires drawn=point.
+        drawn: siblings: iid, without (replacement), point (the likeliest), gumbel (for verifier=gumbel).
+        temperature: of the draft; None: each request's; 0 requires drawn=point.
+        confidence: a token drawn where no token has this draft probability ends its path; 0: never.
+    """
 
     depth: int | None
     tree: str | None

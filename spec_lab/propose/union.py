@@ -119,8 +119,8 @@ class Union(Hybrid):
         Args:
             target: of all of them.
             parts: by name; in this order points are dropped last.
-            nodes: most nodes of a tree; None for as many as the parts draft together.
-            exclude: leave points out of the distribution of the sampled nodes beside them.
+            nodes: maximum nodes of a tree; None: as many as the parts draft together.
+            exclude: whether sampled nodes leave out what the others draft at their root.
 
         Raises:
             ValueError: fewer than two parts, more than one that samples, one that shares its noise with the verifier,

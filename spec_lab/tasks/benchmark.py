@@ -66,11 +66,10 @@ def run(
         settings: the scalars.
         config: the configuration, for the manifest.
         console: where the final table goes; default standard output.
-        history: which answers the later turns of conversations continue: "own", each arm its own, or "baseline", so
-            that all arms decode the same prompts.
-        repeat_disturbed: whether groups that were disturbed (``metrics.disturbed``) are decoded again by every arm, at
-            most ``MAX_ATTEMPTS`` times in all. The rows of an attempt replace those of the one before; the column
-            ``attempt`` counts them.
+        history: which answers later turns of conversations continue: each arm's own; baseline: the baseline's.
+        repeat_disturbed: decode disturbed groups again, with every arm, at most three times in all. Whether groups
+            that were disturbed (``metrics.disturbed``) are decoded again by every arm, at most ``MAX_ATTEMPTS`` times
+            in all. The rows of an attempt replace those of the one before; the column ``attempt`` counts them.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C.

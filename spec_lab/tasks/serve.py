@@ -108,15 +108,15 @@ def serve(
         settings: the scalars; ``batch_size`` is the maximum number of requests decoded together.
         config: the configuration, for the manifest.
         console: prints the final table; default standard output.
-        arrivals: "all" at once, "poisson" with ``rate``, or "file".
-        rate: requests per second of Poisson arrivals.
-        trace: a text file with one arrival time per line, in seconds, ascending.
-        requests: number of requests; the prompts are repeated as needed. None: each prompt once.
-        segment: number of requests of a segment.
-        max_prefill_tokens: maximum number of prompt tokens computed in one step; None for no limit.
-        max_kv_tokens: maximum number of tokens in the KV cache, drafts included; None for no limit.
-        ttft_bound, tpot_bound: seconds to the first token and per further token; a request within both bounds counts
-            as goodput.
+        arrivals: all at once; poisson, with rate; file: times in trace.
+        rate: requests per second, for poisson.
+        trace: text file with one arrival time in seconds per line.
+        requests: number of requests, prompts repeated as needed; None: each prompt once.
+        segment: requests of a segment, the unit of pairing.
+        max_prefill_tokens: prompt tokens computed in one step; None: no limit.
+        max_kv_tokens: tokens in the KV cache, drafts included; None: no limit.
+        ttft_bound: seconds to the first token, for goodput.
+        tpot_bound: seconds for each further token, for goodput.
 
     Returns:
         The exit code: 0, also where requests broke, or 130 after Ctrl-C.

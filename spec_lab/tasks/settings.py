@@ -23,30 +23,30 @@ class Settings:
     """A run's scalars.
 
     Args:
-        output_dir: the run's directory.
-        name: the experiment's; at most 100 characters, without slashes.
-        batch_size: prompts decoded together; at most 1024.
-        max_new_tokens: most tokens emitted for each; at most 2**20.
-        warmup: tokens each arm decodes before anything is measured; 0 for none, at most 2**20.
-        seed: of every random choice, below 2**63.
-        threads: of torch on the CPU, at most four for each core; None leaves torch's own choice.
-        baseline: whether every group is decoded autoregressively as well.
+        output_dir: the run's directory; of a sweep, the sweep's.
+        name: an experiment sets it.
+        batch_size: prompts decoded together: a group, the unit of pairing.
+        max_new_tokens: maximum tokens of an output.
+        warmup: tokens each arm decodes before anything is measured; 0: none.
+        seed: seed of all random choices.
+        threads: threads of torch on the CPU; None: torch's own choice.
+        baseline: decode every group autoregressively as well.
         stop_strings: strings that end a text; at most 256, of 4096 bytes each and 65536 in all.
-        banned_strings: strings that never appear; the same limits.
-        min_new_tokens: before a text may end.
-        token_healing: whether the prompts' last tokens are taken off and generated anew, beginning with the same bytes.
-        max_prompt_tokens: of longer prompts the middle is left out; None leaves nothing out. At most 2**31 - 1.
-        prefix_cache: most tokens of finished requests whose KV cache each arm keeps, for later ones that begin with the
-            same tokens; at least 256, at most 2**31 - 1. None keeps none.
-        record: "drafts": the table ``steps`` keeps every drafted token with its probabilities (``DRAFT_COLUMNS``), for
-            the report's token view; "replay": these, and the table ``replay`` keeps the distributions of every row of
-            the draft trees, for ``spec-lab replay``; "auto": "drafts" in a benchmark of at most ``SMALL_RUN`` tokens,
-            else nothing; "none" or None: nothing.
-        record_top: tokens that ``replay`` keeps of each row, the likeliest; all of a vocabulary that is no larger.
-        record_share: the share of steps that ``replay`` keeps.
-        verbose: whether tables in the terminal have all their columns.
-        overrides: of a job of a sweep, the options that differ between its jobs; None of a single run. A job of a sweep
-            prints no table and draws no figures.
+        banned_strings: strings removed as soon as they are complete (backtracking); the same limits.
+        min_new_tokens: minimum tokens before a text may end.
+        token_healing: remove the prompt's last token and generate its bytes again.
+        max_prompt_tokens: the middle of longer prompts is left out.
+        prefix_cache: tokens whose KV cache each arm keeps for later prompts that begin equally; None: none.
+        record: drafts: steps keep the draft trees; replay: these, and rows for spec-lab replay; none; auto: drafts in
+            small runs, of at most 32768 tokens. "drafts": the table ``steps`` keeps every drafted token with its
+            probabilities (``DRAFT_COLUMNS``), for the report's token view; "replay": these, and the table ``replay``
+            keeps the distributions of every row of the draft trees, for ``spec-lab replay``; "auto": "drafts" in a
+            benchmark of at most ``SMALL_RUN`` tokens, else nothing; "none" or None: nothing.
+        record_top: tokens that replay keeps of each row's distributions; all of a vocabulary that is no larger.
+        record_share: the share of steps that replay keeps.
+        verbose: -v: print every column of the tables; terminals of 130 columns and more show them anyway.
+        overrides: of a job of a sweep, the options that differ between its jobs; None of a single run. A job of a
+            sweep prints no table and draws no figures.
         config_sha256: SHA-256 of the resolved configuration without secrets: the configuration itself is written with
             the names of environment variables, not with their values.
     """

@@ -63,15 +63,15 @@ def train(
         settings: the scalars; ``batch_size`` prompts are answered together.
         config: the configuration, for the manifest.
         console: prints the result; default standard output.
-        recipe: the kind of drafter.
-        answers: of each prompt; more than one only at temperature 1.
+        recipe: the kind of drafter: a _target_ and its options, as in conf/experiment/train_eagle3.yaml.
+        answers: answers of the target to each prompt; 1 at temperature 0.
         passes: how often each answer is seen.
         rows: texts of a training step.
-        held_out: share of the prompts that the drafter does not learn from.
-        learning_rate: peak, of Muon for matrices; that of AdamW, for everything else, is half of it.
-        weight_decay: of matrices, times the learning rate in each step. At 0 the queries and keys of a drafter may grow
-            until each position attends to one other only.
-        warmup_steps: in which the rates rise; at most half of the steps before they fall.
+        held_out: share of the prompts that are only measured on.
+        learning_rate: peak, of Muon for matrices; of AdamW, for everything else, half of it.
+        weight_decay: of matrices, times the learning rate in each step. Of matrices, times the learning rate in each
+            step. At 0 the queries and keys of a drafter may grow until each position attends to one other only.
+        warmup_steps: steps in which the rates rise; at most half of those before they fall.
         decay: share of the steps in which they fall.
         save_seconds: seconds between two checkpoints.
 

@@ -171,12 +171,20 @@ def chat(
     """Read conversations from a file with one JSON object per line.
 
     Args:
-        path: the file. Each object has ``prompt`` (or ``text``), one message of the user; or ``turns``, a list of them,
-            of which each is sent when the model has answered the one before; or ``messages``, a recorded conversation
-            that ends with a message to answer: a list of objects with ``role`` and ``content``. Optional are ``id``,
+        path: one JSON object per line: prompt, turns or messages; optional id, system, answer and others. The file.
+            Each object has ``prompt`` (or ``text``), one message of the user; or ``turns``, a list of them, of which
+            each is sent when the model has answered the one before; or ``messages``, a recorded conversation that ends
+            with a message to answer: a list of objects with ``role`` and ``content``. Optional are ``id``,
             ``workload``, ``source``, ``constraint``, ``system``, ``tools``, and ``answer``, for the checker.
-        limit: number of conversations, from the first; None reads all.
-        template, system, tools, thinking, options, turns, checker: as of ``chat_options``.
+        limit: number of conversations, from the first; None: all.
+        template: checkpoint: the tokenizer's chat template, plain text if it has none; none: plain text; or a Jinja
+            file.
+        system: system prompt of conversations without one of their own.
+        tools: JSON file: a list of tools, for templates that describe them.
+        thinking: true or false: switches thinking in the template; None: the template's default.
+        options: further variables of the template, such as {reasoning_effort: low}.
+        turns: maximum messages of the user in a conversation that are sent, those cut are not checked; None: all.
+        checker: of answers in the field answer: exact, contains, number, choice or python_syntax.
 
     Raises:
         OSError: a file does not exist, or is not readable.

@@ -65,11 +65,17 @@ def load(
     """Read a dataset.
 
     Args:
-        name: one of ``DATASETS``.
-        path: its file, or a folder with its file under its published name; None: it is downloaded from the hub.
-        revision: branch, tag or commit on the hub; None for its main branch.
-        limit: number of questions, from the first; None reads all.
-        template, system, thinking, options, turns, checker: as of ``conversations.chat_options``.
+        name: the dataset, which tells how its file is read.
+        path: the file, or its folder; None: from the hub.
+        revision: branch, tag or commit on the hub; None: main.
+        limit: number of questions, from the first; None: all.
+        template: checkpoint: the tokenizer's chat template, plain text if it has none; none: plain text; or a Jinja
+            file.
+        system: system prompt.
+        thinking: true or false: switches thinking in the template; None: the template's default.
+        options: further variables of the template.
+        turns: maximum messages of the user in a conversation; None: all, each after the answer to the one before.
+        checker: of answers: exact, contains, number, choice or python_syntax; None: none.
 
     Raises:
         OSError: there is no such file, or the hub cannot be reached.

@@ -65,10 +65,11 @@ def jsonl(path: str, limit: int | None = None) -> list[Prompt]:
     """Read prompts from a file with one JSON object per line.
 
     Args:
-        path: the file, a regular file of at most 1 GiB, in lines of at most 64 MiB. Each object has ``prompt`` (or
-            ``text``, at most 10 million characters) and optionally ``id``, ``workload``, ``source`` and
-            ``constraint`` (text, or a JSON schema as an object); null means absent.
-        limit: number of prompts to read, from the first; None reads all, which may be at most 100,000.
+        path: one JSON object per line: prompt (or text); optional id, workload, source, constraint. The file, a
+            regular file of at most 1 GiB, in lines of at most 64 MiB. Each object has ``prompt`` (or ``text``, at most
+            10 million characters) and optionally ``id``, ``workload``, ``source`` and ``constraint`` (text, or a JSON
+            schema as an object); null means absent.
+        limit: number of prompts, from the first; None: all.
 
     Raises:
         OSError: the file does not exist, or is not readable.
@@ -99,8 +100,8 @@ def mixed(path: str, limit: int | None = None) -> list[Prompt]:
     """Read every ``.jsonl`` file of a folder; the prompts are shuffled in one fixed order.
 
     Args:
-        path: the folder. The workload defaults to the file's stem, which also precedes names that two files share.
-        limit: number of prompts to return, from the first; None returns all.
+        path: a folder: all prompts of its .jsonl files, mixed.
+        limit: number of prompts, from the first; None: all.
 
     Raises:
         OSError, ValueError: no such folder, or no such file in it; more than 100,000 prompts in all; otherwise as

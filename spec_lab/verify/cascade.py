@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
-from spec_lab.core.options import one_of, share
+from spec_lab.core.options import Share, check_fields
 from spec_lab.verify.arrays import CHUNK, parts, view
 from spec_lab.verify.siblings import Siblings, check_rows
 from spec_lab.verify.token import Token
 from spec_lab.verify.verdict import Verdict
-
-RULES = ("chow", "diff", "opt")
 
 
 @dataclass(frozen=True)
@@ -34,12 +32,12 @@ class Cascade:
     not accepted.
 
     Args:
-        alpha: what deferring costs; the larger, the less of it.
-        rule: chow, diff or opt.
+        alpha: cost of deferring to the target; the larger, the more draft tokens are accepted.
+        rule: where the draft defers: max q < 1 - alpha (chow), max p - alpha (diff), max p - alpha TV(p, q) (opt).
     """
 
-    alpha: float = 0.1
-    rule: str = "opt"
+    alpha: Share = 0.1
+    rule: Literal["chow", "diff", "opt"] = "opt"
 
     name = "cascade"
     accepts: ClassVar[frozenset[Drawn]] = frozenset({"iid", "without"})
@@ -47,8 +45,7 @@ class Cascade:
     lossless = False
 
     def __post_init__(self) -> None:
-        share("verifier.alpha", self.alpha)
-        one_of("verifier.rule", self.rule, RULES)
+        check_fields(self)
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
         """The distribution of one step for ``p`` ``[R, V]``.

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
 from spec_lab.core.draft import Draft
-from spec_lab.core.options import share
+from spec_lab.core.options import Number, check_fields
 from spec_lab.verify.match import walk
 from spec_lab.verify.rejection import recursive_rejection
 from spec_lab.verify.siblings import EVERY_DRAW
 from spec_lab.verify.verdict import Verdict
-
-LEAST = 1e-6
-"""The least lenience. Below, p / (l q) overflows sooner or later."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +23,18 @@ class Lenient:
     comparison; on trees as in ``token``. It is lossless exactly where l = 1: then it is ``token``.
 
     Args:
-        lenience: l, from 1e-6 to 1; the smaller, the more is accepted.
+        lenience: accept with min(1, p / (lenience q)); 1: as token, lossless; 0 would accept every token, illegal ones
+            too.
     """
 
-    lenience: float
+    lenience: Annotated[float, Number(1e-6, 1)]  # below, p / (l q) overflows sooner or later
 
     name = "lenient"
     accepts = EVERY_DRAW
     accepts_mixed = True
 
     def __post_init__(self) -> None:
-        if share("verifier.lenience", self.lenience) < LEAST:
-            raise ValueError(
-                f"verifier.lenience must be above 0, at least {LEAST:g}, not {self.lenience}: at 0 every token "
-                "would be accepted, illegal ones too"
-            )
+        check_fields(self)
 
     @property
     def lossless(self) -> bool:

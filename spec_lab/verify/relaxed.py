@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
-from spec_lab.core.options import share, whole
+from spec_lab.core.options import Share, Whole, check_fields
 from spec_lab.verify.path import accept_longest
 from spec_lab.verify.verdict import Verdict
 
@@ -24,12 +24,12 @@ class Relaxed:
     compares the distribution that is sampled: at temperature 0 that is one-hot, and this is greedy verification.
 
     Args:
-        top: how many of the likeliest tokens may be accepted.
-        delta: how much less mass than the likeliest they may have.
+        top: so many likeliest tokens of the target may be accepted.
+        delta: accepted tokens' probability is at most this much below the likeliest token's.
     """
 
-    top: int = 10
-    delta: float = 0.6
+    top: Annotated[int, Whole(1, 2**20)] = 10
+    delta: Share = 0.6
 
     name = "relaxed"
     accepts: ClassVar[frozenset[Drawn]] = frozenset({"iid", "without", "point", "gumbel"})
@@ -37,8 +37,7 @@ class Relaxed:
     lossless = False
 
     def __post_init__(self) -> None:
-        whole("verifier.top", self.top, most=2**20)
-        share("verifier.delta", self.delta)
+        check_fields(self)
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
         """The path, which the draft and ``p`` ``[R, V]`` settle, and the distribution after it.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
-from spec_lab.core.options import share
+from spec_lab.core.options import Share, check_fields
 from spec_lab.verify.path import accept_longest
 from spec_lab.verify.verdict import Verdict
 
@@ -24,12 +24,12 @@ class Typical:
     temperature 0 p is one-hot, and this is greedy verification.
 
     Args:
-        epsilon: a mass above which every token is accepted.
-        delta: factor of the bound that falls with the entropy.
+        epsilon: accept where p(x) > min(epsilon, delta exp(-H(p))).
+        delta: factor of the bound that falls with the entropy; Medusa's code recommends sqrt(epsilon).
     """
 
-    epsilon: float = 0.09
-    delta: float = 0.3
+    epsilon: Share = 0.09
+    delta: Share = 0.3
 
     name = "typical"
     accepts: ClassVar[frozenset[Drawn]] = frozenset({"iid", "without", "point", "gumbel"})
@@ -37,8 +37,7 @@ class Typical:
     lossless = False
 
     def __post_init__(self) -> None:
-        share("verifier.epsilon", self.epsilon)
-        share("verifier.delta", self.delta)
+        check_fields(self)
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
         """The path, which the draft and ``p`` ``[R, V]`` settle, and the distribution after it.

@@ -111,7 +111,7 @@ def test_certify_uses_the_templated_prompts(cli, folder):
         (["prompts=gsm8k", "prompts.checker=oracle"], "prompts.checker must be one of exact"),
         (["prompts=humaneval"], "holds no HumanEval.jsonl.gz or HumanEval.jsonl"),
         (["prompts=mt_bench", "task.history=mine"], "task.history must be one of own, baseline"),
-        (["prompts=mt_bench", "sampling=checkpoint", "sampling.top_p=3"], "sampling.top_p must lie in"),
+        (["prompts=mt_bench", "sampling=checkpoint", "sampling.top_p=3"], "sampling.top_p must be a number above 0"),
         (["prompts=mt_bench", "task=serve_trace"], "set prompts.turns=1"),
     ],
 )

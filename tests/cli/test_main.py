@@ -303,7 +303,7 @@ def test_a_sweep_s_jobs_have_their_own_directories_and_a_failing_job_leaves_the_
         (["batch_size=1.5"], "batch_size ... 1.5"),
         (["max_new_tokens=-3"], "max_new_tokens ... -3"),
         (["sampling.temperature=hot"], "sampling.temperature ... 'hot'"),
-        (["sampling.top_p=2"], "sampling.top_p ... (0, 1] ... 2"),
+        (["sampling.top_p=2"], "sampling.top_p must be a number above 0 and at most 1, not 2"),
         (["prompts.limit=some"], "prompts.limit ... 'some'"),
         (["prompts.path=nowhere.jsonl"], "nowhere.jsonl ... prompts.path"),
         (["target.dtype=int8"], "'int8' ... bfloat16"),

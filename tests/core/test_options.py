@@ -1,44 +1,121 @@
-"""Checks of options: each has a lower and an upper bound, and a message that stays short."""
+"""Declarations of options: which values they have, and what is said of others."""
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, TypedDict, Unpack
 
 import pytest
 
-from spec_lab.constrain.controllers import candidates, template
-from spec_lab.core.options import MAX_CHARACTERS, MAX_STRINGS, strings, whole
+from spec_lab.core.options import (
+    MAX_CHARACTERS,
+    MAX_STRINGS,
+    Folder,
+    Number,
+    OneOf,
+    Share,
+    Texts,
+    Whole,
+    WrongOption,
+    accept,
+    bounds,
+    check_fields,
+    checked,
+    hints,
+    whole,
+    words,
+)
 from spec_lab.decode.proposer import Proposer
 from spec_lab.tasks.lab import MOST_NODES, Lab
-from spec_lab.verify import Lenient, Relaxed
-from tests.constrain.parts import toy
 from tests.labs import lab, settings
 
 HUGE = 10**5000
+Size = Annotated[int, Whole(1, 64)]
+TABLE = {"a": 1, "b": 2}
 
 
-def test_a_whole_number_may_have_an_upper_bound():
+@pytest.mark.parametrize(
+    ("hint", "fitting", "other", "stated"),
+    [
+        (int, [0, -3, HUGE], [1.0, True, "1", None], "a whole number"),
+        (Size, [1, 64], [0, 65, 1.5, True, "many", HUGE, None], "a whole number from 1 to 64"),
+        (Size | None, [1, None], [0, "null"], "a whole number from 1 to 64 or null"),
+        (Annotated[int, Whole(0)], [0, HUGE], [-1], "a whole number of 0 or more"),
+        (float, [1, 2.5, -1e9], [float("inf"), float("nan"), HUGE, True, "1"], "a number"),
+        (Share, [0, 1, 0.5], [-0.1, 1.1, float("nan"), "half", None], "a number from 0 to 1"),
+        (Annotated[float, Number(0.01)], [0.01, 1e9], [0, float("inf")], "a number of 0.01 or more"),
+        (Annotated[float, Number(0, 1, above=True)], [1, 1e-9], [0, 2], "a number above 0 and at most 1"),
+        (bool, [True, False], [1, "yes", None], "true or false"),
+        (str, ["", "a"], [3, None, ["a"]], "a text"),
+        (Annotated[str, Folder()], ["a.b", "a" * 100], ["", "a/b", "..", "a" * 101, "a\n", 3], "a text of 1 to 100"),
+        (Literal["a", "b"], ["a"], ["c", 1, None], "one of a, b"),
+        (Literal[32, 64] | None, [32, None], [True, "32", 48], "one of 32, 64 or null"),
+        (Annotated[str, OneOf(TABLE)], ["b"], ["c", None, 1], "one of a, b"),
+        (Sequence[int], [[], [1, 2], (3,)], [1, "12", {}], "a list of int"),
+        (Mapping[str, int] | str, [{}, {"a": 1}, "x"], [3, [1]], "a mapping or a text"),
+        (Texts, [[], ["a"]], ["a", [""], ["\ud800"], ["a"] * (MAX_STRINGS + 1), ["a" * (MAX_CHARACTERS + 1)]],
+         "a list of"),
+        (Lab | None, [None, 3, "anything that only Python has"], [], ""),
+    ],
+)  # fmt: skip
+def test_a_value_fits_its_declaration_or_is_refused_by_name(hint, fitting, other, stated):
+    for value in fitting:
+        accept("x", value, hint)
+    for value in other:
+        with pytest.raises(WrongOption) as error:
+            accept("x", value, hint)
+        assert str(error.value).startswith(f"x must be {stated}") and len(str(error.value)) < 300
+
+
+def test_a_value_inside_a_list_or_mapping_is_named():
+    with pytest.raises(WrongOption, match=r"^x\[1\] must be a whole number from 1 to 64, not 65$"):
+        accept("x", [1, 65], Sequence[Size])
+    with pytest.raises(WrongOption, match=r"^x\.heads\[0\] must be a whole number from 1 to 64, not 'a'$"):
+        accept("x", {"heads": ["a"]}, Mapping[str, Sequence[Size]] | None)
+
+
+def test_types_are_stated_for_the_reference_and_bounds_for_comments():
+    assert words(Size | None, 0) == "int from 1 to 64 or null" and words(Literal["a", "b"], 0) == "a or b"
+    assert words(Sequence[Literal["a", "b"]], 0) == "list of a or b" and words(Any, 0) == ""
+    assert (bounds(Size, "levels"), bounds(Share, "part"), bounds(bool, "whether")) == ("from 1 to 64", "", "")
+    assert bounds(Literal["a", "b"], "a: one; b: two") == "" and bounds(Literal["a", "b"], "how: by c") == "a, b"
+
+
+class Options(TypedDict, total=False):
+    width: Size
+
+
+@dataclass(frozen=True)
+class Part:
+    depth: Size
+    kind: ClassVar[str] = "part"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@checked
+def load(target: "Unknown", depth: Size = 3, **options: Unpack[Options]) -> int:  # noqa: F821
+    return depth
+
+
+def test_functions_and_dataclasses_are_checked_for_callers_in_python():
+    assert load(None, 64, width=2) == 64 and Part(1).depth == 1
+    assert hints(load) == {"target": Any, "depth": Size, "width": Size} and hints(Part) == {"depth": Size}
+    for make, name in (
+        (lambda: load(None, 0), "depth"),
+        (lambda: load(1, width=65), "width"),
+        (lambda: Part(0), "depth"),
+    ):
+        with pytest.raises(WrongOption, match=f"^{name} must be a whole number from 1 to 64"):
+            make()
+
+
+def test_a_whole_number_of_a_file_may_have_an_upper_bound():
     assert whole("x", 3, most=3) == 3 and whole("x", HUGE) == HUGE
     with pytest.raises(ValueError, match="x .*at most 3.* 4"):
         whole("x", 4, otherwise=", or null", most=3)
     with pytest.raises(ValueError, match="x .*at most 3.* 16610 bits"):
         whole("x", HUGE, most=3)
-
-
-def test_lists_of_texts_are_bounded():
-    assert len(strings("x", ["a"] * MAX_STRINGS)) == MAX_STRINGS
-    for value in (["a"] * (MAX_STRINGS + 1), ["a" * (MAX_CHARACTERS + 1)]):
-        with pytest.raises(ValueError, match="^x has .* at most") as error:
-            strings("x", value)
-        assert len(str(error.value)) < 200
-    with pytest.raises(ValueError, match="^x .*list") as error:
-        strings("x", "a" * 10**6)
-    assert len(str(error.value)) < 300
-
-
-@pytest.mark.parametrize("name", ["batch_size", "max_new_tokens", "warmup", "max_prompt_tokens", "threads", "seed"])
-@pytest.mark.parametrize("value", [-1, 2**63, HUGE, 1.5, "8"], ids=["-1", "2**63", "huge", "1.5", "text"])
-def test_a_run_s_sizes_are_bounded(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"^{name} must be"):
-        replace(settings(tmp_path), **{name: value})
 
 
 def test_the_nodes_of_a_step_are_bounded(tmp_path):
@@ -52,20 +129,3 @@ def test_the_nodes_of_a_step_are_bounded(tmp_path):
 
 class Many(Proposer):
     name, drawn, nodes = "many", "point", 1024
-
-
-@pytest.mark.parametrize(
-    ("make", "option"),
-    [
-        (lambda: Relaxed(top=HUGE, delta=0.5), r"verifier\.top"),
-        (lambda: Lenient(1e-300), r"verifier\.lenience"),
-        (lambda: candidates.load(toy(), count=65), r"constraint\.count must be at most 64"),
-        (lambda: template.load(toy(), ["a"] * 1001), r"constraint\.parts has 1001 parts"),
-        (lambda: template.load(toy(), "abc"), r"constraint\.parts must be a list"),
-        (lambda: template.load(toy(), [{"most": HUGE}]), r"constraint\.parts\[0\]\.most must be at most"),
-        (lambda: template.load(toy(), ["a" * 200_000]), r"constraint\.parts has 200000 characters"),
-    ],
-)
-def test_options_of_verifiers_and_controllers_are_bounded(make, option):
-    with pytest.raises(ValueError, match=f"^{option}"):
-        make()

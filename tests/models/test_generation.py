@@ -36,8 +36,8 @@ def test_without_do_sample_a_checkpoint_is_greedy_as_in_transformers(tmp_path):
         ({"no_repeat_ngram_size": 3}, "sets no_repeat_ngram_size=3, which sampling=checkpoint does not support"),
         ({"num_beams": 4}, "sets num_beams=4"),
         ({"suppress_tokens": [1]}, r"sets suppress_tokens=\[1\]"),
-        ({"do_sample": True, "temperature": -1}, "generation_config.json: sampling.temperature must be 0 or more"),
-        ({"do_sample": True, "top_k": "many"}, "sampling.top_k must be a whole number"),
+        ({"do_sample": True, "temperature": -1}, "generation_config.json: temperature must be a number from 0"),
+        ({"do_sample": True, "top_k": "many"}, "top_k must be a whole number"),
     ],
 )
 def test_what_cannot_be_respected_is_refused(tmp_path, fields, message):
@@ -49,11 +49,6 @@ def test_a_target_without_the_file_is_refused(tmp_path):
     for folder in (None, tmp_path):
         with pytest.raises(ValueError, match=r"requires a generation_config\.json in the target's checkpoint"):
             CheckpointSampling().resolved(folder)
-
-
-def test_invalid_replacements_are_refused_at_start_up():
-    with pytest.raises(ValueError, match=r"sampling\.top_p must lie in"):
-        CheckpointSampling(top_p=2.0)
 
 
 def test_a_loaded_target_knows_its_folder(tmp_path):

@@ -116,15 +116,3 @@ def test_the_target_probabilities_are_not_changed():
 
 def test_cascade_declares_that_it_is_lossy():
     assert Cascade.name == "cascade" and not Cascade().lossless and Cascade.accepts == {"iid", "without"}
-
-
-@pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan"), True, "0.1", None])
-def test_alpha_must_lie_between_0_and_1(alpha):
-    with pytest.raises(ValueError, match=r"verifier\.alpha "):
-        Cascade(alpha=alpha)
-
-
-@pytest.mark.parametrize("rule", ["Chow", "", None, "token"])
-def test_an_unknown_rule_is_refused(rule):
-    with pytest.raises(ValueError, match=r"verifier\.rule .*chow, diff, opt"):
-        Cascade(rule=rule)

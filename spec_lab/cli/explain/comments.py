@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from spec_lab.cli.explain.sources import Argument
 from spec_lab.cli.yaml_files import read_yaml
 
 
@@ -24,6 +27,11 @@ class Setting(NamedTuple):
     name: str
     value: str
     comment: str
+
+    @property
+    def here(self) -> str:
+        """Return what the comment says about the value in this file: "; here: ..."; empty if it says nothing."""
+        return "".join(self.comment.partition("; here: ")[1:])
 
 
 class Chosen(NamedTuple):
@@ -86,6 +94,29 @@ def read(path: Path, flat: bool = False) -> ConfigFile:
     )
 
 
+def write(path: Path, options: Mapping[str, Argument]) -> str:
+    """Return a config file with the comments of its options; what stands behind "here:" is kept.
+
+    Args:
+        path: of the file.
+        options: those that have a declaration, by the name of their key.
+    """
+    text, root = read_yaml(path)
+    comments, lines = _Comments(text), text.splitlines()
+    for key, value in reversed(root.value if root else ()):
+        comment = options[key.value].comment if key.value in options else ""
+        if not comment or (isinstance(value, MappingNode) and value.value and not value.flow_style):
+            continue
+        mark, old = value.end_mark, comments.behind(value)
+        shown = comment + Setting("", "", old).here
+        left = lines[mark.line][: mark.column].rstrip()
+        column = max(27, len(left) + 3)
+        rest = [f"{' ' * column}# {part}" for part in textwrap.wrap(shown, 118 - column, break_on_hyphens=False)]
+        rest[0] = left + rest[0][len(left) :]
+        lines[mark.line : mark.line + 1 + comments.below(mark.line)] = rest
+    return "\n".join(lines) + "\n"
+
+
 class _Comments:
     """The comments of a file, by the places that its nodes end at."""
 
@@ -108,13 +139,13 @@ class _Comments:
         if line >= len(self.lines):
             return ""
         own = re.fullmatch(r"[\s,}\]:]*#\s*(.*)" if colon else r"[\s,}\]]*#\s*(.*)", self.lines[line][column:])
-        found = [own[1]] if own else []
-        for below in self.lines[line + 1 :] if own else ():
-            more = re.fullmatch(r"\s+#\s*(.*)", below)
-            if not more:
-                break
-            found.append(more[1])
-        return " ".join(one.strip() for one in found)
+        below = self.lines[line + 1 : line + 1 + self.below(line)] if own else []
+        return " ".join([own[1].strip(), *(more.strip(" #") for more in below)] if own else [])
+
+    def below(self, line: int) -> int:
+        """Return on how many lines below a line its comment goes on."""
+        lines = itertools.takewhile(lambda text: re.match(r"\s+#", text), self.lines[line + 1 :])
+        return sum(1 for _ in lines)
 
     def value(self, node: Node) -> str:
         """Return a node as it is written, on one line."""

@@ -1,25 +1,22 @@
 """The reference of all options: every key of the configs, its type, its default and what it means.
 
-A meaning is the comment behind the key; without one, that of the file which the config is based on; without one, what
-the docstring of the part that the config names says of the argument. Types are those of the part's signature.
+Types, bounds and meanings are those of the signature and the docstring of what the config names; the comments of conf/
+are generated from them (``commented``). A comment states the meaning of what is declared nowhere: a group, a value that
+an experiment sets, a part of another package; behind "here:" also why a config's value is what it is.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
+from spec_lab.cli.declarations import SETTINGS, declared
 from spec_lab.cli.explain import comments
 from spec_lab.cli.explain.comments import ConfigFile
-from spec_lab.cli.explain.sources import Argument, Description, Sources
-
-SETTINGS = "spec_lab.tasks.settings.Settings"
-APPLIED = "spec_lab.constrain.applied.AppliedConstraint"
-"""Of every constraint, the options that say how it applies are this class's."""
+from spec_lab.cli.explain.sources import Argument, Sources, plain
 
 EXPERIMENT = "experiment"
 HYDRA_GROUPS = {
@@ -161,8 +158,7 @@ def read(folders: Sequence[Path], sources: Sources) -> Reference:
             if group != ".":
                 files.setdefault(group, {})[file.stem] = comments.read(file, flat=group == EXPERIMENT)
     chosen = {one.option: (one.value, one.comment) for one in main.defaults} | HYDRA_GROUPS
-    described = sources.describe(SETTINGS) or Description("", {})
-    keys = tuple(_documented(one, described.arguments) for one in _keys(main, described.arguments))
+    keys = tuple(_keys(main, declared(sources, "", SETTINGS)[0]))
     own = ConfigOption("", "config", main.head, "", _shown(main.path, 2), keys)
     groups = []
     for group, named in files.items():
@@ -187,21 +183,11 @@ def _keys(file: ConfigFile, arguments: Mapping[str, Argument]) -> Iterator[Confi
         part, at, place = chosen.option.partition("@")
         if at:
             yield ConfigKey(place, chosen.value, f"an option of {part}", chosen.comment)
-    for one in file.settings:
-        if one.name.partition(".")[0] != "hydra":
-            known = arguments.get(one.name, Argument())
-            yield ConfigKey(one.name, one.value, known.type or _type(one.value), one.comment)
-
-
-def _documented(key: ConfigKey, arguments: Mapping[str, Argument]) -> ConfigKey:
-    """Return the key with the meaning that a docstring states, if it has none of its own."""
-    return key if key.meaning else replace(key, meaning=_plain(arguments.get(key.name, Argument()).meaning))
-
-
-def _plain(text: str) -> str:
-    """Return the text of a docstring as the comment of a config."""
-    text = re.sub(r"^Return (?:an? |the )?|\. Arguments (?:and errors )?as in .*", "", text.replace("``", ""))
-    return re.sub(r"\bNone\b", "null", text).rstrip(".")
+    for setting in file.settings:
+        if setting.name.partition(".")[0] != "hydra":
+            known = arguments.get(setting.name, Argument())
+            meaning = f"{plain(known.meaning)}{setting.here}" if known.meaning else setting.comment
+            yield ConfigKey(setting.name, setting.value, known.type or _type(setting.value), meaning)
 
 
 def _type(value: str) -> str:
@@ -215,28 +201,45 @@ def _type(value: str) -> str:
         return ""
 
 
+def target_of(name: str, files: Mapping[str, ConfigFile]) -> str:
+    """Return what a file of a group builds, or the file that it is based on; empty if neither says."""
+    file = files[name]
+    based = [chosen.value for chosen in file.defaults if not chosen.option and chosen.value in {*files} - {name}]
+    return file.target or next((target_of(base, files) for base in based), "")
+
+
 def _option(group: str, name: str, files: Mapping[str, ConfigFile], sources: Sources) -> ConfigOption:
     """Return an option with the keys that it has from the files that it is based on."""
-    file, target = files[name], ""
+    file, target = files[name], target_of(name, files)
     keys: dict[str, ConfigKey] = {}
-    for one in file.defaults:
-        if not one.option and one.value in files and one.value != name:
-            based = _option(group, one.value, files, sources)
-            keys |= {key.name: key for key in based.keys}
-            target = based.target
-    target = file.target or target
-    described = sources.describe(target) if target else None
-    arguments = dict(described.arguments) if described else {}
-    if group == "constraint":
-        applied = sources.describe(APPLIED)
-        arguments = {**(applied.arguments if applied else {}), **arguments}
-    for key in _keys(file, arguments):
+    for chosen in file.defaults:
+        if not chosen.option and chosen.value in files and chosen.value != name:
+            keys |= {key.name: key for key in _option(group, chosen.value, files, sources).keys}
+    for key in _keys(file, declared(sources, group, target)[0] if target else {}):
         before = keys.get(key.name)
         keys[key.name] = replace(key, meaning=key.meaning or (before.meaning if before else ""))
-    keys = {key: _documented(one, arguments) for key, one in keys.items()}
-    summary = file.head or (_plain(described.summary) if described else "")
+    described = None if file.head or not target else sources.describe(target)
+    summary = file.head or (plain(described.summary) if described else "")
     shown = _shown(file.path, 2 + len(group.split("/")))
     return ConfigOption(group, name, summary, target, shown, tuple(keys.values()))
+
+
+def commented(folder: Path, sources: Sources) -> dict[Path, str]:
+    """Return the text of each config file with the comments that the declarations of its options give.
+
+    Args:
+        folder: of the configs; experiments and Hydra's groups declare nothing.
+        sources: of what the configs name.
+    """
+    main = folder / "config.yaml"
+    texts = {main: comments.write(main, declared(sources, "", SETTINGS)[0])}
+    for group in sorted(path for path in folder.iterdir() if path.is_dir() and path.name not in (EXPERIMENT, "hydra")):
+        files = {path.stem: comments.read(path) for path in sorted(group.glob("*.yaml"))}
+        for name, file in files.items():
+            target = target_of(name, files)
+            options = declared(sources, group.name, target)[0] if target else {}
+            texts[file.path] = comments.write(file.path, options)
+    return texts
 
 
 def _experiment(name: str, files: Mapping[str, ConfigFile], reference: Reference, sources: Sources) -> ConfigOption:
@@ -260,11 +263,11 @@ def _experiment(name: str, files: Mapping[str, ConfigFile], reference: Reference
         described = sources.describe(targets[above]) if above in targets else None
         if own == "_target_":
             keys.append(
-                ConfigKey(one.name, one.value, "", one.comment or _plain(described.summary if described else ""))
+                ConfigKey(one.name, one.value, "", one.comment or plain(described.summary if described else ""))
             )
         elif described:
             known = described.arguments.get(own, Argument())
-            keys.append(ConfigKey(one.name, one.value, known.type, one.comment or _plain(known.meaning)))
+            keys.append(ConfigKey(one.name, one.value, known.type, one.comment or plain(known.meaning)))
         elif one.name.startswith(SWEPT):
             swept = one.name.removeprefix(SWEPT)
             values = reference.group(swept)

@@ -1,33 +1,49 @@
-"""Signatures and docstrings, read from source files. What a config names is never imported: answers are fast."""
+"""Declarations of options, read from source files: nothing that a config names is imported, so that a check comes
+before torch and an answer at once. ``core.options`` states how options are declared.
+"""
 
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_origin
 
-SCALARS = {"int": "int", "float": "float", "str": "str", "bool": "bool", "Path": "str", "None": "null"}
-LISTS = {"Sequence", "Collection", "Iterable", "list", "tuple"}
-MAPPINGS = {"Mapping", "dict"}
+from spec_lab.core.options import bounds, evaluate, words
+
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+IMPORTED = ("typing", "collections.abc", "pathlib", "spec_lab.core.options")
+"""Modules whose names in annotations are the objects themselves."""
 
 
 class Argument(NamedTuple):
-    """An argument as a config gives it.
+    """An argument that a config may give.
 
     Args:
-        type: such as "int or null"; empty if it is not stated, or is no type of a config.
+        hint: its declared type with the bounds; ``Any`` if none is stated, or it is no type of a config.
         meaning: from the docstring; may be empty.
     """
 
-    type: str = ""
+    hint: Any = Any
     meaning: str = ""
+
+    @property
+    def comment(self) -> str:
+        """Return its meaning with its bounds, as a config file states them behind the value."""
+        meaning = plain(self.meaning)
+        return "; ".join(filter(None, (meaning, bounds(self.hint, meaning) if meaning else "")))
+
+    @property
+    def type(self) -> str:
+        """Return its type such as "int or null"; empty if it is no type of a config."""
+        return words(self.hint, 0)
 
 
 class Description(NamedTuple):
@@ -36,10 +52,12 @@ class Description(NamedTuple):
     Args:
         summary: the first paragraph of its docstring; of a method ``load``, of the class's.
         arguments: by name.
+        open: whether it has arguments of any name (``**options``) besides.
     """
 
     summary: str
     arguments: Mapping[str, Argument]
+    open: bool = False
 
 
 class Definition(NamedTuple):
@@ -75,7 +93,7 @@ class Sources:
             return None
         named = place.owner if place.owner and path.endswith(".load") else place.node
         summary = " ".join((ast.get_docstring(named) or "").partition("\n\n")[0].split())
-        return Description(summary, self._arguments(place))
+        return Description(summary, *self._arguments(place))
 
     def package(self, name: str) -> Path:
         """Return the folder of a package, which is not imported.
@@ -126,9 +144,11 @@ class Sources:
                 if found := self._inside(module, node.body, names, owner):
                     return found
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                for one in node.names:
-                    if (one.asname or one.name) == name and node.module:
-                        return self._find([*node.module.split("."), one.name, *more])
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name and node.module:
+                        if node.module in IMPORTED:
+                            return Definition(node.module, ast.Expr(ast.Name(alias.name)))
+                        return self._find([*node.module.split("."), alias.name, *more])
             elif isinstance(node, ast.ClassDef) and node.name == name:
                 return self._member(module, node, more) if more else Definition(module, node)
             elif name in _defines(node) and not more:
@@ -143,28 +163,29 @@ class Sources:
                 return found._replace(owner=node)
         return None
 
-    def _arguments(self, place: Definition) -> dict[str, Argument]:
+    def _arguments(self, place: Definition) -> tuple[dict[str, Argument], bool]:
+        """Return the arguments of a function or class, and whether it has others of any name."""
         node, module = place.node, place.module
         meanings: dict[str, str] = {}
-        for one in (place.owner, node):
-            if isinstance(one, FUNCTIONS | ast.ClassDef):
-                meanings |= _documented(ast.get_docstring(one) or "")
+        for documented in (place.owner, node):
+            if isinstance(documented, FUNCTIONS | ast.ClassDef):
+                meanings |= _documented(ast.get_docstring(documented) or "")
         if isinstance(node, ast.ClassDef):
             made = self._inside(module, node.body, ["__init__"])
             if made is None:
-                return self._fields(module, node, meanings)
+                return self._fields(module, node, meanings), False
             node = made.node
         if not isinstance(node, FUNCTIONS):
-            return {}
+            return {}, True
         found = {}
         for given in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
-            found[given.arg] = Argument(self._type(module, given.annotation), meanings.get(given.arg, ""))
+            found[given.arg] = Argument(self._hint(module, given.annotation), meanings.get(given.arg, ""))
         further = node.args.kwarg.annotation if node.args.kwarg else None
         if isinstance(further, ast.Subscript) and ast.unparse(further.value) == "Unpack":
             options = self._find([*module.split("."), *ast.unparse(further.slice).split(".")])
             if options is not None and isinstance(options.node, ast.ClassDef):
-                found |= self._fields(options.module, options.node, meanings)
-        return found
+                return found | self._fields(options.module, options.node, meanings), False
+        return found, node.args.kwarg is not None
 
     def _fields(self, module: str, node: ast.ClassDef, meanings: Mapping[str, str]) -> dict[str, Argument]:
         """Return the fields of a dataclass or TypedDict, those of its bases first."""
@@ -174,40 +195,47 @@ class Sources:
             if above is not None and isinstance(above.node, ast.ClassDef):
                 found |= self._fields(above.module, above.node, meanings)
         own = {**_documented(ast.get_docstring(node) or ""), **meanings}
-        for one in node.body:
-            if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
-                found[one.target.id] = Argument(self._type(module, one.annotation), own.get(one.target.id, ""))
+        for stated in node.body:
+            if isinstance(stated, ast.AnnAssign) and isinstance(stated.target, ast.Name):
+                name, hint = stated.target.id, self._hint(module, stated.annotation)
+                if hint is not ClassVar and get_origin(hint) is not ClassVar:
+                    found[name] = Argument(hint, own.get(name, ""))
         return found
 
-    def _type(self, module: str, annotation: ast.expr | None) -> str:
-        """Return a type as configs state it, such as "int or null" or "run or request"; empty for other types."""
-        return " or ".join(self._types(module, annotation))
+    def _hint(self, module: str, annotation: ast.expr | None) -> Any:
+        if annotation is None:
+            return Any
+        text = annotation.value if isinstance(annotation, ast.Constant) else ast.unparse(annotation)
+        return evaluate(text, _ModuleNames(self, module))
 
-    def _types(self, module: str, node: ast.expr | None) -> list[str]:
-        if isinstance(node, ast.BinOp):
-            return [*dict.fromkeys((*self._types(module, node.left), *self._types(module, node.right)))]
-        if isinstance(node, ast.Constant):
-            if isinstance(node.value, str):
-                return self._types(module, ast.parse(node.value, mode="eval").body)
-            return ["null"] if node.value is None else []
-        if isinstance(node, ast.Subscript):
-            outer = ast.unparse(node.value).rpartition(".")[2]
-            if outer == "Literal":
-                values = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-                return [str(one.value) for one in values if isinstance(one, ast.Constant)]
-            if outer in MAPPINGS:
-                return ["mapping"]
-            if outer in LISTS:
-                inner = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
-                of = self._type(module, inner)
-                return [f"list of {of}" if of else "list"]
-        if isinstance(node, ast.Name):
-            if node.id in SCALARS:
-                return [SCALARS[node.id]]
-            alias = self._find([*module.split("."), node.id])
-            if alias is not None and isinstance(alias.node, ast.Assign | ast.AnnAssign):
-                return self._types(alias.module, alias.node.value)
-        return []
+    def value(self, module: str, name: str) -> Any:
+        """Return what a name of a module stands for in an annotation; ``Any`` of a class, or if it is not known."""
+        found = self._find([*module.split("."), name])
+        if found is None:
+            return getattr(builtins, name, Any)
+        if isinstance(found.node, ast.Expr):
+            return getattr(import_module(found.module), ast.unparse(found.node), Any)
+        if not isinstance(found.node, ast.Assign | ast.AnnAssign) or found.node.value is None:
+            return Any
+        if isinstance(made := found.node.value, ast.Dict):  # a table: its keys
+            return [evaluate(ast.unparse(key), _ModuleNames(self, found.module)) for key in made.keys if key]
+        return evaluate(ast.unparse(made), _ModuleNames(self, found.module))
+
+
+class _ModuleNames(Mapping[str, Any]):
+    """The names of a module, each evaluated when it is needed."""
+
+    def __init__(self, sources: Sources, module: str) -> None:
+        self.sources, self.module = sources, module
+
+    def __getitem__(self, name: str) -> Any:
+        return self.sources.value(self.module, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
 
 
 def _defines(node: ast.stmt) -> list[str]:
@@ -215,7 +243,14 @@ def _defines(node: ast.stmt) -> list[str]:
     if isinstance(node, FUNCTIONS):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return [one.id for one in targets if isinstance(one, ast.Name)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def plain(text: str) -> str:
+    """Return the first sentence of a docstring's text as the comment of a config; others are details for Python."""
+    text = re.split(r"(?<=[^.])\.\s+(?=[A-Z(\"`])", text)[0]
+    text = re.sub(r"^Return (?:an? |the )?|\. Arguments (?:and errors )?as in .*", "", text.replace("``", ""))
+    return re.sub(r"\bNone\b", "null", text).rstrip(".")
 
 
 def _documented(docstring: str) -> dict[str, str]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from spec_lab.cli.build import PACKAGE, conf
+from spec_lab.cli.build import conf
+from spec_lab.cli.declarations import package_sources
 from spec_lab.cli.explain.query import KeyMatch, find, names
 from spec_lab.cli.explain.reference import EXPERIMENT, ConfigGroup, ConfigKey, ConfigOption, Reference, read
-from spec_lab.cli.explain.sources import Sources
 from spec_lab.core.terminal import visible
 
 WIDEST = 100
@@ -30,7 +30,7 @@ def reference(further: Sequence[str] = ()) -> Reference:
     Raises:
         ValueError, OSError: as in ``read``.
     """
-    sources = Sources([PACKAGE.parent, PACKAGE / "cli" / "plugins", Path.cwd()])
+    sources = package_sources()
     folders = [Path(one) if one == (name := one.removeprefix("pkg://")) else sources.package(name) for one in further]
     return read([Path(conf()), *folders], sources)
 

@@ -37,6 +37,9 @@ class BannedController:
 def load(vocabulary: Vocabulary, strings: Sequence[str]) -> ControllerConstraint:
     """Return a constraint that keeps ``strings`` out of the output.
 
+    Args:
+        strings: texts that never appear.
+
     Raises:
         ValueError: not a list of texts, or an empty one.
     """

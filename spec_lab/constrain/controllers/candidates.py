@@ -42,6 +42,10 @@ def likeliest(ended: Sequence[Ended], by: str = "sum") -> list[int]:
 def load(vocabulary: Vocabulary, count: int = 4, by: str = "sum") -> ControllerConstraint:
     """Return a constraint that generates ``count`` texts and keeps the likeliest by ``likeliest``.
 
+    Args:
+        count: number of branches.
+        by: keep the text with the largest sum, or mean, of its tokens' log-probabilities.
+
     Raises:
         ValueError: an invalid option, or more than 64 texts.
     """

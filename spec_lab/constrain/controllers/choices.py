@@ -49,6 +49,9 @@ def _shared(several: Sequence[Tokens]) -> Tokens:
 def load(vocabulary: Vocabulary, choices: Sequence[str]) -> ControllerConstraint:
     """Return a constraint by which the output is one of ``choices``.
 
+    Args:
+        choices: texts to choose from (at most 10000, 100000 characters), as the tokenizer encodes them.
+
     Raises:
         ValueError: not a list of texts, or an empty one.
     """

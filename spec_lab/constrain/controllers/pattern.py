@@ -37,7 +37,13 @@ class PatternController:
 def load(
     vocabulary: Vocabulary, pattern: str, prompt: bool = False, engine: str = "llguidance"
 ) -> ControllerConstraint:
-    """Return a constraint by which the output matches ``pattern``. Arguments and errors as in ``load.regex``."""
+    """Return a constraint by which the output matches ``pattern``. Arguments and errors as in ``load.regex``.
+
+    Args:
+        pattern: a regular expression that the whole output matches.
+        prompt: whether the matched text begins with the prompt.
+        engine: llguidance or xgrammar (an extra).
+    """
     inner = constraints.regex(vocabulary, pattern, prompt, engine)
 
     def make(request: Request) -> PatternController:

@@ -67,11 +67,13 @@ class TemplateController:
 
 
 def load(vocabulary: Vocabulary, parts: Sequence[str | Mapping[str, object]]) -> ControllerConstraint:
-    """Return a constraint by which the output is ``parts``, with the free parts filled in.
+    r"""Return a constraint by which the output is ``parts``, with the free parts filled in.
 
     Args:
         vocabulary: the target's.
-        parts: at most 1000, with at most 100000 characters of text in total; a free part has at most 2**20 tokens.
+        parts: texts, and free parts of at most so many tokens and up to a stop string, such as ["Name: ", {most: 20,
+            stop: ","}, ", age: ", {most: 3}]; on the command line a new line in a text is one that is typed, in a file
+            "\n".
 
     Raises:
         ValueError: an invalid part, or too many of them.

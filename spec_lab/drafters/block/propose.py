@@ -64,7 +64,7 @@ class BlockDrafter(TreeProposer):
 
         Args:
             target: whose hidden states it reads.
-            path: its folder, in one of the formats of ``drafters.block.files``.
+            path: folder of a DFlash or DSpark drafter, in safetensors.
             options: of the trees.
 
         Raises:

@@ -63,9 +63,8 @@ class DraftModel(TreeProposer):
 
         Args:
             target: whose tokens are drafted.
-            path: folder of a checkpoint, a hub name, or a GGUF file, which llama.cpp computes.
-            vocabularies: "same" refuses a draft with other tokens than the target's; "intersect" drafts the tokens that
-                both have (``drafters.draft_model.vocabularies``).
+            path: a folder of a transformers checkpoint, or a hub name.
+            vocabularies: same: it has the target's tokens; intersect: the tokens that both have are drafted.
             options: of the trees.
 
         Raises:

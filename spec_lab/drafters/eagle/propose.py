@@ -22,8 +22,8 @@ def load(target: Target, path: str, dtype: str | None = None, **options: Unpack[
 
     Args:
         target: whose hidden states the head reads.
-        path: folder of the head, in one of the formats of ``drafters.eagle.files``.
-        dtype: of the head, "bfloat16", "float16", "float32" or "float64"; None: the target's.
+        path: folder of an EAGLE-1, EAGLE-2 or EAGLE-3 head, in safetensors.
+        dtype: of the head: bfloat16, float16, float32, float64; None: the target's.
         options: of the trees.
 
     Raises:

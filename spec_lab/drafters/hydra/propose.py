@@ -81,7 +81,7 @@ class Hydra(TreeProposer):
 
         Args:
             target: whose hidden states the heads read.
-            path: folder of the heads (``drafters.hydra.files``).
+            path: folder of Hydra heads, in safetensors.
             options: of the trees.
 
         Raises:

@@ -120,8 +120,8 @@ def load(target: Target, path: str, exit_layer: int | None = None, **options: Un
 
     Args:
         target: whose first layers draft.
-        path: folder of the adapter, as ``drafters.kangaroo.files`` describes it.
-        exit_layer: how many layers draft; None: the adapter's config states it.
+        path: folder of an adapter, in safetensors.
+        exit_layer: how many of the target's layers draft; None: the adapter's config states it.
         options: of the trees.
 
     Raises:

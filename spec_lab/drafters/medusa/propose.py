@@ -84,22 +84,22 @@ class Medusa(Proposer):
 
         Args:
             target: whose hidden states the heads read.
-            path: folder of the heads, in a layout of ``drafters.medusa.files``.
-            tree: a tree as ``trees.parse`` reads it (at most 1024 nodes, depth 256); "none" to draft nothing;
-                "calibrated": the tree with the most expected tokens per second, given the accuracies in the folder's
-                calibration and the step costs measured on this machine; or "likeliest": the ``max_nodes`` nodes with
-                the highest acceptance probability by those accuracies. Costs are measured once (some seconds) and
-                cached, so that the same command chooses the same tree. If no tree is faster than decoding without a
-                draft, nothing is drafted and a warning is logged. Published heads have no calibration: these two are
-                refused until one is measured (``accuracy.measure``), since no other tree is what they name.
-            batch_size: number of sequences decoded together, for which the tree is calibrated.
-            temperature: of the target; the calibration with the nearest temperature is used.
-            max_nodes: maximum number of nodes of a calibrated tree, and the number of nodes of "likeliest"; 1 to 1024.
-            max_depth: maximum depth of a calibrated or likeliest tree, 1 to 256, and never more than the number of
-                heads; None: the number of heads.
-            recalibrate: measure step costs even if they are cached, and replace them in the cache. Costs older than 30
-                days are always measured again.
-            cache: folder of the measured costs; None: ``$SPEC_LAB_CACHE``, else ``$XDG_CACHE_HOME/spec_lab``, else
+            path: folder of heads: this package's, those of Medusa's authors, or vLLM's.
+            tree: calibrated: fastest on this machine; likeliest; none; paths of child ranks; widths (3x2x1); or a
+                published tree's name: vicuna_7b_stage1. Calibrated: the tree with the most expected tokens per second,
+                given the accuracies in the folder's calibration and the step costs measured on this machine; or
+                "likeliest": the ``max_nodes`` nodes with the highest acceptance probability by those accuracies. Costs
+                are measured once (some seconds) and cached, so that the same command chooses the same tree. If no tree
+                is faster than decoding without a draft, nothing is drafted and a warning is logged. Published heads
+                have no calibration: these two are refused until one is measured (``accuracy.measure``), since no other
+                tree is what they name.
+            batch_size: sequences decoded together, for the calibration.
+            temperature: the target's, for the calibration.
+            max_nodes: maximum nodes of a calibrated tree; nodes of the likeliest.
+            max_depth: maximum depth of a calibrated or likeliest tree; None: the number of heads.
+            recalibrate: measure the cost of steps again, even if it is cached and younger than 30 days.
+            cache: folder of measured costs; None: $SPEC_LAB_CACHE, else the user's cache folder.
+                That is ``$XDG_CACHE_HOME/spec_lab``, else
                 ``~/.cache/spec_lab``.
 
         Raises:

@@ -20,7 +20,7 @@ def load(target: Target, path: str | None = None, **options: Unpack[TreeOptions]
 
     Args:
         target: whose hidden states they read.
-        path: folder of the modules, in one of the layouts of ``drafters.mtp.files``; None: the target's own checkpoint.
+        path: folder of MTP modules, in safetensors; None: those in the target's own checkpoint.
         options: of the trees.
 
     Raises:

@@ -69,8 +69,8 @@ class Pard(TreeProposer):
 
         Args:
             target: whose tokens are drafted.
-            path: folder of a checkpoint, a hub name, or a GGUF file, which llama.cpp computes.
-            mask_token: the number of the mask token; None reads ``pard_token`` of the checkpoint's config.
+            path: folder of a checkpoint trained by PARD, or a hub name; it must have the target's tokenizer.
+            mask_token: number of the mask token; None: pard_token of the checkpoint's config.
             options: of the trees.
 
         Raises:

@@ -89,10 +89,13 @@ class Skip(TreeProposer):
 
         Args:
             target: drafts and verifies.
-            skipped: the sublayers, such as "attn 2 3 mlp 4"; None searches among all but those of the first and the
-                last layer.
-            ratio, tries, enough, every, window: of the search, as of ``SkipSearch``.
-            scope: see the class.
+            skipped: sublayers that the draft skips, such as 'attn 2 3 mlp 4'; None: searched (SWIFT).
+            ratio: of the search: share of the attention and of the MLP sublayers that are skipped.
+            tries: of the search: maximum number of sets that are scored, each once.
+            enough: of the search: agreement with the text that ends it.
+            every: of the search: tokens from one try to the next.
+            window: of the search: tokens that a set is scored on.
+            scope: run: all requests share what was found, as published; request: each searches alone.
             options: of the trees.
 
         Raises:

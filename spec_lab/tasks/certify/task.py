@@ -49,10 +49,11 @@ def certify(
         lab: the parts: the composed pair, and all others of ``arms`` and ``verifiers``.
         settings: the scalars; ``seed`` seeds every sample.
         config: the configuration, for the manifest.
-        samples: texts of a toy that each pair decodes.
-        tokens: tokens that each lossless pair decodes with the real target; 0 for none.
-        mask_rows: masks of random drafts, under the run's own constraint and vocabulary, that are compared with those
-            of fresh states (``masks.compare_masks``); 0 for none. Without a constraint there are none.
+        samples: texts of a toy model that each pair decodes.
+        tokens: tokens that each lossless pair decodes with the target itself; 0: none.
+        mask_rows: token masks of random drafts compared with those of states that processed no draft; 0: none. Masks
+            of random drafts, under the run's own constraint and vocabulary, that are compared with those of fresh
+            states (``masks.compare_masks``); 0 for none. Without a constraint there are none.
         console: for the table; default standard output.
 
     Returns:

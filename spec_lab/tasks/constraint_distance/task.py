@@ -42,10 +42,10 @@ def measure(
         settings: the scalars.
         config: the configuration, for the manifest.
         console: for the table; default standard output.
-        method: "exact" by enumeration, "sampled", or "auto": exact where ``constraint.max_prefixes`` suffices.
-        sampler: of valid outputs: "rejection" is exact, "expected_futures" only converges.
+        method: exact (enumeration), sampled, or auto: exact where constraint.max_prefixes suffices.
+        sampler: of valid outputs: rejection (exact), or expected_futures (converges only).
         samples: outputs of each distribution, for each prompt.
-        attempts: most attempts at outputs of the distribution of valid outputs.
+        attempts: limit of attempts at valid outputs, for each prompt.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C.

@@ -50,11 +50,11 @@ def measure(
         settings: the scalars; ``batch_size``, ``max_new_tokens`` and ``warmup`` are not used.
         config: the configuration, for the manifest.
         console: prints the final tables; default standard output.
-        nodes: numbers of nodes of the fixed trees; 0, the baseline's, is always added.
-        batches: numbers of sequences decoded together.
-        contexts: numbers of tokens of each sequence.
-        repeats: number of times that every pair of batch size and context is measured.
-        steps: number of timed steps of each arm in a measurement.
+        nodes: draft nodes of each sequence.
+        batches: batch sizes.
+        contexts: tokens before the measured steps.
+        repeats: measurements of every batch size and context.
+        steps: timed steps of each arm in a measurement.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C.

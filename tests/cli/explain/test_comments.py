@@ -1,8 +1,12 @@
 """Config files are read with their comments."""
 
+from typing import Annotated
+
 import pytest
 
-from spec_lab.cli.explain.comments import Chosen, Setting, read
+from spec_lab.cli.explain.comments import Chosen, Setting, read, write
+from spec_lab.cli.explain.sources import Argument
+from spec_lab.core.options import Whole
 
 TEXT = """\
 # @package _global_
@@ -71,6 +75,22 @@ def test_other_files_are_refused_by_name(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as error:
         read(path)
     assert str(path) in str(error.value)
+
+
+def test_comments_are_written_from_declarations(file):
+    options = {
+        "plain": Argument(Annotated[int, Whole(1, 9)], "``how`` many; None: none. Details."),
+        "long": Argument(str, " ".join(["words"] * 20)), "nested": Argument(),
+        "uncommented": Argument(int, "now it has one"),
+    }  # fmt: skip
+    file.write_text(TEXT.replace("# a number", "# an old text; here: a note"))
+    lines = write(file, options).splitlines()
+    assert "plain: 1                   # how many; null: none; from 1 to 9; here: a note" in lines
+    assert "uncommented: 2             # now it has one" in lines and 'quoted: "# no comment"     # a text' in lines
+    start = lines.index("long: abc                  # " + " ".join(["words"] * 15))
+    assert lines[start + 1] == " " * 27 + "# " + " ".join(["words"] * 5) and lines[start + 2].startswith("nested:")
+    file.write_text("\n".join(lines) + "\n")
+    assert write(file, options).splitlines() == lines
 
 
 def test_an_empty_file_has_no_keys(tmp_path):

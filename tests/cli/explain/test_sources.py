@@ -4,14 +4,23 @@ import sys
 
 import pytest
 
-from spec_lab.cli.explain.sources import Argument, Sources
+from spec_lab.cli.explain.sources import Sources
 
 FILES = {
     "parts/__init__.py": "from parts.deep import Made as Renamed\n",
-    "parts/kinds.py": "from typing import Literal\n\nKind = Literal['a', 'b']\n",
+    "parts/kinds.py": """
+from typing import Literal
+Kind = Literal["a", "b"]
+MOST = 2**6
+NAMES = {"x": print(1), "y": 2}
+""",
     "parts/deep.py": '''
 from __future__ import annotations
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, Unpack
+from spec_lab.core.options import OneOf, Whole
+from parts.kinds import MOST, NAMES
 if TYPE_CHECKING:
     from parts.kinds import Kind
 
@@ -25,7 +34,7 @@ class Options(TypedDict):
         width: of trees.
     """
 
-    width: int | None
+    width: Annotated[int, Whole(1, MOST)] | None
 
 
 class Base:
@@ -60,13 +69,14 @@ class Fields(Made):
         rate: per second.
     """
 
+    kind: ClassVar[str] = "fields"
     rate: float
     names: list[str] = ()
     table: "Mapping[str, int] | None" = None
     live: Base | None = None
 
 
-def function(one: Literal["x", 2], path: Path, more: Any = None) -> None:
+def function(one: Literal["x", 2], path: Path, name: Annotated[str, OneOf(NAMES)], more: Any = None, **rest) -> None:
     """A function."""
 ''',
 }
@@ -80,30 +90,36 @@ def sources(tmp_path):
     return Sources([tmp_path])
 
 
+def stated(found):
+    return {name: (argument.type, argument.meaning) for name, argument in found.arguments.items()}
+
+
 def test_a_method_is_described_through_imports_bases_and_typed_dicts(sources):
     found = sources.describe("parts.Renamed.load")
     assert found.summary == "The made one, in two lines."
-    assert found.arguments == {
-        "size": Argument("int", "how large, over two lines."),
-        "kind": Argument("a or b or null", "which one."),
-        "width": Argument("int or null", "which one."),
+    assert stated(found) == {
+        "size": ("int", "how large, over two lines."),
+        "kind": ("a or b or null", "which one."),
+        "width": ("int from 1 to 64 or null", "which one."),
     }
+    assert found.arguments["width"].comment == "which one; from 1 to 64" and not found.open
     assert "parts" not in sys.modules
 
 
 def test_a_class_has_the_fields_of_a_dataclass(sources):
-    assert sources.describe("parts.deep.Fields").arguments == {
-        "rate": Argument("float", "per second."),
-        "names": Argument("list of str"),
-        "table": Argument("mapping or null"),
-        "live": Argument("null"),
+    assert stated(sources.describe("parts.deep.Fields")) == {
+        "rate": ("float", "per second."),
+        "names": ("list of str", ""),
+        "table": ("mapping or null", ""),
+        "live": ("null", ""),
     }
 
 
 def test_a_function_has_its_own_summary_and_the_values_of_a_literal(sources):
     found = sources.describe("parts.deep.function")
     assert found.summary == "A function."
-    assert found.arguments == {"one": Argument("x or 2"), "path": Argument("str"), "more": Argument()}
+    types = {name: kind for name, (kind, _) in stated(found).items()}
+    assert types == {"one": "x or 2", "path": "str", "name": "x or y", "more": ""} and found.open
 
 
 @pytest.mark.parametrize("path", ["parts.deep.Absent", "absent.module.load", "parts.kinds.Kind", "parts", ""])

@@ -32,7 +32,7 @@ def explain(*arguments, width=80):
 @pytest.mark.parametrize(
     ("query", "shown"),
     [
-        ("proposer.depth", ["proposer=jacobi  int, default 8", "number of guesses; at most 1024"]),
+        ("proposer.depth", ["proposer=jacobi  int, default 8", "number of guesses"]),
         ("proposer", ["medusa", "proposer=medusa by default"]),
         ("proposer=medusa", ["conf/proposer/medusa.yaml", "proposer.tree  str, default calibrated"]),
         ("+experiment=batch_size", ["+proposer@arms.medusa=medusa", "batch_size=1,2,4,8,16", "sweeps over"]),

@@ -1,0 +1,82 @@
+"""Values of a config against the declarations of what it names, under the full name of each option.
+
+Nothing is imported for it (``explain.sources``): a misspelt option or a value out of bounds is refused before torch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from spec_lab.cli.explain.sources import Argument, Sources
+from spec_lab.core.options import WrongOption, accept
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+SETTINGS = "spec_lab.tasks.settings.Settings"
+"""The options of every run."""
+
+APPLIED = "spec_lab.constrain.applied.AppliedConstraint"
+"""Of every constraint, the options that say how it applies are this class's."""
+
+
+def declared(sources: Sources, group: str, target: str) -> tuple[Mapping[str, Argument], bool]:
+    """Return the declared options of what a config names, and whether it may have others."""
+    described = sources.describe(target)
+    if described is None:
+        return {}, True
+    found = dict(described.arguments)
+    if group == "constraint" and (applied := sources.describe(APPLIED)):
+        found = {**applied.arguments, **found}
+    return found, described.open
+
+
+def check_values(config: DictConfig, top: Collection[str]) -> None:
+    """Check the options of every run and those of each part, parts of parts included.
+
+    Args:
+        config: the composed config.
+        top: names of the options of every run, of which none may be missing.
+
+    Raises:
+        WrongOption: an option that a part does not have, or a value that its declaration does not allow.
+    """
+    values: Any = OmegaConf.to_container(config, resolve=True)
+    sources = package_sources()
+    for name, argument in declared(sources, "", SETTINGS)[0].items():
+        if name in values:
+            accept(name, values[name], argument.hint)
+        elif name in top:
+            raise WrongOption(f"{name} is missing: leave ~{name} out, or give {name}=...")
+    for path, part in _parts(values, ""):
+        options, others = declared(sources, path.partition(".")[0], str(part["_target_"]))
+        for name, value in part.items():
+            if name.startswith("_") or value == "???" or (isinstance(value, Mapping) and "_target_" in value):
+                continue
+            if name in options:
+                accept(f"{path}.{name}", value, options[name].hint)
+            elif not others:
+                near = get_close_matches(name, options, 1)
+                hint = f"did you mean {path}.{near[0]}?" if near else f"{part['_target_']} does not have it"
+                raise WrongOption(f"there is no option {path}.{name}: {hint}")
+
+
+def _parts(values: Mapping[str, Any], above: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each mapping that names what it builds, with its path."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            path = f"{above}{name}"
+            if "_target_" in value:
+                yield path, value
+            yield from _parts({str(key): item for key, item in value.items()}, f"{path}.")
+
+
+@cache
+def package_sources() -> Sources:
+    """Return the sources of this package, of its plugins and of what stands in the working directory."""
+    return Sources([PACKAGE.parent, PACKAGE / "cli" / "plugins", Path.cwd()])
