@@ -129,3 +129,6 @@ def test_the_nodes_of_a_step_are_bounded(tmp_path):
 
 class Many(Proposer):
     name, drawn, nodes = "many", "point", 1024
+
+    def propose(self, batch):
+        raise AssertionError("nothing is decoded")
