@@ -38,7 +38,7 @@ ZOO = Path(spec_lab.__file__).parent / "zoo"
 
 
 @dataclass
-class Beside:
+class Beside(Verifier):
     """Sample and match, which is lossless, measuring on each draft how far other rules are from p.
 
     Args:

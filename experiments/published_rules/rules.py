@@ -21,7 +21,7 @@ POINT: frozenset[Drawn] = frozenset({"point"})
 
 
 @dataclass(frozen=True)
-class SampledPaths:
+class SampledPaths(Verifier):
     """Draw a token at every node of every path, and accept the longest beginning of a path that equals its draws.
 
     Source: nucleus sampling in the code of Medusa, and after it in REST's (``get_nucleus_posterior_mask``, then the
@@ -56,7 +56,7 @@ class SampledPaths:
 
 
 @dataclass(frozen=True)
-class PlainBonus:
+class PlainBonus(Verifier):
     """Rejection sampling with q = 1, as is correct, but the token after a fully accepted path follows the raw logits.
 
     Source: ``evaluate_posterior`` in the code of EAGLE and SWIFT, without the temperature where no token of the last

@@ -45,7 +45,7 @@ from spec_lab.decode.sequence import Batch, SequenceState, by_row
 from spec_lab.decode.step_info import Chunk, StepInfo
 from spec_lab.models.target import Target
 from spec_lab.runners.runner import Output
-from spec_lab.verify import Choice, Verdict, Verifier, chains_only, check_draft, choose, follows_argmax, greedy_path
+from spec_lab.verify import Choice, Verdict, Verifier, check_draft, choose, greedy_path
 from spec_lab.verify.arrays import Array
 
 Choose = Callable[[Verdict, Shape, Tensor, Draws, Sequence[tuple[int, int, int]]], Choice]
@@ -113,15 +113,6 @@ class Parts:
     record: Recording = Recording()
 
     @cached_property
-    def chains_only(self) -> bool:
-        """Whether the verifier verifies chains only."""
-        return chains_only(self.verifier)
-
-    @cached_property
-    def _follows_argmax(self) -> bool:
-        return follows_argmax(self.verifier)
-
-    @cached_property
     def most_rows(self) -> int:
         """How many rows the proposer adds below one root at most."""
         return most_rows(self.proposer, self._forces)
@@ -139,7 +130,7 @@ class Parts:
 
     def follows_argmax(self, draft: Draft) -> bool:
         """Whether the verifier follows the arg max of each row down this draft at temperature 0."""
-        return self._follows_argmax and (draft.one_hot or draft.ways == {"point"})
+        return self.verifier.follows_argmax and (draft.one_hot or draft.ways == {"point"})
 
 
 @inference
@@ -371,7 +362,7 @@ def propose(parts: Parts, batch: Batch) -> Draft:
         if (rows := draft.computed_shape.largest - 1) > parts.most_rows:
             raise ValueError(f"its draft has {rows} rows below one root, but it declares at most {parts.most_rows}")
     draft = draft.cut(batch.room())
-    check_draft(proposer.name, parts.verifier, draft, parts.chains_only)
+    check_draft(proposer.name, parts.verifier, draft)
     return draft
 
 

@@ -15,11 +15,11 @@ from spec_lab.core.randomness import Draws
 from spec_lab.decode.commit import Committed, Decision
 from spec_lab.decode.sequence import SequenceState
 from spec_lab.verify.arrays import Arrays, rows_of
-from spec_lab.verify.verdict import Choice, Verdict
+from spec_lab.verify.verdict import Choice, Verdict, Verifier
 
 
 @dataclass
-class Capture:
+class Capture(Verifier):
     """A verifier that accepts nothing, and keeps the draft and the target probabilities p for others to verify.
 
     Args:

@@ -20,13 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import GUMBEL, POINT, WAYS, WITHOUT, Draft, Drawn, Shape
+from spec_lab.core.draft import GUMBEL, POINT, WAYS, WITHOUT, Draft, Shape
 from spec_lab.core.probabilities import Sampling
 from spec_lab.replay import pseudo_tokens
 from spec_lab.replay.pseudo_tokens import PSEUDO, Reduced
@@ -82,7 +81,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class _TypicalOfRest:
+class _TypicalOfRest(Verifier):
     """``typical`` where the entropy of the tokens that were not recorded is bounded.
 
     The last column of p holds the entropy of the rest given that the token is one of it; the column before, its mass.
@@ -91,7 +90,7 @@ class _TypicalOfRest:
     own: Typical
 
     name = "typical"
-    accepts: ClassVar[frozenset[Drawn]] = Typical.accepts
+    accepts = Typical.accepts
     accepts_mixed = True
     lossless = False
 

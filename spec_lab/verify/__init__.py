@@ -10,30 +10,20 @@ from spec_lab.verify.token import Token
 from spec_lab.verify.traversal import Traversal
 from spec_lab.verify.typical import Typical
 from spec_lab.verify.verdict import (
-    AcceptsMixed,
-    ChainsOnly,
     Choice,
-    FollowsArgmax,
-    HasAim,
     Misfit,
     Verdict,
     Verifier,
-    chains_only,
     check_draft,
     check_pair,
     choose,
-    follows_argmax,
     misfit,
 )
 
 __all__ = [
-    "AcceptsMixed",
     "Cascade",
-    "ChainsOnly",
     "Choice",
-    "FollowsArgmax",
     "Gumbel",
-    "HasAim",
     "KSeq",
     "Lenient",
     "Match",
@@ -44,11 +34,9 @@ __all__ = [
     "Typical",
     "Verdict",
     "Verifier",
-    "chains_only",
     "check_draft",
     "check_pair",
     "choose",
-    "follows_argmax",
     "greedy_path",
     "match_probability",
     "misfit",

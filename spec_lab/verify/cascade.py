@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.draft import Draft
 from spec_lab.core.options import Share, check_fields
 from spec_lab.verify.arrays import CHUNK, parts, view
 from spec_lab.verify.siblings import Siblings, check_rows
 from spec_lab.verify.token import Token
-from spec_lab.verify.verdict import Verdict
+from spec_lab.verify.verdict import Verdict, Verifier
 
 
 @dataclass(frozen=True)
-class Cascade:
+class Cascade(Verifier):
     """Speculative cascade: aim at pi = p where the draft defers to the target, at pi = q where it does not.
 
     Source: 2405.19261 (algorithm 5, table 1). Deferral by rule:
@@ -40,7 +40,7 @@ class Cascade:
     rule: Literal["chow", "diff", "opt"] = "opt"
 
     name = "cascade"
-    accepts: ClassVar[frozenset[Drawn]] = frozenset({"iid", "without"})
+    accepts = frozenset({"iid", "without"})
     accepts_mixed = True
     lossless = False
 

@@ -18,14 +18,14 @@ from spec_lab.core.probabilities import argmax
 from spec_lab.verify.arrays import Array, rows_of, view
 from spec_lab.verify.match import walk
 from spec_lab.verify.siblings import Siblings
-from spec_lab.verify.verdict import Verdict
+from spec_lab.verify.verdict import Verdict, Verifier
 
 RACED: frozenset[Drawn] = frozenset({"gumbel"})
 NOBODY, UNKNOWN = -1, -2
 
 
 @dataclass(frozen=True)
-class Gumbel:
+class Gumbel(Verifier):
     """y = arg max of log p + g, with the noise g of the row; descend if a child holds y, else emit y.
 
     Lossless for any draft: the noise of a row is independent of all that led there, so y ~ p. A leaf has no noise and

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.draft import Draft
 from spec_lab.verify.arrays import Array, Arrays, parts, view
 from spec_lab.verify.match import walk
 from spec_lab.verify.siblings import TINY, Siblings
-from spec_lab.verify.verdict import Verdict
+from spec_lab.verify.verdict import Verdict, Verifier
 
 CHUNK = 2**16  # numbers in one temporary of a sum: several of them stay in a cache
 
 
 @dataclass(frozen=True)
-class KSeq:
+class KSeq(Verifier):
     """K-SEQ: accept the first of k iid siblings that passes min(1, p / (rho q)); rejecting one leaves p as it is.
 
     Source: SpecTr (2310.15141, algorithm 2). With beta(rho) = sum min(q, p / rho) the residual is proportional to
@@ -30,7 +29,7 @@ class KSeq:
     """
 
     name = "kseq"
-    accepts: ClassVar[frozenset[Drawn]] = frozenset({"iid"})
+    accepts = frozenset({"iid"})
     lossless = True
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:

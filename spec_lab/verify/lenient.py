@@ -12,11 +12,11 @@ from spec_lab.core.options import Number, check_fields
 from spec_lab.verify.match import walk
 from spec_lab.verify.rejection import recursive_rejection
 from spec_lab.verify.siblings import EVERY_DRAW
-from spec_lab.verify.verdict import Verdict
+from spec_lab.verify.verdict import Verdict, Verifier
 
 
 @dataclass(frozen=True)
-class Lenient:
+class Lenient(Verifier):
     """Recursive rejection with lenience l: accept with min(1, P(c) / (l q_c(c))), then P <- norm((P - l q_c)+).
 
     Source: the lenience of speculative sampling (2211.17192, appendix A.5), where q is multiplied by l before the

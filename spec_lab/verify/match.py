@@ -10,13 +10,13 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn, Shape
 from spec_lab.verify.arrays import Array, Arrays, rows_of, view, zeroed_
 from spec_lab.verify.siblings import EVERY_DRAW, Siblings, check_rows
-from spec_lab.verify.verdict import Verdict
+from spec_lab.verify.verdict import Verdict, Verifier
 
 ANY_DRAW: frozenset[Drawn] = EVERY_DRAW | {"gumbel"}  # its choices are fresh: a race's noise is left alone
 
 
 @dataclass(frozen=True)
-class Match:
+class Match(Verifier):
     """Draw y ~ p; descend if a child holds y, else emit y. Lossless for any draft; q is not read.
 
     Source: naive sampling in SpecInfer (2305.09781, section 4.3); greedy verification at temperature 0.

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.draft import Draft
 from spec_lab.core.options import Share, Whole, check_fields
 from spec_lab.verify.path import accept_longest
-from spec_lab.verify.verdict import Verdict
+from spec_lab.verify.verdict import Verdict, Verifier
 
 
 @dataclass(frozen=True)
-class Relaxed:
+class Relaxed(Verifier):
     """Accept x where it is among the ``top`` likeliest tokens and p(x) >= max p - delta; of all such paths the longest.
 
     Source: relaxed acceptance of TensorRT-LLM for DeepSeek-R1 (there on chains, while the model thinks, and with greedy
@@ -32,7 +32,7 @@ class Relaxed:
     delta: Share = 0.6
 
     name = "relaxed"
-    accepts: ClassVar[frozenset[Drawn]] = frozenset({"iid", "without", "point", "gumbel"})
+    accepts = frozenset({"iid", "without", "point", "gumbel"})
     accepts_mixed = True
     lossless = False
 

@@ -10,11 +10,11 @@ from spec_lab.core.draft import Draft
 from spec_lab.verify.match import walk
 from spec_lab.verify.rejection import recursive_rejection
 from spec_lab.verify.siblings import EVERY_DRAW
-from spec_lab.verify.verdict import Verdict
+from spec_lab.verify.verdict import Verdict, Verifier
 
 
 @dataclass(frozen=True)
-class Token:
+class Token(Verifier):
     """Recursive rejection: accept each child with min(1, P(c) / q_c(c)), on rejection P <- norm((P - q_c)+).
 
     Source: on chains speculative sampling (2211.17192, algorithm 1; 2302.01318, algorithm 2); on trees with iid

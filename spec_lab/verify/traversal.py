@@ -13,11 +13,11 @@ from spec_lab.verify.arrays import Arrays
 from spec_lab.verify.match import walk
 from spec_lab.verify.rejection import Rejection
 from spec_lab.verify.siblings import EVERY_DRAW, TINY
-from spec_lab.verify.verdict import Verdict
+from spec_lab.verify.verdict import Verdict, Verifier
 
 
 @dataclass(frozen=True)
-class Traversal:
+class Traversal(Verifier):
     """Visit leaves first; a leaf is where the path ends with its weight a, else it is deleted.
 
     Source: traversal verification (2505.12398, algorithm 2). On a chain this is block verification (2403.10444,

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.draft import Draft
 from spec_lab.core.options import Share, check_fields
 from spec_lab.verify.path import accept_longest
-from spec_lab.verify.verdict import Verdict
+from spec_lab.verify.verdict import Verdict, Verifier
 
 
 @dataclass(frozen=True)
-class Typical:
+class Typical(Verifier):
     """Accept x where p(x) > min(epsilon, delta exp(-H(p))), H the entropy; of all such paths the longest.
 
     Source: typical acceptance of Medusa (2401.10774, section 2.3.1), with the defaults of its code: epsilon = 0.09 and
@@ -32,7 +31,7 @@ class Typical:
     delta: Share = 0.3
 
     name = "typical"
-    accepts: ClassVar[frozenset[Drawn]] = frozenset({"iid", "without", "point", "gumbel"})
+    accepts = frozenset({"iid", "without", "point", "gumbel"})
     accepts_mixed = True
     lossless = False
 

@@ -11,16 +11,17 @@ elsewhere tensors on p's device.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spec_lab.core.draft import SOME_WAYS, Draft, Drawn, Shape
-from spec_lab.core.protocols import FACTS, FLAG, TEXT
+from spec_lab.core.protocols import FACTS, FLAG, TEXT, Part, default
 from spec_lab.core.randomness import Draws, Key, Purpose
 from spec_lab.verify.arrays import CHUNK, Array, Arrays, parts, rows_of
 
@@ -65,33 +66,47 @@ def in_trees(values: Array, grid: Array) -> Array:  # [R], [B, L] -> [B, L]
     return padded[grid]
 
 
-DECLARED = {"name": TEXT, "accepts": SOME_WAYS, "lossless": FLAG, "chains_only": FLAG, "facts": FACTS}
+DECLARED = {
+    "name": TEXT,
+    "accepts": SOME_WAYS,
+    "lossless": FLAG,
+    "accepts_mixed": FLAG,
+    "chains_only": FLAG,
+    "follows_argmax": FLAG,
+    "facts": FACTS,
+}
 """What a verifier's attributes must be."""
 
 
-class Verifier(Protocol):
-    """A pure function of (draft, p), vectorised over the forest, at least in float32.
+class Verifier(Part):
+    """A pure function of (draft, p), vectorised over the forest, at least in float32."""
 
-    A lossy one may name the distribution that it is exact against in place of p (``HasAim``).
-    One whose code handles only one path below each root declares it (``ChainsOnly``); one that verifies drafts whose
-    nodes were drawn in several ways declares that (``AcceptsMixed``).
-    """
-
-    @property
-    def name(self) -> str:
-        """As in configs and records."""
-        ...
-
-    @property
+    @default
+    @abstractmethod
     def accepts(self) -> frozenset[Drawn]:
         """The ways of drawing for which it is correct; any other draft is refused when the run is composed."""
-        ...
 
-    @property
+    @default
+    @abstractmethod
     def lossless(self) -> bool:
         """Whether the output has the target's distribution."""
-        ...
 
+    @default
+    def accepts_mixed(self) -> bool:
+        """Whether nodes drawn in several of the ways it accepts may occur in one draft, also below one parent."""
+        return False
+
+    @default
+    def chains_only(self) -> bool:
+        """Whether it verifies chains only: no row of a draft may have more than one child."""
+        return False
+
+    @default
+    def follows_argmax(self) -> bool:
+        """Whether at temperature 0 it follows the arg max as ``match.greedy_path``, where all nodes are points."""
+        return False
+
+    @abstractmethod
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
         """Return the distribution of one step.
 
@@ -103,56 +118,18 @@ class Verifier(Protocol):
         Returns:
             Where the accepted path may end and what may be emitted there. ``draft`` and ``p`` are not changed.
         """
-        ...
 
+    def aim(self, draft: Draft, p: Tensor) -> Tensor | None:
+        """Return the distribution that a lossy verifier is exact against in place of ``p``; None where there is none.
 
-@runtime_checkable
-class ChainsOnly(Protocol):
-    """A verifier that can verify nothing but chains declares it."""
+        Args:
+            draft: as verified.
+            p: ``[R, V]`` target probabilities.
 
-    @property
-    def chains_only(self) -> bool:
-        """Whether it verifies chains only: no row of a draft may have more than one child."""
-        ...
-
-
-@runtime_checkable
-class AcceptsMixed(Protocol):
-    """A verifier of drafts whose nodes are drawn in several ways declares it."""
-
-    @property
-    def accepts_mixed(self) -> bool:
-        """Whether nodes drawn in several of the ways it accepts may occur in one draft, also below one parent."""
-        ...
-
-
-@runtime_checkable
-class FollowsArgmax(Protocol):
-    """A verifier that needs nothing but the arg max at temperature 0 declares it."""
-
-    @property
-    def follows_argmax(self) -> bool:
-        """Whether at temperature 0 it follows the arg max as ``match.greedy_path``, where all nodes are points."""
-        ...
-
-
-@runtime_checkable
-class HasAim(Protocol):
-    """A lossy verifier that is exact against another distribution than p."""
-
-    def aim(self, draft: Draft, p: Tensor) -> Tensor:
-        """Return that distribution for every row, ``[R, V]``, given the target probabilities ``p`` ``[R, V]``."""
-        ...
-
-
-def chains_only(verifier: Verifier) -> bool:
-    """Whether the verifier declares that it verifies chains only."""
-    return isinstance(verifier, ChainsOnly) and verifier.chains_only
-
-
-def follows_argmax(verifier: Verifier) -> bool:
-    """Whether the verifier declares that it follows the arg max at temperature 0."""
-    return isinstance(verifier, FollowsArgmax) and verifier.follows_argmax
+        Returns:
+            ``[R, V]``, that distribution for every row.
+        """
+        return None
 
 
 class Misfit(ValueError):
@@ -172,7 +149,7 @@ def misfit(
     """
     if why := _unfit(f"proposer '{proposer}' draws", frozenset({draws}) if isinstance(draws, str) else draws, verifier):
         return f"{why} Choose another verifier, or another way of drawing."
-    if branches and chains_only(verifier):
+    if branches and verifier.chains_only:
         return (
             f"verifier '{verifier.name}' verifies chains only; proposer '{proposer}' drafts trees. "
             "Choose another verifier, or let the proposer draft a chain."
@@ -182,10 +159,9 @@ def misfit(
 
 def _unfit(what: str, draws: frozenset[Drawn], verifier: Verifier) -> str | None:
     """Why nodes drawn so cannot be verified; None where they can."""
-    several = len(draws) > 1 and not (isinstance(verifier, AcceptsMixed) and verifier.accepts_mixed)
-    if draws <= verifier.accepts and not several:
+    if draws <= verifier.accepts and (len(draws) <= 1 or verifier.accepts_mixed):
         return None
-    names = ", ".join(f"'{one}'" for one in sorted(draws))
+    names = ", ".join(f"'{way}'" for way in sorted(draws))
     if not draws <= verifier.accepts:
         return (
             f"verifier '{verifier.name}' supports drafts drawn {', '.join(sorted(verifier.accepts))}; {what} {names}."
@@ -207,7 +183,7 @@ def check_pair(
         raise Misfit(why)
 
 
-def check_draft(proposer: str, verifier: Verifier, draft: Draft, chains: bool | None = None) -> None:
+def check_draft(proposer: str, verifier: Verifier, draft: Draft) -> None:
     """Refuse a draft drawn in a way that the verifier does not accept, or one that branches where it verifies chains.
 
     A proposer may draft what it has not declared; this is checked in every step.
@@ -216,7 +192,6 @@ def check_draft(proposer: str, verifier: Verifier, draft: Draft, chains: bool | 
         proposer: its name.
         verifier: verifies the draft.
         draft: to be verified.
-        chains: ``chains_only(verifier)``, if it is known.
 
     Raises:
         Misfit: names both.
@@ -225,7 +200,7 @@ def check_draft(proposer: str, verifier: Verifier, draft: Draft, chains: bool | 
         return
     if why := _unfit(f"proposer '{proposer}' has drafted nodes drawn", draft.ways, verifier):
         raise Misfit(why)
-    if draft.shape.branches and (chains_only(verifier) if chains is None else chains):
+    if draft.shape.branches and verifier.chains_only:
         raise Misfit(
             f"verifier '{verifier.name}' verifies chains only; proposer '{proposer}' has drafted a tree. Choose "
             "another verifier, or let the proposer draft a chain."

@@ -9,6 +9,7 @@ from spec_lab.core.draft import empty
 from spec_lab.core.protocols import Part, check_declared, required
 from spec_lab.decode.proposer import DECLARED, Proposer, Requires
 from spec_lab.policy.policy import Policy
+from spec_lab.verify import Verifier
 
 
 class Least(Proposer):
@@ -77,6 +78,8 @@ def test_an_annotation_is_a_name_and_policies_have_names_of_their_own():
         type("Wrong", (Least,), {"__annotations__": {"branche": bool}})
     with pytest.raises(TypeError, match=r"Wrong\.decides .*Policy.*decide"):
         type("Wrong", (Policy,), {"decides": lambda self, batch, states: []})
+    with pytest.raises(TypeError, match=r"Wrong\.chain_only .*Verifier.*chains_only"):
+        type("Wrong", (Verifier,), {"chain_only": True})
 
 
 def test_other_names_are_free():

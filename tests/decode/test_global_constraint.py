@@ -26,7 +26,7 @@ from spec_lab.tasks.certify.exact import decoded, examine
 from spec_lab.tasks.certify.ground_truth import truth
 from spec_lab.tasks.certify.instances import CONDITIONED, END, PIECES, PLAIN, Instance, conditioned
 from spec_lab.tasks.certify.toy_models import RandomToy, code
-from spec_lab.verify import Match, Token, Traversal, chains_only
+from spec_lab.verify import Match, Token, Traversal
 from tests.constrain.test_certified import Healed
 from tests.constrain.test_potential import words
 from tests.constrain.toys import Table, distance, uneven
@@ -80,7 +80,7 @@ def test_the_reference_is_the_enumeration_of_the_tables(length, outputs):
 @pytest.mark.parametrize("placement", ["target", "both"])
 def test_every_verifier_has_the_conditional_distribution(verifier, placement):
     verifier, drawn = verifier
-    tree = {"target": "2", "both": "1x1" if chains_only(verifier) else "2x1"}[placement]
+    tree = {"target": "2", "both": "1x1" if verifier.chains_only else "2x1"}[placement]
     instance = instance_of(tree, 3, placement, fast_forward=placement == "both")
     wanted = by_enumeration(WORLD, branching, 3, 3)
     assert distance(decoded(instance, drawn, verifier), wanted) < 1e-12

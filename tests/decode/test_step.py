@@ -11,7 +11,7 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.engine import fixed_group
 from spec_lab.propose import Null
-from spec_lab.verify import Match, Token, Traversal
+from spec_lab.verify import Match, Token, Traversal, Verifier
 from tests.decode.foretold import NEW, Foretold
 from tests.propose.lab import PROMPTS, WARM, decode, emitted, requests
 from tests.tiny import CONTEXT, VOCABULARY, tiny_target
@@ -38,7 +38,7 @@ def test_speculative_greedy_equals_autoregressive_greedy(target, truth, verifier
 
 @pytest.mark.parametrize("verifier", [Token(), Match(), Traversal()], ids=lambda v: v.name)
 def test_following_the_arg_max_gives_the_rows_of_the_whole_verdict(target, truth, verifier):
-    class Verdicts:
+    class Verdicts(Verifier):
         """The same verifier, which does not declare that it follows the arg max."""
 
         name, accepts, lossless = verifier.name, verifier.accepts, True

@@ -57,7 +57,7 @@ def edited(what: Any, old: str, new: str, **others: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Broken:
+class Broken(Verifier):
     """A wrong verifier of one step that claims to be lossless."""
 
     verify: Verify

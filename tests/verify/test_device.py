@@ -110,8 +110,7 @@ WAYS_OF = [
     (verifier, way)
     for verifier in VERIFIERS
     for way in (*WAYS, "mixed")
-    if way in verifier.accepts
-    or (way == "mixed" and getattr(verifier, "accepts_mixed", False) and "point" in verifier.accepts)
+    if way in verifier.accepts or (way == "mixed" and verifier.accepts_mixed and "point" in verifier.accepts)
 ]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spec_lab.core.draft import POINT, WAYS, Draft, Shape, chain, empty, forest, tree
-from spec_lab.verify import Match, Token, Traversal, arrays, choose, follows_argmax, greedy_path, parallel, rejection
+from spec_lab.verify import Match, Token, Traversal, arrays, choose, greedy_path, parallel, rejection
 from tests.distributions import twin
 from tests.distributions.tabular import explore
 
@@ -310,7 +310,7 @@ def test_a_verifier_that_follows_the_arg_max_ends_at_the_greedy_path(verifier, c
         if rng.random() < 0.7:  # long paths are rare otherwise
             best[parent] = int(draft.token[node])
     one_hot = torch.nn.functional.one_hot(torch.from_numpy(best), p.shape[1]).double()
-    assert follows_argmax(verifier)
+    assert verifier.follows_argmax
     verdict, ends = verifier(draft, one_hot), greedy_path(shape, draft.token.numpy(), best)
     assert np.flatnonzero(verdict.stop).tolist() == sorted(ends.tolist())
     assert verdict.residual(ends).argmax(-1).tolist() == best[ends].tolist()

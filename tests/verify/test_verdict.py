@@ -20,6 +20,7 @@ from spec_lab.verify import (
     Traversal,
     Typical,
     Verdict,
+    Verifier,
     check_draft,
     check_pair,
     choose,
@@ -102,8 +103,10 @@ def test_mixtures_of_point_and_sampled_siblings_are_for_some_verifiers_only(veri
 
 
 def test_a_verifier_that_does_not_declare_mixtures_refuses_them():
-    class Plain:
+    class Plain(Verifier):
         name, accepts, lossless = "plain", frozenset({"iid", "without", "point"}), True
+
+        def __call__(self, draft, p): ...
 
     assert misfit("union", frozenset({"point", "iid"}), Plain()) is not None
     assert misfit("union", frozenset({"point"}), Plain()) is None and misfit("chain", "iid", Plain()) is None

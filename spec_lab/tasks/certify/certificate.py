@@ -17,7 +17,7 @@ from spec_lab.propose import Proposer
 from spec_lab.tasks.certify.enumeration import Continuous, Reused, TooMany, Unrepeatable
 from spec_lab.tasks.certify.exact import Finding, examine
 from spec_lab.tasks.certify.instances import PLAIN, QUICK, Instance, conditioned, constrained, every_instance
-from spec_lab.verify import Misfit, Token, Verdict, Verifier, chains_only
+from spec_lab.verify import Misfit, Token, Verdict, Verifier
 
 Tick = Callable[[int], object]
 
@@ -90,7 +90,7 @@ def prove(
     Args:
         proposer: or a way of drawing, for the reference.
         verifier: must accept the way of drawing.
-        instances: what to enumerate; None: ``every_instance``. For a verifier that is ``ChainsOnly``, those whose tree
+        instances: what to enumerate; None: ``every_instance``. For a verifier that is ``chains_only``, those whose tree
             is a chain.
         sampling: of the toy requests.
         tick: called with 1 after each instance.
@@ -101,7 +101,7 @@ def prove(
             repeated. Names the part, the error and the instance.
     """
     instances = every_instance() if instances is None else instances
-    if chains_only(verifier):
+    if verifier.chains_only:
         instances = [one for one in instances if one.chain]
         if not instances:
             return Proof((), "proposer", ())
@@ -234,7 +234,7 @@ def in_short(proposer: Proposer, verifier: Verifier, distribution: str | None = 
 
 
 @dataclass(frozen=True)
-class Control:
+class Control(Verifier):
     """A wrong verifier: token verification that emits from p after a rejection. Every test must find it biased."""
 
     name = "control: p after a rejection"

@@ -51,7 +51,7 @@ from spec_lab.tasks.certify.outputs import (
     total_variation,
 )
 from spec_lab.tasks.certify.toy_models import code, table_models, warped
-from spec_lab.verify import HasAim, Verifier, check_draft, check_pair
+from spec_lab.verify import Verifier, check_draft, check_pair
 
 MOST = 60_000
 """Largest number of outcomes of one instance that is enumerated."""
@@ -74,7 +74,7 @@ class Finding:
         outcomes: number of outcomes enumerated.
         drafted: number of nodes drafted in all of them.
         own_target_tv: total variation from the distribution against which a lossy verifier declares that it is exact
-            (``HasAim``); None where it declares none, or where that distribution depends on more than the text.
+            (``aim``); None where it declares none, or where that distribution depends on more than the text.
     """
 
     instance: str
@@ -194,7 +194,7 @@ def _step(instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sam
     v, start = instance.toy.v, len(instance.start)
     p = [after[code(instance.start, v) * v**k :][: v**k] for k, after in enumerate(parts.p[start:])]
     outputs = StepOutputs(v, len(p))
-    own_targets: dict[tuple[int, int], np.ndarray] | None = {} if isinstance(verifier, HasAim) else None
+    own_targets: dict[tuple[int, int], np.ndarray] | None = {}
     accepted = expected = 0.0
     outcomes = drafted = 0
 
@@ -212,7 +212,7 @@ def _step(instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sam
         accepted += probability * float(tree.ends.sum(-1) @ tree.depth)
         expected += probability * tree.expected
     own_target_tv = None
-    if own_targets is not None:
+    if own_targets:
         own = [after.copy() for after in p]
         for (depth, number), there in own_targets.items():
             if depth < len(own):
@@ -252,7 +252,8 @@ def _trees(draft: Draft, p: torch.Tensor, verifier: Verifier, v: int) -> list[_T
     with attributed("verifier", verifier):
         verdict = verifier(draft, p)
         residual = verdict.residual(np.arange(shape.rows)).double().numpy()
-        own = verifier.aim(draft, p).double().numpy() if isinstance(verifier, HasAim) else None
+        aim = verifier.aim(draft, p)
+        own = None if aim is None else aim.double().numpy()
     total = residual.sum(-1, keepdims=True)
     ends = verdict.stop[:, None] * np.divide(residual, total, out=np.zeros_like(residual), where=total > 0)
     expected = verdict.expected_accepted(shape)

@@ -29,7 +29,7 @@ from spec_lab.tasks.certify.outputs import EXACT
 from spec_lab.tasks.certify.sampled import joint, scores
 from spec_lab.tasks.certify.significance import ALPHA, chi_square, distance, holm
 from spec_lab.tasks.lab import Lab, Settings
-from spec_lab.verify import Verifier, chains_only
+from spec_lab.verify import Verifier
 
 JOINT_DISTRIBUTION = "joint distribution of four tokens"
 """The name of the test of sampled texts."""
@@ -170,7 +170,7 @@ class Pair:
             "verifier": self.verifier.name,
             "options": {"proposer": dict(self.proposer.facts), "verifier": repr(self.verifier)},
             "declared_lossless": self.verifier.lossless,
-            "chains_only": chains_only(self.verifier),
+            "chains_only": self.verifier.chains_only,
             "certified": self.certified,
             "failed": self.failed,
             "result": self.result,

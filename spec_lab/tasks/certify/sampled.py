@@ -36,7 +36,7 @@ from spec_lab.tasks.certify.instances import PLAIN, Instance
 from spec_lab.tasks.certify.outputs import text_probabilities
 from spec_lab.tasks.certify.significance import Score
 from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, code
-from spec_lab.verify import Verifier, chains_only
+from spec_lab.verify import Verifier
 
 JOINT = Instance(RandomToy(11, support=4, plain=True), "2x1", tokens=4)
 """The toy whose texts of four tokens are sampled: 4 ** 4 = 256 texts, all possible."""
@@ -69,7 +69,7 @@ def joint(
     """Sample texts of a toy with the decode loop in float32, and compute their exact distribution.
 
     A proposer with a static tree drafts that tree, without the nodes deeper than the texts or of a rank of V or more.
-    For a verifier that is ``ChainsOnly`` a chain is drafted.
+    For a verifier that is ``chains_only`` a chain is drafted.
 
     Args:
         proposer: a proposer, or a way of drawing for the reference.
@@ -88,7 +88,7 @@ def joint(
     Raises:
         Reused: a random key was used for two choices, which would share their noise.
     """
-    if chains_only(verifier):
+    if verifier.chains_only:
         instance = replace(instance, tree="1x1")
     tree: Choices = proposer.tree if isinstance(proposer, HasTree) else ()
     own = [path for path in tree if len(path) <= instance.tokens and max(path) < instance.toy.v]

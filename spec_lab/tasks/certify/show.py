@@ -13,7 +13,6 @@ from rich.table import Table
 from spec_lab.tasks.certify.outputs import EXACT
 from spec_lab.tasks.certify.pair import Check, Pair
 from spec_lab.tasks.certify.significance import ALPHA, POWER, distance, expected_distance
-from spec_lab.verify import chains_only
 
 Texts = tuple[np.ndarray, np.ndarray]
 """Numbers of sampled texts, and their exact distribution."""
@@ -58,7 +57,7 @@ def show(
     if control.p_value >= ALPHA:
         console.print("The control was not detected: too few samples. Raise task.samples.", style="bold red")
     for pair in pairs:
-        if chains_only(pair.verifier):
+        if pair.verifier.chains_only:
             console.print(f"{pair.name}: chains only, as the verifier declares.", highlight=False)
         for why in pair.proof.missing:
             console.print(f"{pair.name}: not enumerated: {why}", highlight=False)

@@ -12,7 +12,7 @@ from spec_lab.cli.main import conf
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.randomness import Key, Purpose
 from spec_lab.decode.proposer import Proposer
-from spec_lab.verify import Lenient, Token, Verdict
+from spec_lab.verify import Lenient, Token, Verdict, Verifier
 
 VERIFIERS = {file.stem: instantiate(OmegaConf.load(file)) for file in sorted(Path(conf(), "verifier").glob("*.yaml"))}
 """Every shipped verifier."""
@@ -23,7 +23,7 @@ LOSSLESS = [
 """Every shipped lossless verifier with every way of drawing it accepts."""
 
 
-class Verifies:
+class Verifies(Verifier):
     """Token verification under another name."""
 
     name = "mine"

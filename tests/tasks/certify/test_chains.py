@@ -11,7 +11,7 @@ from spec_lab.tasks.certify.instances import QUICK, STEPS, Instance, every_insta
 from spec_lab.tasks.certify.sampled import joint
 from spec_lab.tasks.certify.toy_models import RandomToy
 from spec_lab.tasks.verifier_study.recorded import pairs
-from spec_lab.verify import Lenient, Token, chains_only, check_pair, misfit
+from spec_lab.verify import Lenient, Token, check_pair, misfit
 from tests.tasks.certify.parts import Uniform, Verifies
 from tests.tasks.certify.test_exact import draft_model
 
@@ -73,7 +73,6 @@ def test_a_proposer_that_declares_trees_is_refused_when_the_pair_is_composed():
     for one in (draft_model("1x1x1"), Ngram(3, 2, 1), Null()):
         assert one.branches is False and misfit(one.name, one.drawn, Straight(), one.branches) is None
     assert Pairs().branches is None and Uniform().branches is False, "one node is a chain"
-    assert chains_only(Straight()) and not chains_only(Token())
 
 
 def test_a_tree_of_one_that_does_not_declare_it_is_refused_when_it_is_drafted():

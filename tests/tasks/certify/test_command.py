@@ -239,10 +239,10 @@ import torch
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.randomness import Key, Purpose
 from spec_lab.decode.proposer import Proposer
-from spec_lab.verify import Lenient, Token
+from spec_lab.verify import Lenient, Token, Verifier
 
 
-class Verifies:
+class Verifies(Verifier):
     accepts = frozenset({"iid", "point"})
 
     def __init__(self, lenience=1.0, lossless=True):

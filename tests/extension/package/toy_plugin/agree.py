@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft
-from spec_lab.verify import Verdict
+from spec_lab.verify import Verdict, Verifier
 
 
 @dataclass(frozen=True)
-class Agree:
+class Agree(Verifier):
     """Lossless however the draft was made: every token is a sample of the target, the draft only saves forwards."""
 
     name = "agree"

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft
-from spec_lab.verify import Verdict
+from spec_lab.verify import Verdict, Verifier
 from toy_plugin.agree import Agree
 
 
 @dataclass(frozen=True)
-class Careless:
+class Careless(Verifier):
     """Ends where ``Agree`` does, but then emits from p as if nothing had been rejected there."""
 
     name = "careless"

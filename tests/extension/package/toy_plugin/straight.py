@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from spec_lab.core.draft import Draft
-from spec_lab.verify import Verdict
+from spec_lab.verify import Verdict, Verifier
 
 
 @dataclass(frozen=True)
-class Straight:
+class Straight(Verifier):
     """Accept a token x with probability min(1, p(x) / q(x)); after a rejection emit from (p - q)+, else from p."""
 
     name = "straight"
