@@ -41,7 +41,7 @@ def objectives(target: Target, zoo: Path) -> dict[str, Measure]:
 
 def eagle3(target: Target, folder: Path) -> Measure:
     """Return how an EAGLE-3 head is measured."""
-    network = read_eagle(str(folder), target).network
+    network = read_eagle(str(folder), target)
     assert isinstance(network, Eagle3)
     objective = Eagle3Objective(network, TargetHead.of(target), torch.float32, POSITIONS)
     return (*network.settings.taps, -1), objective

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from inspect import signature, unwrap
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -22,6 +22,7 @@ from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import one_line
 from spec_lab.models.services import TargetServices
 from spec_lab.models.support import NOT_FULL_ATTENTION, Unsupported, is_recurrent, refuse_by_name, refuse_changing_rope
+from spec_lab.models.target import Target
 from spec_lab.runners.attention import SPANS, layer_kinds
 
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
@@ -231,29 +232,48 @@ def rms_norm(width: int, layers: DraftLayers) -> nn.RMSNorm:
     return nn.RMSNorm(width, eps=float(layers.config.rms_norm_eps), device="meta")
 
 
-N = TypeVar("N", bound=nn.Module)
+class DrafterNetwork(nn.Module):
+    """A drafter's network, which calls the target's embedding and LM head."""
+
+    _services: TargetServices | None = None
+
+    @property
+    def services(self) -> TargetServices:
+        """The target's embedding and LM head."""
+        assert self._services is not None, "the network was not bound to a target"
+        return self._services
+
+    @services.setter
+    def services(self, services: TargetServices) -> None:
+        self._services = services
 
 
-def load_weights(
-    network: N,
-    tensors: Mapping[str, Tensor],
-    services: TargetServices,
-    device: torch.device,
-    dtype: torch.dtype | None,
-) -> N:
-    """The network of a drafter with these weights, ready to draft for a target; the network itself is changed.
+N = TypeVar("N", bound=DrafterNetwork)
+
+
+def load_weights(network: N, tensors: Mapping[str, Tensor], target: Target) -> N:
+    """The network with these weights, ready to draft for a target; the network itself is changed.
 
     Args:
-        network: without weights; ``services`` become its attribute of that name.
-        tensors: by the network's own names; they must be exactly its parameters.
-        services: embedding and LM head of the target.
-        device: of the weights from now on.
-        dtype: of the weights from now on; None leaves each as it is. (The rotary embedding stays in float32.)
+        network: without weights.
+        tensors: by the network's own names, in their data types; they must be exactly its parameters.
+        target: whose embedding and LM head the network calls, and on whose device it is from now on.
     """
-    own = {name: one.to(device, one.dtype if dtype is None else dtype) for name, one in tensors.items()}
-    network.load_state_dict(own, strict=True, assign=True)
-    cast(Any, network).services = services
+    device = target.lm.device
+    network.load_state_dict({name: tensor.to(device) for name, tensor in tensors.items()}, strict=True, assign=True)
+    network.services = target.services
+    if any(tensor.dtype == torch.float64 for tensor in tensors.values()):
+        for layers in (module for module in network.modules() if isinstance(module, DraftLayers)):
+            layers.config._experts_implementation = "eager"  # the fused kernels have no float64
     return network.to(device).eval().requires_grad_(False)
+
+
+def random_network(network: N, target: Target, dtype: torch.dtype | None = None, seed: int = 0) -> N:
+    """The network with random weights, in ``dtype``; None: the target's."""
+    weights = random_weights(network, seed)
+    return load_weights(
+        network, {name: tensor.to(dtype or target.lm.dtype) for name, tensor in weights.items()}, target
+    )
 
 
 def random_weights(module: nn.Module, seed: int = 0) -> dict[str, Tensor]:

@@ -1,13 +1,16 @@
-"""Checks that the readers of drafters' files share: of fields of a config, of names and shapes, and of weights.
+"""The reader of drafters' files: ``config.json`` and weights in safetensors.
 
-All of it is untrusted input (``models.checkpoint``). Every message names the file or folder, and the field or tensor.
+All of it is untrusted input (``models.checkpoint``). Fields of a config that are not known are refused by name
+(``Fields``), tensors that a family's table does not have too (``layouts``). Every message names the file or folder, and
+the field or tensor. What a family adds is its tables, and how its settings follow from the config.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,10 @@ from torch import Tensor
 from spec_lab.core.files import write_json
 from spec_lab.core.options import brief
 from spec_lab.core.tensors import save_tensors
-from spec_lab.drafters.drafter_layouts import Shapes
-from spec_lab.models.checkpoint import SINGLE, weights_hash
+from spec_lab.drafters.draft_layers import N, load_weights
+from spec_lab.drafters.layouts import Layout, misfits
+from spec_lab.models.checkpoint import SINGLE, open_weights, read_drafter_config, weight_files, weights_hash
+from spec_lab.models.target import Target
 
 OF_LAYERS = (
     "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -73,7 +78,9 @@ IRRELEVANT: Mapping[str, str] = (
 )
 """Fields of a config that change nothing in what any drafter computes, and why."""
 
-MEANINGS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+Meanings = Mapping[str, tuple[tuple[Any, ...], str]]
+"""The supported values of fields, and why no other."""
+MEANINGS: Meanings = {
     "use_sliding_window": ((False,), "layers with windows are not supported"),
     "use_swa": ((False,), "layers with windows are not supported"),
     "attention_sink_bias": ((False,), "attention sinks are not supported"),
@@ -100,7 +107,7 @@ class Fields:
 
     what: str
     read: Collection[str]
-    meanings: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
+    meanings: Meanings = field(default_factory=dict)
     irrelevant: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, file: Path, config: Mapping[str, Any], inside: str = "") -> None:
@@ -145,135 +152,244 @@ LAYER = Fields(
     {*OF_LAYERS, "num_hidden_layers", "max_position_embeddings", "vocab_size", "layer_types"},
 )
 """Fields of a mapping that describes decoder layers."""
-MOST_TAPS = 64
+MAX_TAPS = 64
 """Most hidden states of the target that a drafter reads."""
 FLOATS = {"F64", "F32", "F16", "BF16"}
 """Data types of weights, as safetensors names them."""
 
 
-@contextmanager
-def named_by(folder: Path) -> Iterator[None]:
-    """Name the folder of the config in errors about layers, which do not know it.
-
-    Raises:
-        ValueError: of the same type as the one that was raised inside; names the folder.
-    """
-    try:
-        yield
-    except ValueError as error:
-        if str(folder) in str(error):
-            raise
-        raise type(error)(f"{folder / 'config.json'}: {error}") from error
-
-
-def whole(
-    file: Path, config: Mapping[str, Any], name: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1
-) -> int:
-    """A whole number in a config.
-
-    Raises:
-        ValueError: it is none from ``least`` to ``most``, or is missing (or null) and has no default.
-    """
-    value = default if config.get(name) is None else config[name]
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"{file}: {name} must be a whole number from {least} to {most}, not {brief(value)}")
-    return value
-
-
-def flag(file: Path, config: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """A flag in a config; null is the default.
-
-    Raises:
-        ValueError: it is neither true nor false.
-    """
-    value = default if config.get(name) is None else config[name]
-    if not isinstance(value, bool):
-        raise ValueError(f"{file}: {name} must be true or false, not {brief(value)}")
-    return value
-
-
-def refuse_windows(file: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a config that names layers without full attention.
-
-    Raises:
-        ValueError: ``layer_types`` does.
-    """
-    types = config.get("layer_types")
-    if types is not None and (not isinstance(types, list) or any(one != "full_attention" for one in types)):
-        raise ValueError(f"{file}: layer_types must be full_attention in every layer, not {brief(types)}")
-
-
-def taps(file: Path, where: str, named: Any, shift: int, last: int, target: str) -> tuple[int, ...]:
-    """The numbers of the hidden states that a drafter reads, as in ``runner.Capabilities``.
+@dataclass(frozen=True, eq=False)
+class DrafterFiles:
+    """An opened folder of a drafter. All of it is untrusted input.
 
     Args:
-        file: the config.
-        where: the field.
-        named: its value, a list of layers.
-        shift: what is added to each: 0 for numbers of hidden states, 1 for numbers of layers whose outputs are read.
-        last: the target's last hidden state, which is its number of layers.
-        target: its name.
-
-    Raises:
-        ValueError: no list of layers, or a layer that the target does not have.
+        what: it holds, for messages: "Hydra heads", "an EAGLE head".
+        folder: of config.json and the weights.
+        config: its fields.
+        held: the tensors, not yet read.
+        target: which the drafter should be for.
     """
-    plain = isinstance(named, list) and 0 < len(named) <= MOST_TAPS
-    if not plain or any(isinstance(one, bool) or not isinstance(one, int) for one in named):
-        raise ValueError(f"{file}: {where} must be a list of layers, not {brief(named)}")
-    if wrong := [one for one in named if not 0 <= one + shift <= last]:
-        raise ValueError(
-            f"{file}: {where} names layer {wrong[0]}, but the target {target} has {last} layers, of which {-shift} to "
-            f"{last - shift} can be named here: the drafter is for another target"
-        )
-    return tuple(one + shift for one in named)
 
+    what: str
+    folder: Path
+    config: dict[str, Any]
+    held: Mapping[str, Any]
+    target: Target
 
-def misfits(wanted: Shapes, held: Shapes) -> list[str]:
-    """Name each tensor of the files that is missing, surplus or misshapen.
+    @staticmethod
+    @contextmanager
+    def open(path: str, what: str, target: Target, converts: bool = True) -> Iterator[DrafterFiles]:
+        """Open a folder.
 
-    Args:
-        wanted: the shapes of a network's tensors, by the names that the files should hold.
-        held: those in the files.
-    """
-    found = [f"{name} is missing" for name in wanted if name not in held]
-    for name, shape in held.items():
-        if name not in wanted:
-            found.append(f"{brief(name)} is in no layer of the network")
-        elif wanted[name] != shape:
-            found.append(f"{name} is {list(shape)}, not {list(wanted[name])}")
-    return found
+        Args:
+            path: of the folder.
+            what, target: see the class.
+            converts: whether ``spec-lab convert`` knows the layout.
 
+        Raises:
+            OSError: a file is missing, truncated or corrupt.
+            ValueError: a config that cannot be read; weights in files that are not safetensors.
+        """
+        folder, config = read_drafter_config(path, what, converts)
+        with open_weights(weight_files(folder)) as held:
+            yield DrafterFiles(what, folder, config, held, target)
 
-def refuse(folder: Path, problems: Sequence[str]) -> None:
-    """Refuse weights that do not fit.
+    @property
+    def file(self) -> Path:
+        """The config."""
+        return self.folder / "config.json"
 
-    Raises:
-        ValueError: there are ``problems``; names three of them.
-    """
-    if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise ValueError(f"the weights of {folder} do not fit its config.json: {'; '.join(sorted(problems)[:3])}{more}")
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor that is held."""
+        return {name: tuple(tensor.get_shape()) for name, tensor in self.held.items()}
 
+    def whole(
+        self, name: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1, config: Any = None
+    ) -> int:
+        """A whole number in the config, or in a mapping inside it; null is the default.
 
-def read_weight(folder: Path, held: Mapping[str, Any], name: str, dtype: torch.dtype) -> Tensor:
-    """Read a tensor of finite numbers, in this data type.
+        Raises:
+            ValueError: it is none from ``least`` to ``most``, or is missing and has no default.
+        """
+        value = (self.config if config is None else config).get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ValueError(f"{self.file}: {name} must be a whole number from {least} to {most}, not {brief(value)}")
+        return value
 
-    Raises:
-        ValueError: a quantized tensor; a number that is NaN or infinite, or becomes infinite in ``dtype``.
-    """
-    if (kind := held[name].get_dtype()) not in FLOATS:
-        raise ValueError(
-            f"{folder}: '{name}' has data type {kind}; quantized weights are not supported: save them as "
-            f"{', '.join(sorted(FLOATS))}"
-        )
-    read: Tensor = held[name][:].to(dtype)
-    if not torch.isfinite(read).all():
-        raise ValueError(f"{folder}: '{name}' holds NaN or infinite values")
-    return read
+    def flag(self, name: str, default: bool = False, config: Any = None) -> bool:
+        """A flag in the config, or in a mapping inside it; null is the default.
+
+        Raises:
+            ValueError: it is neither true nor false.
+        """
+        value = (self.config if config is None else config).get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.file}: {name} must be true or false, not {brief(value)}")
+        return value
+
+    def expect(self, known: bool, names: str) -> None:
+        """Refuse a folder that holds no such drafter, whose tensors include ``names``.
+
+        Raises:
+            ValueError: it is not ``known``; names some of its tensors.
+        """
+        if not known:
+            some = brief(", ".join(sorted(self.held)[:5]) or "none")
+            raise ValueError(
+                f"{self.folder} holds no {self.what.removeprefix('an ').removeprefix('a ')} of a known layout, whose "
+                f"tensors include {names} (it holds: {some})"
+            )
+
+    def check_target(self, hidden: Any = None, vocabulary: Any = None) -> None:
+        """Refuse a drafter for a target of another hidden size or vocabulary.
+
+        Args:
+            hidden: H that the files state; None: not stated.
+            vocabulary: V that they state; None: not stated.
+
+        Raises:
+            ValueError: names both sizes.
+        """
+        for kind, stated, size in (
+            ("hidden size {}", hidden, self.target.services.hidden_size),
+            ("a vocabulary of {} tokens", vocabulary, self.target.vocabulary),
+        ):
+            if stated is not None and stated != size:
+                raise ValueError(
+                    f"{self.folder} holds {self.what} for {kind.format(brief(stated))}, the target {self.target.name} "
+                    f"has {size}"
+                )
+
+    def layer_fields(self, config: Mapping[str, Any], positions: int | None = None) -> dict[str, Any]:
+        """The fields that describe decoder layers with full attention.
+
+        Args:
+            config: of the layers.
+            positions: that they have if the config states none; None: those of the target.
+
+        Raises:
+            ValueError: layers with windows; no hidden size; more layers than the files have tensors.
+        """
+        types, h = config.get("layer_types"), self.whole("hidden_size", config=config)
+        if types is not None and (not isinstance(types, list) or any(kind != "full_attention" for kind in types)):
+            raise ValueError(f"{self.file}: layer_types must be full_attention in every layer, not {brief(types)}")
+        layers = self.whole("num_hidden_layers", 1, config=config)
+        if layers > len(self.held):
+            raise ValueError(
+                f"{self.file}: num_hidden_layers is {layers}, but the weight files hold {len(self.held)} tensors"
+            )
+        fields = {name: config[name] for name in OF_LAYERS if name in config}
+        if fields.get("head_dim") is None and isinstance(heads := config.get("num_attention_heads"), int) and heads:
+            fields["head_dim"] = h // heads
+        positions = max(self.target.context, 1) if positions is None else positions
+        return fields | {"max_position_embeddings": self.whole("max_position_embeddings", positions, config=config)}
+
+    def taps(self, where: str, named: Any, shift: int) -> tuple[int, ...]:
+        """The numbers of the hidden states that a drafter reads, as in ``runner.Capabilities``.
+
+        Args:
+            where: the field.
+            named: its value, a list of layers.
+            shift: what is added to each: 0 for numbers of hidden states, 1 for numbers of layers whose outputs are
+                read.
+
+        Raises:
+            ValueError: no list of layers, or a layer that the target does not have.
+        """
+        last = self.target.lm.capabilities.hidden_layers
+        plain = isinstance(named, list) and 0 < len(named) <= MAX_TAPS
+        if not plain or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in named):
+            raise ValueError(f"{self.file}: {where} must be a list of layers, not {brief(named)}")
+        if wrong := [layer for layer in named if not 0 <= layer + shift <= last]:
+            raise ValueError(
+                f"{self.file}: {where} names layer {wrong[0]}, but the target {self.target.name} has {last} layers, of "
+                f"which {-shift} to {last - shift} can be named here: the drafter is for another target"
+            )
+        return tuple(layer + shift for layer in named)
+
+    def described(self, build: Callable[[], N]) -> N:
+        """The network that the config describes, without weights; errors about its layers name the config.
+
+        Raises:
+            ValueError: of the type that ``build`` raised.
+        """
+        try:
+            return build()
+        except ValueError as error:
+            if str(self.folder) in str(error):
+                raise
+            raise type(error)(f"{self.file}: {error}") from error
+
+    def refuse(self, problems: Sequence[str]) -> None:
+        """Refuse weights that do not fit.
+
+        Raises:
+            ValueError: there are ``problems``; names three of them.
+        """
+        if problems:
+            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise ValueError(
+                f"the weights of {self.folder} do not fit its config.json: {'; '.join(sorted(problems)[:3])}{more}"
+            )
+
+    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Read a tensor of finite numbers, in this data type.
+
+        Raises:
+            ValueError: a quantized tensor; a number that is NaN or infinite, or becomes infinite in ``dtype``.
+        """
+        if (kind := self.held[name].get_dtype()) not in FLOATS:
+            raise ValueError(
+                f"{self.folder}: '{name}' has data type {kind}; quantized weights are not supported: save them as "
+                f"{', '.join(sorted(FLOATS))}"
+            )
+        tensor: Tensor = self.held[name][:].to(dtype)
+        return self.finite(name, tensor)
+
+    def finite(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor, whose numbers are finite.
+
+        Raises:
+            ValueError: one is NaN or infinite.
+        """
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{self.folder}: '{name}' holds NaN or infinite values")
+        return tensor
+
+    def read(self, layout: Layout, build: Callable[[], N], dtype: torch.dtype | None = None, copies: int = 1) -> N:
+        """Read a network, ready to draft for the target and on its device.
+
+        Args:
+            layout: of the files.
+            build: makes the network without weights.
+            dtype: of the network; None: the target's.
+            copies: how many the files hold of a tensor that is repeated.
+
+        Raises:
+            ValueError: a tensor is missing, surplus, misshapen, quantized, NaN or infinite; copies differ.
+        """
+        network, target = self.described(build), self.target
+        dtype = dtype or target.lm.dtype
+        own = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
+        sizes = {"H": target.services.hidden_size, "V": target.vocabulary}
+        wanted = layout.of_network(own, self.shapes, copies, **sizes)
+        self.refuse(misfits(wanted.shapes, self.shapes))
+        for name, first, copy in ((name, names[0], copy) for name, names in wanted.names.items() for copy in names[1:]):
+            if not torch.equal(self.held[first][:], self.held[copy][:]):
+                raise ValueError(f"{self.folder}: '{copy}' differs from '{first}', but both are one layer ({name})")
+        tensors = {name: self.tensor(names[0], dtype) for name, names in wanted.names.items()}
+        return load_weights(network, tensors, target)
 
 
 def write_drafter(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], facts: Mapping[str, str]
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    facts: Mapping[str, str],
+    dtype: torch.dtype | None = None,
 ) -> str:
     """Write the weights of a drafter and then its config; return the SHA-256 of the weights.
 
@@ -282,11 +398,13 @@ def write_drafter(
         config: for config.json.
         tensors: the weights, by their published names.
         facts: for the metadata of the weights.
+        dtype: of floating-point numbers in the file; None: their own.
 
     Raises:
         OSError: a file cannot be written; names it. None is left incomplete.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(tensors, folder / SINGLE, {"format": "pt", **facts})
+    cast = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    save_tensors(cast, folder / SINGLE, {"format": "pt", **facts})
     write_json(folder / "config.json", config)
     return weights_hash(str(folder))

@@ -6,7 +6,7 @@ Files of ``torch.save`` are pickles: loading them may execute code, so no run re
 2. Its pickle refers to nothing but dictionaries, tensors and their storages. It is scanned, not yet loaded.
 3. ``torch.load(weights_only=True)`` loads it, memory-mapped.
 4. It is a flat dictionary of dense, finite tensors, whose names and shapes are those of a known layout
-   (``drafter_layouts``), and each of which is no larger than its storage.
+   (``layouts``), and each of which is no larger than its storage.
 
 Written are ``model.safetensors``, with the layout's name and the SHA-256 of the source in its metadata (blocks that a
 file repeats share their storage, and are written each), and the ``config.json`` beside the source.
@@ -20,7 +20,7 @@ import pickletools
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,8 +30,11 @@ from torch import Tensor
 from spec_lab.core.files import MAX_BYTES, filling, open_regular, read_json, refuse_filled, write_json
 from spec_lab.core.options import brief
 from spec_lab.core.tensors import save_tensors
-from spec_lab.drafters.drafter_files import misfits
-from spec_lab.drafters.drafter_layouts import layout_of
+from spec_lab.drafters.eagle.files import EAGLE, EAGLE3
+from spec_lab.drafters.hydra.files import PREFIX, hydra_layout
+from spec_lab.drafters.kangaroo.files import KANGAROO
+from spec_lab.drafters.layouts import Layout, misfits
+from spec_lab.drafters.medusa.files import MEDUSA
 from spec_lab.models.checkpoint import INDEX, SINGLE, one_line
 
 SUFFIXES = (".pt", ".bin", ".pth")
@@ -214,29 +217,38 @@ def _check_tensor(where: str, name: str, one: Tensor, size: int) -> None:
         raise ValueError(f"{where} holds NaN or infinite values: the file is damaged")
 
 
+def layout_of(held: Collection[str]) -> Layout | None:
+    """The layout of tensors of these names; None of another than those that are converted."""
+    if any(name.startswith(("hydra_mlp.", "hydra_lm_head.")) for name in held):
+        grounded = any(".res_connection." in name for name in held)
+        return hydra_layout(any(name.startswith(PREFIX) for name in held), grounded)
+    if any(MEDUSA.own(name) for name in held):
+        return MEDUSA
+    if any(name.startswith(("midlayer.", "d2t", "t2d")) for name in held):
+        return EAGLE3
+    if "fc.weight" in held:
+        return EAGLE
+    known = "layers.0.self_attn.q_proj.weight" in held and not any(".mlp." in name for name in held)
+    return KANGAROO if known else None
+
+
 def _check_layout(folder: Path, tensors: Mapping[str, Tensor]) -> str:
     """The name of the layout.
 
     Raises:
         ValueError: none that is known, or a tensor is missing, surplus or misshapen; names it.
     """
-    held = {name: tuple(one.shape) for name, one in tensors.items()}
-    known = layout_of(held)
-    if known is None:
+    held = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    layout = layout_of(held)
+    if layout is None:
         some = brief(", ".join(sorted(held)[:5]) or "none")
         raise ValueError(
             f"{folder} holds no drafter of EAGLE, EAGLE-3, Medusa, Hydra or Kangaroo, as its tensors are {some}: "
             "others are not converted; save a whole model with save_pretrained of transformers"
         )
-    name, shapes = known
-    try:
-        wanted = shapes(held)
-    except ValueError as error:
-        raise ValueError(f"{folder} does not hold the tensors of {name}: {error}") from None
-    problems = misfits(wanted, held)
-    if problems:
-        raise ValueError(f"{folder} does not hold the tensors of {name}: {'; '.join(problems[:3])}")
-    return name
+    if problems := misfits(layout.of_file(held).shapes, held):
+        raise ValueError(f"{folder} does not hold the tensors of {layout.name}: {'; '.join(problems[:3])}")
+    return layout.name
 
 
 def _sha256(files: Sequence[Path]) -> str:

@@ -20,12 +20,12 @@ from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.sequence import SequenceState
 from spec_lab.decode.step import Parts
 from spec_lab.decode.study import Capture, choose_nothing, commit_nothing
-from spec_lab.drafters.block.network import BlockSettings, random_network
+from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
 from spec_lab.drafters.block.propose import BlockDrafter
-from spec_lab.drafters.draft_layers import small_layer
+from spec_lab.drafters.draft_layers import random_network, small_layer
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.drafters.early_exit import EarlyExit
-from spec_lab.drafters.kangaroo.network import KangarooSettings, random_kangaroo
+from spec_lab.drafters.kangaroo.network import Kangaroo, KangarooSettings
 from spec_lab.drafters.kangaroo.propose import KangarooHead
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
@@ -48,7 +48,7 @@ ADAPTER = KangarooSettings(small_layer(32), 32, 1)
 
 
 def adapter(target):
-    network = random_kangaroo(ADAPTER, target.services, target.lm.device, target.lm.dtype)
+    network = random_network(Kangaroo(ADAPTER), target)
     return KangarooHead(network, target, 3)
 
 
@@ -74,7 +74,7 @@ PROPOSERS = {
     "kangaroo": lambda t: EarlyExit(t.lm, 1, TreePlan(CHAIN), adapter(t)),
     "early_exit_best_first": lambda t: EarlyExit(t.lm, 1, TreePlan((), "point", budget=Budget(4, 2, 2, width=1))),
     "skip": lambda t: Skip(t.lm, TreePlan(CHAIN), frozenset({Sublayer("attn", 1)})),
-    "block": lambda t: BlockDrafter(random_network(MARKOV, t), t, TreePlan(TREE, "point")),
+    "block": lambda t: BlockDrafter(random_network(BlockNetwork(MARKOV), t), t, TreePlan(TREE, "point")),
 }
 LEVELS = (
     dict.fromkeys(PROPOSERS, 0)

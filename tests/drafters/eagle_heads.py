@@ -5,6 +5,8 @@ import json
 import torch
 from safetensors.torch import save_file
 
+from spec_lab.drafters.eagle.network import Eagle, Eagle3, EagleSettings
+
 HEADS, SHARED, DIM, INNER = 4, 2, 8, 24
 SIZES = HEADS, SHARED, DIM
 
@@ -29,6 +31,11 @@ def _maker(seed):
         tensors[name] = 1 + 0.3 * values if len(shape) == 1 else 1.5 * values * shape[-1] ** -0.5
 
     return tensors, made
+
+
+def network_of(settings):
+    """The network of EAGLE settings of either kind, without weights."""
+    return (Eagle if isinstance(settings, EagleSettings) else Eagle3)(settings)
 
 
 def _config(h, layers, **more):

@@ -298,7 +298,7 @@ def test_heads_that_do_not_fit_are_refused_with_the_reason(target, tmp_path, cas
 
 @pytest.mark.parametrize(("sizes", "message"), [
     ((48, VOCABULARY), "for hidden size 48, the target .* has 32"),
-    ((H, 50), "for vocabulary 50, the target .* has 61"),
+    ((H, 50), "for a vocabulary of 50 tokens, the target .* has 61"),
 ])  # fmt: skip
 @pytest.mark.parametrize("prefix", [False, True])
 def test_heads_for_another_target_are_refused(target, tmp_path, sizes, message, prefix):

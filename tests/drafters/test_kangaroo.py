@@ -39,7 +39,7 @@ def target():
 def driven(request, target, tmp_path):
     """The adapter, and what it should return: whole exit states ``[n, H]`` -> logits ``[V]`` at the last of them."""
     config, w = adapter(H, 2, layers=request.param)
-    network = read_kangaroo(written(tmp_path, config, w), target).network
+    network = read_kangaroo(written(tmp_path, config, w), target)
     timed = Clock(torch.device("cpu")).phase("propose_forward")
 
     def expected(exits):

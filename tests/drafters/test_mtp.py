@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spec_lab.core.probabilities import Sampling
-from spec_lab.drafters.draft_layers import small_layer
+from spec_lab.drafters.draft_layers import random_network, small_layer
 from spec_lab.drafters.mtp import propose as mtp
 from spec_lab.drafters.mtp.files import write_mtp
-from spec_lab.drafters.mtp.network import MtpSettings, random_mtp
+from spec_lab.drafters.mtp.network import Mtp, MtpSettings
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.runners.causal_lm import CausalLM
@@ -251,9 +251,7 @@ def test_a_checkpoint_of_deepseek_v3_with_a_module_drafts_after_loading(tmp_path
     ("qwen", {"modules": 2, "shared": True, "own_embedding": True}),
 ], ids=str)  # fmt: skip
 def test_modules_that_are_written_are_read_again(target, tmp_path, layout, settings):
-    network = random_mtp(
-        MtpSettings(small_layer(H), H, VOCABULARY, **settings), target.services, target.lm.device, torch.float64, seed=3
-    )
+    network = random_network(Mtp(MtpSettings(small_layer(H), H, VOCABULARY, **settings)), target, torch.float64, seed=3)
     sha256 = write_mtp(network, tmp_path / "modules", layout, DEPTH, {"source": "test"})
     read = mtp.load(target, str(tmp_path / "modules"), depth=2)
     assert read.sha256 == sha256
@@ -265,7 +263,7 @@ def test_modules_that_are_written_are_read_again(target, tmp_path, layout, setti
 @pytest.mark.parametrize(("layout", "shared"), [("deepseek", True), ("qwen", False)])
 def test_a_layout_that_cannot_hold_the_modules_is_refused(target, tmp_path, layout, shared):
     settings = MtpSettings(small_layer(H), H, VOCABULARY, 2, shared)
-    network = random_mtp(settings, target.services, target.lm.device, torch.float64)
+    network = random_network(Mtp(settings), target, torch.float64)
     with pytest.raises(ValueError, match=f"layout '{layout}' cannot hold 2 MTP modules"):
         write_mtp(network, tmp_path / "modules", layout, DEPTH, {})
 

@@ -6,11 +6,11 @@ import torch
 from spec_lab.core.limit import Limit
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.engine import Engine
-from spec_lab.drafters.draft_layers import small_layer
-from spec_lab.drafters.eagle.network import Eagle3Settings, random_network
+from spec_lab.drafters.draft_layers import random_network, small_layer
+from spec_lab.drafters.eagle.network import Eagle3, Eagle3Settings
 from spec_lab.drafters.early_exit import EarlyExit
 from spec_lab.drafters.feature_drafter import FeatureDrafter
-from spec_lab.drafters.kangaroo.network import KangarooSettings, random_kangaroo
+from spec_lab.drafters.kangaroo.network import Kangaroo, KangarooSettings
 from spec_lab.drafters.kangaroo.propose import KangarooHead
 from spec_lab.drafters.skip.propose import Skip
 from spec_lab.drafters.skip.search import SkipSearch
@@ -47,9 +47,7 @@ def early_exit(target, plan=TREE, layers=2):
 
 
 def kangaroo(target, plan=TREE):
-    network = random_kangaroo(
-        KangarooSettings(small_layer(H), H, 2), target.services, target.lm.device, target.lm.dtype
-    )
+    network = random_network(Kangaroo(KangarooSettings(small_layer(H), H, 2)), target)
     return EarlyExit(target.lm, 2, plan, KangarooHead(network, target, plan.computed))
 
 
@@ -62,9 +60,7 @@ def searched(target, plan=TREE):
 
 
 def eagle3(target):
-    network = random_network(
-        Eagle3Settings(small_layer(H), H, H, 61, (0, 1, 3), 61), target.services, target.lm.device, target.lm.dtype
-    )
+    network = random_network(Eagle3(Eagle3Settings(small_layer(H), H, H, 61, (0, 1, 3), 61)), target)
     return FeatureDrafter(network, target, TREE, "eagle")
 
 

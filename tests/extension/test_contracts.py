@@ -16,23 +16,22 @@ from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.decode.engine import Limits, fixed_group
-from spec_lab.drafters.block.network import BlockSettings
-from spec_lab.drafters.block.network import random_network as block_network
+from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
 from spec_lab.drafters.block.propose import BlockDrafter
-from spec_lab.drafters.draft_layers import small_layer
+from spec_lab.drafters.draft_layers import random_network, small_layer
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.drafters.draft_model.retokenized import Retokenized, Tokens
 from spec_lab.drafters.draft_model.vocabularies import SharedTokens
-from spec_lab.drafters.eagle.network import Eagle3Settings, EagleSettings, random_network
+from spec_lab.drafters.eagle.network import Eagle3Settings, EagleSettings
 from spec_lab.drafters.early_exit import EarlyExit
 from spec_lab.drafters.feature_drafter import FeatureDrafter
-from spec_lab.drafters.hydra.network import HydraSettings, random_heads
+from spec_lab.drafters.hydra.network import HydraHeads, HydraSettings
 from spec_lab.drafters.hydra.propose import Hydra
-from spec_lab.drafters.kangaroo.network import KangarooSettings, random_kangaroo
+from spec_lab.drafters.kangaroo.network import Kangaroo, KangarooSettings
 from spec_lab.drafters.kangaroo.propose import KangarooHead
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
-from spec_lab.drafters.mtp.network import MtpSettings, random_mtp
+from spec_lab.drafters.mtp.network import Mtp, MtpSettings
 from spec_lab.drafters.pard.propose import Pard
 from spec_lab.drafters.skip.propose import Skip
 from spec_lab.drafters.skip.search import SkipSearch
@@ -51,6 +50,7 @@ from spec_lab.runners.draft_pass import Sublayer
 from spec_lab.tasks.certify.instances import PIECES, Forking
 from spec_lab.tasks.certify.toy_models import PROMPT
 from spec_lab.verify import Gumbel, KSeq, Misfit, Token, Traversal
+from tests.drafters.eagle_heads import network_of
 from tests.drafters.small_tokenizers import letters
 from tests.extension.enumerated import SAMPLING, V, decoded, distance, model, wanted
 from tests.tiny import tiny_model
@@ -100,7 +100,7 @@ def eagle3_reranked(target):
 
 
 def eagle(settings, target, plan):
-    network = random_network(settings, target.services, target.lm.device, target.lm.dtype)
+    network = random_network(network_of(settings), target)
     return FeatureDrafter(network, target, plan, "eagle")
 
 
@@ -109,17 +109,21 @@ def medusa(target):
 
 
 def hydra(target):
-    return Hydra(random_heads(HydraSettings(16, V, 4, 2), target), target, TreePlan(parse("0 1 0.0"), "point"))
+    return Hydra(
+        random_network(HydraHeads(HydraSettings(16, V, 4, 2)), target), target, TreePlan(parse("0 1 0.0"), "point")
+    )
 
 
 def hydra_prefix(target):
     settings = HydraSettings(16, V, 3, prefix=small_layer(16), shared_lm_head=True)
-    return Hydra(random_heads(settings, target), target, TreePlan(parse("0 0.0"), "iid"))
+    return Hydra(random_network(HydraHeads(settings), target), target, TreePlan(parse("0 0.0"), "iid"))
 
 
 def hydra_best_first(target):
     settings = HydraSettings(16, V, 2, prefix=small_layer(16))
-    return Hydra(random_heads(settings, target), target, TreePlan(drawn="point", budget=Budget(3, 2, 2, 1)))
+    return Hydra(
+        random_network(HydraHeads(settings), target), target, TreePlan(drawn="point", budget=Budget(3, 2, 2, 1))
+    )
 
 
 def mtp_tree(target):
@@ -133,7 +137,7 @@ def mtp_modules(target):
 
 
 def mtp(settings, target, plan):
-    network = random_mtp(settings, target.services, target.lm.device, target.lm.dtype)
+    network = random_network(Mtp(settings), target)
     return FeatureDrafter(network, target, plan, "mtp")
 
 
@@ -147,7 +151,7 @@ def block_markov(target):
 
 def block_drafter(target, plan, **own):
     settings = BlockSettings(small_layer(16), 16, 16, V, (1, 2), mask_token=V - 1, layers=2, **own)
-    return BlockDrafter(block_network(settings, target, seed=2), target, plan)
+    return BlockDrafter(random_network(BlockNetwork(settings), target, seed=2), target, plan)
 
 
 def pard(target):
@@ -235,7 +239,7 @@ def kangaroo_confident(target):
 
 def adapted(target, plan, layers=1):
     settings = KangarooSettings(small_layer(16), 16, 1, layers)
-    network = random_kangaroo(settings, target.services, target.lm.device, target.lm.dtype)
+    network = random_network(Kangaroo(settings), target)
     return EarlyExit(target.lm, 1, plan, KangarooHead(network, target, plan.computed))
 
 

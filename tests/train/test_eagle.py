@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spec_lab.drafters.eagle.files import published_name
+from spec_lab.drafters.draft_layers import random_network
+from spec_lab.drafters.eagle.files import EAGLE, EAGLE3
 from spec_lab.drafters.eagle.losses import eagle1_losses, eagle3_losses
-from spec_lab.drafters.eagle.network import Eagle3Settings, EagleSettings, random_network
+from spec_lab.drafters.eagle.network import Eagle, Eagle3, Eagle3Settings, EagleSettings
 from spec_lab.drafters.eagle.train import Eagle3Objective, Eagle3Recipe, begin_as_target
 from spec_lab.runners.softmax import Softmax
 from spec_lab.train.objectives import LOSSES, Truth, expected_length, measure
@@ -33,6 +34,8 @@ def random(*shape, seed=0):
 EMBEDDING, HEAD = random(V, H, seed=1), random(V, H, seed=2)
 SERVICES = SimpleNamespace(embed=lambda ids: EMBEDDING[ids], lm_head=lambda x: x @ HEAD.T)
 
+TARGET = SimpleNamespace(services=SERVICES, lm=SimpleNamespace(device=torch.device("cpu"), dtype=FLOAT))
+
 
 def text(states=3):
     ids = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(3))
@@ -41,13 +44,13 @@ def text(states=3):
 
 def eagle3(**changes):
     settings = Eagle3Settings(LAYER, H, H, V, (1, 2, 3), W, **changes)
-    network = random_network(settings, SERVICES, torch.device("cpu"), FLOAT)
+    network = random_network(Eagle3(settings), TARGET)
     network.ids = IDS
     return network
 
 
 def published(network):
-    names = {name: published_name(name) for name, _ in network.named_parameters()}
+    names = {name: EAGLE3.published(name)[0] for name, _ in network.named_parameters()}
     return {names[name].replace("layers.0.", "midlayer."): one.detach() for name, one in network.named_parameters()}
 
 
@@ -165,8 +168,8 @@ def test_texts_shorter_than_the_unrolls_are_learned_from_as_far_as_they_go():
 
 
 def test_eagle1_learns_features_and_distributions_one_position_ahead():
-    network = random_network(EagleSettings(LAYER, H, V), SERVICES, torch.device("cpu"), FLOAT)
-    w = {published_name(name): one for name, one in network.named_parameters()}
+    network = random_network(Eagle(EagleSettings(LAYER, H, V)), TARGET)
+    w = {EAGLE.published(name)[0]: one for name, one in network.named_parameters()}
     own = text(1)
     truth = Truth.of(own.hidden.flatten(0, 1) @ HEAD.T)
     features, (first,) = eagle1_losses(network, own, truth, EMBEDDING[own.ids], SERVICES.lm_head)

@@ -22,7 +22,7 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.engine import Engine
 from spec_lab.drafters.draft_layers import load_weights
 from spec_lab.drafters.draft_model.propose import DraftModel
-from spec_lab.drafters.eagle.network import Eagle3Settings
+from spec_lab.drafters.eagle.network import Eagle3, Eagle3Settings
 from spec_lab.drafters.feature_drafter import FeatureDrafter
 from spec_lab.models.merged import merge
 from spec_lab.models.target import Target
@@ -105,14 +105,14 @@ def eagle3(part: Part, target: Target) -> nn.Module:
     layer = {**LAYER, **{name: getattr(config, name) for name in names}}
     wide, v = config.hidden_size, target.vocabulary
     settings = Eagle3Settings(layer, wide, wide, v, (min(2, layers), layers // 2, layers - 1), min(32000, v))
-    network = settings.network()
+    network = Eagle3(settings)
     tensors = {
         name: torch.randn(parameter.shape, device=part.device, dtype=part.dtype) * parameter.shape[-1] ** -0.5
         if parameter.dim() > 1
         else torch.ones(parameter.shape, device=part.device, dtype=part.dtype)
         for name, parameter in network.named_parameters()
     }
-    return load_weights(network, tensors, target.services, part.device, part.dtype)
+    return load_weights(network, tensors, target)
 
 
 @torch.inference_mode()

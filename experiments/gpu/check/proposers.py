@@ -8,22 +8,21 @@ from typing import Any
 from experiments.gpu.random_models import llama, target_of
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.engine import Engine
-from spec_lab.drafters.block.network import BlockSettings
-from spec_lab.drafters.block.network import random_network as random_block
+from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
 from spec_lab.drafters.block.propose import BlockDrafter
 from spec_lab.drafters.cascade import DraftCascade
+from spec_lab.drafters.draft_layers import random_network
 from spec_lab.drafters.draft_model.propose import DraftModel
-from spec_lab.drafters.eagle.network import Eagle3Settings, EagleSettings
-from spec_lab.drafters.eagle.network import random_network as random_eagle
+from spec_lab.drafters.eagle.network import Eagle, Eagle3, Eagle3Settings, EagleSettings
 from spec_lab.drafters.early_exit import EarlyExit
 from spec_lab.drafters.feature_drafter import FeatureDrafter
-from spec_lab.drafters.hydra.network import HydraSettings, random_heads
+from spec_lab.drafters.hydra.network import HydraHeads, HydraSettings
 from spec_lab.drafters.hydra.propose import Hydra
-from spec_lab.drafters.kangaroo.network import KangarooSettings, random_kangaroo
+from spec_lab.drafters.kangaroo.network import Kangaroo, KangarooSettings
 from spec_lab.drafters.kangaroo.propose import KangarooHead
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
-from spec_lab.drafters.mtp.network import MtpSettings, random_mtp
+from spec_lab.drafters.mtp.network import Mtp, MtpSettings
 from spec_lab.drafters.pard.propose import Pard
 from spec_lab.drafters.skip.propose import Skip
 from spec_lab.models.merged import merge
@@ -82,17 +81,17 @@ def _draft(plan: TreePlan) -> Callable[[Target], Proposer]:
 
 
 def _features(name: str, settings: Any, plan: TreePlan) -> Callable[[Target], Proposer]:
-    make = random_mtp if isinstance(settings, MtpSettings) else random_eagle
+    kinds = {MtpSettings: Mtp, EagleSettings: Eagle, Eagle3Settings: Eagle3}
 
     def build(target: Target) -> Proposer:
-        network: Any = make(settings, target.services, target.lm.device, target.lm.dtype)
+        network: Any = random_network(kinds[type(settings)](settings), target)
         return FeatureDrafter(network, target, plan, name)
 
     return build
 
 
 def _kangaroo(target: Target) -> Proposer:
-    network = random_kangaroo(KangarooSettings(LAYER, H, 1), target.services, target.lm.device, target.lm.dtype)
+    network = random_network(Kangaroo(KangarooSettings(LAYER, H, 1)), target)
     return EarlyExit(target.lm, 1, CHAIN, KangarooHead(network, target, 3))
 
 
@@ -121,9 +120,11 @@ PROPOSERS: Mapping[str, Callable[[Target], Proposer]] = {
     "ngram_tree": lambda target: NgramTree(8, 4, 3, 1),
     "suffix": lambda target: Suffix.load(target, children=2),
     "mtp": _features("mtp", MtpSettings(LAYER, H, V, modules=2), CHAIN),
-    "hydra": lambda target: Hydra(random_heads(HydraSettings(H, V, 3), target), target, TREE),
-    "hydra_prefix": lambda target: Hydra(random_heads(HydraSettings(H, V, 3, prefix=LAYER), target), target, TREE),
-    "block": lambda target: BlockDrafter(random_block(BLOCK, target), target, TREE),
+    "hydra": lambda target: Hydra(random_network(HydraHeads(HydraSettings(H, V, 3)), target), target, TREE),
+    "hydra_prefix": lambda target: Hydra(
+        random_network(HydraHeads(HydraSettings(H, V, 3, prefix=LAYER)), target), target, TREE
+    ),
+    "block": lambda target: BlockDrafter(random_network(BlockNetwork(BLOCK), target), target, TREE),
     "pard": lambda target: Pard(_draft_lm(target), CONTEXT, V - 1, CHAIN),
     "early_exit": lambda target: EarlyExit(target.lm, 1, CHAIN),
     "kangaroo": _kangaroo,

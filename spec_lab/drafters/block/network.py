@@ -18,8 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from spec_lab.drafters.draft_layers import DraftLayers, load_weights, random_weights, rms_norm, small_layer
-from spec_lab.models.services import TargetServices
+from spec_lab.drafters.draft_layers import DrafterNetwork, DraftLayers, random_network, rms_norm, small_layer
 from spec_lab.models.target import Target
 
 
@@ -76,7 +75,7 @@ class MarkovHead(nn.Module):
         return bias
 
 
-class BlockNetwork(nn.Module):
+class BlockNetwork(DrafterNetwork):
     """The network, without weights until ``draft_layers.load_weights``."""
 
     def __init__(self, settings: BlockSettings) -> None:
@@ -94,7 +93,6 @@ class BlockNetwork(nn.Module):
         if settings.own_head:
             self.lm_head = nn.Linear(h, settings.vocab_size, bias=False, device="meta")
         self.markov_head = MarkovHead(settings.vocab_size, settings.markov_rank) if settings.markov_rank else None
-        self.services: TargetServices | None = None
 
     @property
     def layers(self) -> int:
@@ -116,7 +114,7 @@ class BlockNetwork(nn.Module):
         tokens = token.new_full((len(token), self.settings.block_size), self.settings.mask_token)
         tokens[:, 0] = token
         own = self.embed_tokens
-        return self._services.embed(tokens) if own is None else own(tokens)
+        return self.services.embed(tokens) if own is None else own(tokens)
 
     def forward(self, x: Tensor, positions: Tensor, cache: Any, block: Tensor) -> Tensor:
         """See ``runners.block_lm.BlockLayers``. Rows of features have keys and values only."""
@@ -132,13 +130,8 @@ class BlockNetwork(nn.Module):
         """Outputs of blocks ``[B, b, H]`` -> logits of the first levels ``[B, levels, V]``, without the Markov head."""
         first = int(not self.settings.predicts_next)
         normed = self.norm(outputs[:, first : first + levels])
-        found: Tensor = self._services.lm_head(normed) if self.lm_head is None else self.lm_head(normed)
+        found: Tensor = self.services.lm_head(normed) if self.lm_head is None else self.lm_head(normed)
         return found
-
-    @property
-    def _services(self) -> TargetServices:
-        assert self.services is not None, "the network was not bound to a target"
-        return self.services
 
     def toy(self, target: Target, levels: int) -> BlockNetwork:
         """The same kind of network with random weights for a toy target; the last token is the mask token."""
@@ -148,10 +141,4 @@ class BlockNetwork(nn.Module):
             taps=tuple(min(tap, last) for tap in range(len(own.taps))), block_size=levels + (not own.predicts_next),
             mask_token=target.vocabulary - 1, markov_rank=min(own.markov_rank, 2), embedding=None, own_head=False,
         )  # fmt: skip
-        return random_network(settings, target)
-
-
-def random_network(settings: BlockSettings, target: Target, seed: int = 0) -> BlockNetwork:
-    """A network with random weights, for a target."""
-    network = BlockNetwork(settings)
-    return load_weights(network, random_weights(network, seed), target.services, target.lm.device, target.lm.dtype)
+        return random_network(BlockNetwork(settings), target)

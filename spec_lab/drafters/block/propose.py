@@ -22,6 +22,7 @@ from spec_lab.decode.sequence import Batch
 from spec_lab.drafters.block.files import read_block
 from spec_lab.drafters.block.network import BlockNetwork
 from spec_lab.drafters.features import Features, FeatureState, observe_features
+from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
@@ -73,9 +74,9 @@ class BlockDrafter(TreeProposer):
         """
         plan = TreePlan.read(**options)
         plan.check_width(target.vocabulary)
-        read = read_block(path, target)
-        pack(read.network)
-        return BlockDrafter(read.network, target, plan, read.sha256)
+        network = read_block(path, target)
+        pack(network)
+        return BlockDrafter(network, target, plan, weights_hash(path))
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> BlockDrafter:
         """The same proposer with a random network and another tree. See ``Proposer``."""

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_lab.drafters.draft_layers import DraftLayers, load_weights, random_weights, rms_norm, small_layer
-from spec_lab.models.services import TargetServices
+from spec_lab.drafters.draft_layers import DrafterNetwork, DraftLayers, random_network, rms_norm, small_layer
 from spec_lab.models.target import Target
 
 
@@ -40,10 +39,6 @@ class EagleSettings:
     vocab_size: int
     layers: int = 1
     bias: bool = True
-
-    def network(self) -> Eagle:
-        """The network, without weights."""
-        return Eagle(self)
 
 
 @dataclass(frozen=True)
@@ -78,15 +73,8 @@ class Eagle3Settings:
     norm_output: bool = False
     own_embedding: bool = False
 
-    def network(self) -> Eagle3:
-        """The network, without weights."""
-        return Eagle3(self)
 
-
-Settings = EagleSettings | Eagle3Settings
-
-
-class Eagle(nn.Module):
+class Eagle(DrafterNetwork):
     """The network of EAGLE-1 and EAGLE-2.
 
     Input j is ``fc([embed(t_{j+1}); f_j])``, where f_j is the target's hidden state after its final norm. The output of
@@ -94,6 +82,7 @@ class Eagle(nn.Module):
     """
 
     hidden = (-1,)
+    name = "eagle"
 
     def __init__(self, settings: EagleSettings) -> None:
         super().__init__()
@@ -101,12 +90,16 @@ class Eagle(nn.Module):
         self.body = DraftLayers(settings.layer, settings.layers)
         self.body.layers[0].input_layernorm = nn.Identity()
         self.fc = nn.Linear(2 * settings.hidden_size, settings.hidden_size, settings.bias, device="meta")
-        self.services: TargetServices | None = None
 
     @property
     def layers(self) -> int:
         """The number of decoder layers."""
         return self.settings.layers
+
+    @property
+    def tokens(self) -> int:
+        """The number of the target's tokens that the head drafts."""
+        return self.settings.vocab_size
 
     def features(self, hidden: Tensor) -> Tensor:
         """``[n, H]`` hidden states after the final norm, as they are."""
@@ -114,7 +107,7 @@ class Eagle(nn.Module):
 
     def inputs(self, token: Tensor, feature: Tensor) -> Tensor:
         """Tokens ``[n]`` and the features before them ``[n, H]`` -> inputs ``[n, H]``."""
-        mixed: Tensor = self.fc(torch.cat([_bound(self.services).embed(token).to(feature.dtype), feature], -1))
+        mixed: Tensor = self.fc(torch.cat([self.services.embed(token).to(feature.dtype), feature], -1))
         return mixed
 
     def forward(self, x: Tensor, positions: Tensor, cache: Any, mask: Any = None) -> Tensor:
@@ -126,16 +119,16 @@ class Eagle(nn.Module):
 
     def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs ``[n, H]`` -> features ``[n, H]`` and logits ``[n, V]``."""
-        return x, _bound(self.services).lm_head(x)
+        return x, self.services.lm_head(x)
 
-    def toy(self, target: Target) -> Network:
+    def toy(self, target: Target) -> Eagle:
         """The same kind of network with random weights, in the sizes of another target."""
         h = target.services.hidden_size
         own = replace(self.settings, layer=small_layer(h), hidden_size=h, vocab_size=target.vocabulary)
-        return random_network(own, target.services, target.lm.device, target.lm.dtype)
+        return random_network(Eagle(own), target)
 
 
-class Eagle3(nn.Module):
+class Eagle3(DrafterNetwork):
     """The network of EAGLE-3.
 
     Feature j is ``g_j = fc([tap_1; ..; tap_k])`` at position j. The first layer's attention reads
@@ -143,6 +136,7 @@ class Eagle3(nn.Module):
     later the layers' own output stands in for g.
     """
 
+    name = "eagle3"
     ids: Tensor
     """``[W]`` the target's number of each draft token, ascending."""
 
@@ -167,12 +161,16 @@ class Eagle3(nn.Module):
         if settings.draft_vocab_size is not None:
             self.lm_head = nn.Linear(h, settings.draft_vocab_size, bias=False, device="meta")
         self.register_buffer("ids", torch.arange(settings.draft_vocab_size or 0), persistent=False)
-        self.services: TargetServices | None = None
 
     @property
     def layers(self) -> int:
         """The number of decoder layers."""
         return self.settings.layers
+
+    @property
+    def tokens(self) -> int:
+        """The number of the target's tokens that the head drafts."""
+        return self.settings.draft_vocab_size or self.settings.vocab_size
 
     def features(self, hidden: Tensor) -> Tensor:
         """The taps ``[n, k * H_t]`` -> ``[n, H]``."""
@@ -187,7 +185,7 @@ class Eagle3(nn.Module):
     def inputs(self, token: Tensor, feature: Tensor) -> Tensor:
         """Tokens ``[n]`` and the features before them ``[n, H]`` -> inputs ``[n, 2H]``."""
         own = self.embed_tokens
-        embedded = _bound(self.services).embed(token) if own is None else own(token)
+        embedded = self.services.embed(token) if own is None else own(token)
         return torch.cat([embedded.to(feature.dtype), feature], -1)
 
     def forward(self, x: Tensor, positions: Tensor, cache: Any, mask: Any = None) -> Tensor:
@@ -205,13 +203,13 @@ class Eagle3(nn.Module):
     def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs ``[n, H]`` -> features ``[n, H]`` and logits ``[n, V]``, -inf beyond the draft vocabulary."""
         normed = self.norm(x)
-        logits = _bound(self.services).lm_head(normed) if self.lm_head is None else self.lm_head(normed)
+        logits = self.services.lm_head(normed) if self.lm_head is None else self.lm_head(normed)
         if self.lm_head is not None and logits.shape[-1] < self.settings.vocab_size:
             whole = logits.new_full((len(logits), self.settings.vocab_size), -torch.inf)
             logits = whole.index_copy_(1, self.ids, logits)
         return (normed if self.settings.norm_output else x), logits
 
-    def toy(self, target: Target) -> Network:
+    def toy(self, target: Target) -> Eagle3:
         """The same kind of network with random weights, in the sizes of another target; it lacks the last token."""
         h, last = target.services.hidden_size, target.lm.capabilities.hidden_layers
         own = replace(
@@ -219,20 +217,7 @@ class Eagle3(nn.Module):
             taps=tuple(min(tap, last) for tap in range(len(self.settings.taps))), own_embedding=False,
             draft_vocab_size=self.settings.draft_vocab_size and target.vocabulary - 1,
         )  # fmt: skip
-        return random_network(own, target.services, target.lm.device, target.lm.dtype)
+        return random_network(Eagle3(own), target)
 
 
 Network = Eagle | Eagle3
-
-
-def _bound(services: TargetServices | None) -> TargetServices:
-    assert services is not None, "the network was not bound to a target"
-    return services
-
-
-def random_network(
-    settings: Settings, services: TargetServices, device: torch.device, dtype: torch.dtype, seed: int = 0
-) -> Network:
-    """A network with random weights."""
-    network = settings.network()
-    return load_weights(network, random_weights(network, seed), services, device, dtype)

@@ -11,6 +11,7 @@ from typing import Unpack
 from spec_lab.core.options import one_of
 from spec_lab.drafters.eagle.files import read_eagle
 from spec_lab.drafters.feature_drafter import FeatureDrafter
+from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.packed import pack
 from spec_lab.models.placement import DTYPES
 from spec_lab.models.target import Target
@@ -32,7 +33,7 @@ def load(target: Target, path: str, dtype: str | None = None, **options: Unpack[
     """
     plan = TreePlan.read(**options)
     own = None if dtype is None else DTYPES[one_of("proposer.dtype", dtype, tuple(DTYPES))]
-    head = read_eagle(path, target, own)
-    plan.check_width(head.tokens)
-    pack(head.network)
-    return FeatureDrafter(head.network, target, plan, head.name, head.sha256, own)
+    network = read_eagle(path, target, own)
+    plan.check_width(network.tokens)
+    pack(network)
+    return FeatureDrafter(network, target, plan, network.name, weights_hash(path), own)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from spec_lab.core.options import brief, one_of, share, whole
+from spec_lab.drafters.draft_layers import random_network
 from spec_lab.drafters.eagle import propose as eagle
 from spec_lab.drafters.eagle.files import write_eagle3
 from spec_lab.drafters.eagle.losses import eagle3_losses
-from spec_lab.drafters.eagle.network import Eagle3, Eagle3Settings, random_network
+from spec_lab.drafters.eagle.network import Eagle3, Eagle3Settings
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.objectives import LOSSES, Loss, Measured, Truth
@@ -95,8 +96,8 @@ class Eagle3Recipe:
         layer = layer_of(target, self.heads, self.intermediate_size)
         settings = Eagle3Settings(layer, h, h, v, self._taps(target), width, self.layers)
         device = target.lm.device
-        network = random_network(settings, target.services, device, torch.float32, seed)
-        assert isinstance(network, Eagle3) and network.lm_head is not None
+        network = random_network(Eagle3(settings), target, torch.float32, seed)
+        assert network.lm_head is not None
         network.ids = frequent(paths, v, width).to(device)
         with torch.no_grad():
             # The rows of a linear LM head are its logits of the unit vectors.

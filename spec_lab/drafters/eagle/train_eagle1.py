@@ -11,10 +11,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from spec_lab.drafters.draft_layers import random_network
 from spec_lab.drafters.eagle import propose as eagle
 from spec_lab.drafters.eagle.files import write_eagle
 from spec_lab.drafters.eagle.losses import eagle1_losses
-from spec_lab.drafters.eagle.network import Eagle, EagleSettings, random_network
+from spec_lab.drafters.eagle.network import Eagle, EagleSettings
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective, check_options, unrolled
@@ -66,8 +67,7 @@ class Eagle1Recipe:
         """See ``Recipe``."""
         layer = layer_of(target, self.heads, self.intermediate_size)
         settings = EagleSettings(layer, target.services.hidden_size, target.vocabulary, self.layers, self.bias)
-        network = random_network(settings, target.services, target.lm.device, torch.float32, seed)
-        assert isinstance(network, Eagle)
+        network = random_network(Eagle(settings), target, torch.float32, seed)
         network.requires_grad_(True).train()
         head = TargetHead.of(target)
         objective = Eagle1Objective(network, head, target.lm.dtype, self.depth, cast(Loss, self.loss), self.noise, seed)

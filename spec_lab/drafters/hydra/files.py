@@ -20,30 +20,17 @@ refused by name (``FIELDS``).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from spec_lab.core.options import brief
-from spec_lab.drafters.draft_layers import load_weights
-from spec_lab.drafters.drafter_files import (
-    LAYER,
-    OF_LAYERS,
-    Fields,
-    flag,
-    misfits,
-    named_by,
-    read_weight,
-    refuse,
-    whole,
-    write_drafter,
-)
+from spec_lab.drafters.drafter_files import LAYER, DrafterFiles, Fields, write_drafter
 from spec_lab.drafters.hydra.network import HydraHeads, HydraSettings
-from spec_lab.models.checkpoint import MAX_LAYERS, open_weights, read_drafter_config, weight_files
+from spec_lab.drafters.layouts import Entry, Layout, decoder_layer
+from spec_lab.models.checkpoint import MAX_LAYERS
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 
@@ -58,7 +45,33 @@ FIELDS = Fields(
     {},
     dict.fromkeys(("hidden_size", "vocab_size", "model_type"), "the tensors of the files tell"),
 )  # fmt: skip
-UNUSED = (f"{PREFIX}.embed_tokens.weight", f"{PREFIX}.layers.0.self_attn.rotary_emb.inv_freq")
+
+
+def hydra_layout(prefix: bool, grounded: bool = True) -> Layout:
+    """The table of heads with or without a prefix layer. Those that are not grounded do not read drafted tokens."""
+    first, later, lm_head = ("1", "{2k+3}", "{i}.1") if prefix else ("0", "{k+1}", "{i}")
+    width = "{i+2}H" if grounded else "H"
+    rows = [
+        Entry(f"hydra_lm_head.{lm_head}.weight", "heads.{i}.lm_head.weight", "V H"),
+        Entry(f"hydra_lm_head.{lm_head}.bias", "heads.{i}.lm_head.bias", "?V"),
+        Entry(f"hydra_mlp.{{i}}.{first}.linear.weight", "heads.{i}.linear.weight", f"H {width}"),
+        Entry(f"hydra_mlp.{{i}}.{first}.linear.bias", "heads.{i}.linear.bias", "H"),
+        Entry(f"hydra_mlp.{{i}}.{later}.linear.weight", "heads.{i}.block.weight", "H H"),
+        Entry(f"hydra_mlp.{{i}}.{later}.linear.bias", "heads.{i}.block.bias", "H"),
+    ]
+    if grounded:
+        rows += [
+            Entry(f"hydra_mlp.{{i}}.{first}.res_connection.weight", "heads.{i}.skip.weight", f"H {width}"),
+            Entry(f"hydra_mlp.{{i}}.{first}.res_connection.bias", "heads.{i}.skip.bias", "H"),
+        ]
+    if prefix:
+        rows += [
+            Entry(f"{PREFIX}.norm.weight", "prefix.norm.weight", "H"),
+            Entry(f"{PREFIX}.embed_tokens.weight", "", "?V H"),
+            Entry(f"{PREFIX}.layers.0.self_attn.rotary_emb.inv_freq", "", "?"),
+            Entry(f"{PREFIX}.layers.{{l}}.*", "prefix.body.layers.{l}.*", decoder_layer()),
+        ]
+    return Layout("Hydra", tuple(rows))
 
 
 def read_hydra(path: str, target: Target) -> HydraHeads:
@@ -71,14 +84,12 @@ def read_hydra(path: str, target: Target) -> HydraHeads:
             vocabulary.
         Unsupported: the target's config, which describes the prefix layer, is not known or of another family.
     """
-    folder, config = read_drafter_config(path, "Hydra heads")
-    with open_weights(weight_files(folder)) as held:
-        shapes = {name: tuple(one.get_shape()) for name, one in held.items()}
-        with named_by(folder):
-            network = HydraHeads(_settings(folder, config, shapes, target))
-        names = _names(folder, network, shapes)
-        tensors = {own: _tensor(folder, copies, held, target.lm.dtype) for own, copies in names.items()}
-    return load_weights(network, tensors, target.services, target.lm.device, target.lm.dtype)
+    with DrafterFiles.open(path, "Hydra heads", target) as files:
+        settings = _settings(files)
+        layout, repeats = hydra_layout(settings.prefix is not None), settings.layers - 1
+        later = [layout.published(f"heads.0.block.{kind}", copies=repeats) for kind in ("weight", "bias")]
+        alone = not any(name in files.held for names in later for name in names[1:])
+        return files.read(layout, lambda: HydraHeads(settings), copies=1 if alone else repeats)
 
 
 def write_hydra(
@@ -105,39 +116,18 @@ def write_hydra(
     config |= {name: True for name in ("shared_lm_head", "identity_skip") if getattr(settings, name)}
     if settings.prefix is not None:
         config["prefix_layer_config"] = dict(settings.prefix)
-    tensors = {
-        name: parameter.to(dtype)
-        for key, parameter in network.named_parameters()
-        for name in published_names(key, settings)
-    }
-    return write_drafter(folder, config, tensors, facts)
+    tensors = hydra_layout(settings.prefix is not None).named(network, settings.layers - 1)
+    return write_drafter(folder, config, tensors, facts, dtype)
 
 
-def published_names(own: str, settings: HydraSettings) -> list[str]:
-    """The published names of one of the network's parameters, of which all but the first are copies."""
-    if own.startswith("prefix."):
-        return [own.replace("prefix.body", PREFIX).replace("prefix.", f"{PREFIX}.")]
-    _, head, part, kind = own.split(".")  # heads.{i}.{linear, skip, block or lm_head}.{weight or bias}
-    offset, step = (0, 1) if settings.prefix is None else (1, 2)
-    if part == "lm_head":
-        return [f"hydra_lm_head.{head}.{'1.' if offset else ''}{kind}"]
-    if part == "block":
-        return [f"hydra_mlp.{head}.{offset + k * step}.linear.{kind}" for k in range(1, settings.layers)]
-    return [f"hydra_mlp.{head}.{offset}.{'res_connection' if part == 'skip' else part}.{kind}"]
-
-
-def _settings(
-    folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], target: Target
-) -> HydraSettings:
+def _settings(files: DrafterFiles) -> HydraSettings:
     """Return the settings of the heads. Errors as of ``read_hydra``."""
-    file = folder / "config.json"
+    file, config, shapes, target = files.file, files.config, files.shapes, files.target
     h, v = target.services.hidden_size, target.vocabulary
-    numbers = {found[1] for name in shapes if (found := re.match(r"hydra_mlp\.(\d{1,4})\.", name))}
-    if not numbers:
-        some = brief(", ".join(sorted(shapes)[:5]) or "none")
-        raise ValueError(f"{folder} holds no Hydra heads, whose tensors include hydra_mlp.0 (it holds: {some})")
+    numbers = {name.split(".")[1] for name in shapes if name.startswith("hydra_mlp.")}
+    files.expect(bool(numbers), "hydra_mlp.0")
     FIELDS.check(file, config)
-    heads, layers = (whole(file, config, name, most=MAX_LAYERS) for name in ("hydra_num_heads", "hydra_num_layers"))
+    heads, layers = (files.whole(name, most=MAX_LAYERS) for name in ("hydra_num_heads", "hydra_num_layers"))
     if heads != len(numbers):
         raise ValueError(f"{file}: hydra_num_heads is {heads}, but the weight files hold {len(numbers)} heads")
     arch = config.get("hydra_head_arch")
@@ -153,72 +143,34 @@ def _settings(
             f"{file}: hidden_state_offset must be 0, not {brief(offset)}: only heads that read the hidden state after "
             "the final norm are supported"
         )
-    shared, identity = (flag(file, config, name) for name in ("shared_lm_head", "identity_skip"))
-    prefix = _prefix(file, config, target) if arch == "prefix-mlp" else None
-    settings = HydraSettings(h, v, heads, layers, prefix, shared, identity)
-    for part, what, own in (("linear", "hidden size", h), ("lm_head", "vocabulary", v)):
-        size = (shapes.get(published_names(f"heads.0.{part}.weight", settings)[0]) or (own,))[0]
-        if size != own:
-            raise ValueError(f"the Hydra heads at {folder} are for {what} {size}, the target {target.name} has {own}")
-    return settings
+    prefix = _prefix(files) if arch == "prefix-mlp" else None
+    layout = hydra_layout(prefix is not None)
+    linear, lm_head = (
+        shapes.get(layout.published(f"heads.0.{part}.weight")[0], (None,)) for part in ("linear", "lm_head")
+    )
+    files.check_target(*(sizes[0] if sizes else None for sizes in (linear, lm_head)))
+    return HydraSettings(h, v, heads, layers, prefix, files.flag("shared_lm_head"), files.flag("identity_skip"))
 
 
-def _prefix(file: Path, config: Mapping[str, Any], target: Target) -> dict[str, Any]:
+def _prefix(files: DrafterFiles) -> dict[str, Any]:
     """The config of the prefix layer. Errors as of ``read_hydra``."""
-    fields = config.get("prefix_layer_config")
+    fields, target = files.config.get("prefix_layer_config"), files.target
     if fields is None:
         try:
             fields = target.model.config.to_dict()
         except Unsupported as error:
             raise Unsupported(
                 f"the prefix layer of the Hydra heads has the sizes of the target's layers, but {target.name} has no "
-                f"config of transformers: put one into {file} as prefix_layer_config"
+                f"config of transformers: put one into {files.file} as prefix_layer_config"
             ) from error
+        fields = {name: fields[name] for name in fields if name not in ("layer_types", "num_hidden_layers")}
     elif isinstance(fields, dict):
-        LAYER.check(file, fields)
+        LAYER.check(files.file, fields)
     else:
-        raise ValueError(f"{file}: prefix_layer_config must be a mapping, not {brief(fields)}")
+        raise ValueError(f"{files.file}: prefix_layer_config must be a mapping, not {brief(fields)}")
     if (size := fields.get("hidden_size")) != target.services.hidden_size:
         raise ValueError(
-            f"{file}: prefix_layer_config.hidden_size is {brief(size)}, the target {target.name} has "
+            f"{files.file}: prefix_layer_config.hidden_size is {brief(size)}, the target {target.name} has "
             f"{target.services.hidden_size}"
         )
-    kept = {name: fields[name] for name in OF_LAYERS if fields.get(name) is not None}
-    most = whole(file, fields, "max_position_embeddings", default=max(target.context, 1))
-    return kept | {"max_position_embeddings": most}
-
-
-def _names(folder: Path, network: HydraHeads, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
-    """The names in the files of each of the network's parameters: one, or those of all copies.
-
-    Raises:
-        ValueError: a tensor is missing, surplus or misshapen.
-    """
-    settings, names, wanted = network.settings, dict[str, list[str]](), dict[str, tuple[int, ...]]()
-    held = dict(shapes)
-    if network.prefix is not None:
-        held.pop(UNUSED[1], None)
-        if UNUSED[0] in held:
-            wanted[UNUSED[0]] = settings.vocab_size, settings.hidden_size
-    for own, parameter in network.named_parameters():
-        copies = published_names(own, settings)
-        alone = len(copies) > 1 and not any(name in shapes for name in copies[1:])
-        names[own] = copies[:1] if alone else copies
-        wanted |= dict.fromkeys(names[own], tuple(parameter.shape))
-    refuse(folder, misfits(wanted, held))
-    return names
-
-
-def _tensor(folder: Path, copies: list[str], held: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-    """One of the network's parameters.
-
-    Raises:
-        ValueError: it is quantized, NaN or infinite, or its copies differ.
-    """
-    first = read_weight(folder, held, copies[0], dtype)
-    for name in copies[1:]:
-        if not torch.equal(held[copies[0]][:], held[name][:]):
-            raise ValueError(
-                f"{folder}: '{name}' differs from '{copies[0]}', but the layers after a head's first are one layer"
-            )
-    return first
+    return {name: value for name, value in files.layer_fields(fields).items() if value is not None}

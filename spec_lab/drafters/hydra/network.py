@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from spec_lab.drafters.draft_layers import DraftLayers, load_weights, random_weights, rms_norm, small_layer
-from spec_lab.models.services import TargetServices
+from spec_lab.drafters.draft_layers import DrafterNetwork, DraftLayers, random_network, rms_norm, small_layer
 from spec_lab.models.target import Target
 
 
@@ -94,7 +93,7 @@ class HydraHead(nn.Module):
         return lm_head(x) if self.lm_head is None else self.lm_head(x)
 
 
-class HydraHeads(nn.Module):
+class HydraHeads(DrafterNetwork):
     """All heads, and the prefix layer if there is one.
 
     Args:
@@ -110,19 +109,18 @@ class HydraHeads(nn.Module):
         self.settings = settings
         self.prefix = None if settings.prefix is None else PrefixLayer(settings.prefix)
         self.heads = nn.ModuleList(HydraHead(number, settings) for number in range(settings.heads))
-        self.services: TargetServices | None = None
 
     def __len__(self) -> int:
         return self.settings.heads
 
     def inputs(self, state: Tensor, token: Tensor) -> Tensor:
         """States ``[n, H]`` and the tokens after them ``[n, i + 1]`` -> what head i reads ``[n, (i + 2)H]``."""
-        return torch.cat([state, self._services.embed(token).flatten(1)], -1)
+        return torch.cat([state, self.services.embed(token).flatten(1)], -1)
 
     def forward(self, x: Tensor) -> Tensor:
         """What head i reads ``[n, (i + 2)H]`` -> its logits ``[n, V]``."""
         number = x.shape[-1] // self.settings.hidden_size - 2
-        out: Tensor = self.heads[number](x, self._services.lm_head)
+        out: Tensor = self.heads[number](x, self.services.lm_head)
         return out
 
     def toy(self, target: Target, heads: int) -> HydraHeads:
@@ -130,15 +128,4 @@ class HydraHeads(nn.Module):
         h = target.services.hidden_size
         prefix = None if self.prefix is None else small_layer(h)
         own = replace(self.settings, hidden_size=h, vocab_size=target.vocabulary, heads=heads, prefix=prefix)
-        return random_heads(own, target)
-
-    @property
-    def _services(self) -> TargetServices:
-        assert self.services is not None, "the network was not bound to a target"
-        return self.services
-
-
-def random_heads(settings: HydraSettings, target: Target, seed: int = 0) -> HydraHeads:
-    """Heads for a target with random weights."""
-    network = HydraHeads(settings)
-    return load_weights(network, random_weights(network, seed), target.services, target.lm.device, target.lm.dtype)
+        return random_network(HydraHeads(own), target)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.options import one_of
-from spec_lab.drafters.draft_layers import load_weights, random_weights
+from spec_lab.drafters.draft_layers import load_weights, random_network
 from spec_lab.drafters.hydra.files import ARCHS, write_hydra
 from spec_lab.drafters.hydra.network import HydraHead, HydraHeads, HydraSettings
 from spec_lab.drafters.hydra.propose import Hydra
@@ -66,7 +66,7 @@ class HydraRecipe:
         prefix = None if self.arch == "mlp" else layer_of(target, None, self.intermediate_size)
         sizes = h, target.vocabulary, self.heads, self.layers
         network = HydraHeads(HydraSettings(*sizes, prefix, shared_lm_head=True, identity_skip=self.identity_skip))
-        load_weights(network, random_weights(network, seed), target.services, target.lm.device, torch.float32)
+        random_network(network, target, torch.float32, seed)
         with torch.no_grad():
             for head in network.heads.children():
                 assert isinstance(head, HydraHead)
@@ -89,7 +89,7 @@ class HydraRecipe:
         for name, one in tensors.items():
             if name.endswith(("linear.weight", "skip.weight")):
                 one[:, h:] *= scale
-        network = load_weights(HydraHeads(module.settings), tensors, target.services, target.lm.device, torch.float32)
+        network = load_weights(HydraHeads(module.settings), tensors, target)
         return write_hydra(network, folder, target.name, facts, torch.bfloat16)
 
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:

@@ -17,11 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from spec_lab.drafters.draft_layers import DraftLayers, load_weights, random_weights, small_layer
-from spec_lab.models.services import TargetServices
+from spec_lab.drafters.draft_layers import DrafterNetwork, DraftLayers, random_network, small_layer
 from spec_lab.models.target import Target
 
 
@@ -41,12 +39,8 @@ class KangarooSettings:
     exit_layer: int
     layers: int = 1
 
-    def network(self) -> Kangaroo:
-        """The network, without weights."""
-        return Kangaroo(self)
 
-
-class Kangaroo(nn.Module):
+class Kangaroo(DrafterNetwork):
     """The adapter. ``services`` has the target's LM head."""
 
     def __init__(self, settings: KangarooSettings) -> None:
@@ -56,7 +50,6 @@ class Kangaroo(nn.Module):
         self.norm = self.body.norm()
         for layer in self.body.layers:
             del layer.mlp, layer.post_attention_layernorm
-        self.services: TargetServices | None = None
 
     @property
     def layers(self) -> int:
@@ -74,19 +67,10 @@ class Kangaroo(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Normed states ``[n, H]`` -> the target's logits of them ``[n, V]``."""
-        assert self.services is not None, "the network was not bound to a target"
         return self.services.lm_head(x)
 
     def toy(self, target: Target) -> Kangaroo:
         """The same kind of adapter with random weights, in the sizes of another target, after its first layer."""
         h = target.services.hidden_size
         own = replace(self.settings, layer=small_layer(h), hidden_size=h, exit_layer=1)
-        return random_kangaroo(own, target.services, target.lm.device, target.lm.dtype)
-
-
-def random_kangaroo(
-    settings: KangarooSettings, services: TargetServices, device: torch.device, dtype: torch.dtype, seed: int = 0
-) -> Kangaroo:
-    """An adapter with random weights."""
-    network = settings.network()
-    return load_weights(network, random_weights(network, seed), services, device, dtype)
+        return random_network(Kangaroo(own), target)

@@ -29,6 +29,7 @@ from spec_lab.drafters.early_exit import EarlyExit
 from spec_lab.drafters.features import Features, FeatureState, observe_features
 from spec_lab.drafters.kangaroo.files import read_kangaroo
 from spec_lab.drafters.kangaroo.network import Kangaroo
+from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.layer_checks import check_exit, with_layer_ranges
 from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
@@ -133,8 +134,8 @@ def load(target: Target, path: str, exit_layer: int | None = None, **options: Un
     plan.check_width(target.vocabulary)
     given = None if exit_layer is None else whole("proposer.exit_layer", exit_layer)
     lm = with_layer_ranges(target, "kangaroo")
-    adapter = read_kangaroo(path, target, given)
-    layers = adapter.network.settings.exit_layer
+    network = read_kangaroo(path, target, given)
+    layers = network.settings.exit_layer
     check_exit(lm, layers, target.name)
-    pack(adapter.network)
-    return EarlyExit(lm, layers, plan, KangarooHead(adapter.network, target, plan.computed, adapter.sha256))
+    pack(network)
+    return EarlyExit(lm, layers, plan, KangarooHead(network, target, plan.computed, weights_hash(path)))

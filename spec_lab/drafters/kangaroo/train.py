@@ -10,9 +10,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from spec_lab.drafters.draft_layers import random_network
 from spec_lab.drafters.kangaroo import propose as kangaroo
 from spec_lab.drafters.kangaroo.files import write_kangaroo
-from spec_lab.drafters.kangaroo.network import Kangaroo, KangarooSettings, random_kangaroo
+from spec_lab.drafters.kangaroo.network import Kangaroo, KangarooSettings
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.chain import check_options
@@ -53,7 +54,7 @@ class KangarooRecipe:
         settings = KangarooSettings(
             layer_of(target, self.heads, None), target.services.hidden_size, self._exit_layer(target), self.layers
         )
-        network = random_kangaroo(settings, target.services, target.lm.device, torch.float32, seed)
+        network = random_network(Kangaroo(settings), target, torch.float32, seed)
         with torch.no_grad():
             for layer in network.body.layers:
                 layer.self_attn.o_proj.weight.zero_()

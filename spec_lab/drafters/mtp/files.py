@@ -16,34 +16,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
 
 from spec_lab.core.options import brief
-from spec_lab.drafters.drafter_files import (
-    OF_LAYERS,
-    Fields,
-    misfits,
-    named_by,
-    read_weight,
-    refuse,
-    whole,
-    write_drafter,
-)
-from spec_lab.drafters.mtp.network import Mtp, MtpSettings, mtp_with_weights
-from spec_lab.models.checkpoint import MTP, mtp_prefixes, open_weights, read_config, weight_files, weights_hash
+from spec_lab.drafters.draft_layers import load_weights
+from spec_lab.drafters.drafter_files import OF_LAYERS, DrafterFiles, Fields, Meanings, write_drafter
+from spec_lab.drafters.layouts import Entry, Layout, misfits
+from spec_lab.drafters.mtp.network import Mtp, MtpSettings
+from spec_lab.models.checkpoint import MTP, mtp_prefixes, open_weights, read_config, weight_files
 from spec_lab.models.loading import describe
 from spec_lab.models.target import Target
 
-Layout = Literal["deepseek", "qwen"]
+Names = Literal["deepseek", "qwen"]
 
-FRAMES: Mapping[Layout, Mapping[str, str]] = {
+FRAMES: Mapping[Names, Mapping[str, str]] = {
     "deepseek": {
         "enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "embed_tokens": "embed_tokens",
         "shared_head.norm": "norm", "shared_head.head": "head",
@@ -54,9 +44,9 @@ FRAMES: Mapping[Layout, Mapping[str, str]] = {
     },
 }  # fmt: skip
 """Published names of what is around a decoder layer, and the network's own."""
-COUNTS: Mapping[Layout, str] = {"deepseek": "num_nextn_predict_layers", "qwen": "mtp_num_hidden_layers"}
+COUNTS: Mapping[Names, str] = {"deepseek": "num_nextn_predict_layers", "qwen": "mtp_num_hidden_layers"}
 """Fields of a config that hold the number of modules."""
-MEANINGS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+MEANINGS: Meanings = {
     "scoring_func": (("sigmoid",), "experts that are scored otherwise are not supported"),
     "topk_method": (("noaux_tc",), "experts that are chosen otherwise are not supported"),
     "moe_layer_freq": ((1,), "experts in some layers only are not supported"),
@@ -74,20 +64,21 @@ NOT_OF_LAYERS = {
 """Fields of a config that do not describe the decoder layers."""
 
 
-@dataclass(frozen=True, eq=False)
-class MtpModules:
-    """Modules that were read.
+def mtp_layout(names: Names, prefixes: Sequence[str]) -> Layout:
+    """The table of modules whose tensors begin with these prefixes, in order of module."""
+    rows = [
+        Entry(f"{prefix}{published}.*", f"frames.{number}.{own}.*")
+        for number, prefix in enumerate(prefixes)
+        for published, own in FRAMES[names].items()
+    ]
+    if names == "qwen":
+        rows.append(Entry(f"{MTP}layers.*", "body.layers.*"))
+    else:
+        rows += [Entry(f"{prefix}*", f"body.layers.{number}.*") for number, prefix in enumerate(prefixes)]
+    return Layout("MTP", tuple(rows))
 
-    Args:
-        network: bound to the target.
-        sha256: of the weight files.
-    """
 
-    network: Mtp
-    sha256: str
-
-
-def read_mtp(path: str | None, target: Target) -> MtpModules:
+def read_mtp(path: str | None, target: Target) -> Mtp:
     """Read MTP modules for a target, into its dtype and onto its device.
 
     Args:
@@ -103,12 +94,10 @@ def read_mtp(path: str | None, target: Target) -> MtpModules:
     """
     if path is not None and (not isinstance(path, str) or not path):
         raise ValueError(f"proposer.path must name a folder of MTP modules, or be null, not {path!r}")
-    own = path is None or Path(path).resolve() == Path(target.name).resolve()
+    own = in_target(path, target)
     if own:
         _ = target.model  # refuses other runners
-        folder = describe(target.name).folder
-    else:
-        folder = Path(str(path))
+    folder = describe(target.name).folder if own else Path(str(path))
     config = read_config(folder)
     with open_weights(weight_files(folder)) as held:
         layers = target.services.num_layers if own else 0
@@ -120,96 +109,82 @@ def read_mtp(path: str | None, target: Target) -> MtpModules:
                 f"neither model.layers.N.eh_proj.weight{f' with N from {layers} on' if own else ''} nor mtp.fc.weight "
                 f"(it holds: {some}); set proposer.path to a folder that holds one, or choose another proposer"
             )
-        layout: Layout = "qwen" if prefixes[-1] == MTP else "deepseek"
-        if layout == "qwen" and len(prefixes) > 1:
+        names: Names = "qwen" if prefixes[-1] == MTP else "deepseek"
+        if names == "qwen" and len(prefixes) > 1:
             raise ValueError(f"{folder} holds MTP modules of two layouts, {prefixes[0]} and {MTP}: remove one of them")
-        names = _names(held, prefixes, layout, surplus=not own)
-        settings = _settings(folder, config, names, prefixes, layout, target)
-        with named_by(folder):
-            network = settings.network()
-        _check_fields(folder / "config.json", config, network, own)
-        published = partial(_published, layout=layout, prefixes=prefixes)
-        tensors = _weights(folder, network, held, names, target.lm.dtype, published)
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"{folder}: '{published(name)}' holds NaN or infinite values")
-    mtp_with_weights(network, tensors, target.services, target.lm.device)
-    return MtpModules(network, target.sha256 if own else weights_hash(str(folder)))
+        if own:  # other tensors are the target's
+            held = {name: tensor for name, tensor in held.items() if name.startswith(tuple(prefixes))}
+        return _read(DrafterFiles("MTP modules", folder, config, held, target), names, prefixes, own)
 
 
-def _names(held: Mapping[str, Any], prefixes: Sequence[str], layout: Layout, surplus: bool) -> dict[str, str]:
-    """The network's own name of each published tensor of the modules.
+def in_target(path: str | None, target: Target) -> bool:
+    """Whether the modules are in the target's own checkpoint."""
+    return path is None or Path(path).resolve() == Path(target.name).resolve()
+
+
+def _read(files: DrafterFiles, names: Names, prefixes: Sequence[str], own: bool) -> Mtp:
+    """Read the modules that begin with these prefixes. Errors as of ``read_mtp``."""
+    layout, dtype = mtp_layout(names, prefixes), files.target.lm.dtype
+    ours = {name: layout.own(name) for name in files.held}
+    settings = _settings(files, {*ours.values()}, names, len(prefixes))
+    network = files.described(lambda: Mtp(settings))
+    _check_fields(files, network, own)
+    described = sum(parameter.numel() for parameter in network.parameters())
+    count = sum(math.prod(shape) for shape in files.shapes.values())
+    if described > 4 * count + 2**26:  # exact sizes are compared below, where layers of these sizes are made
+        raise ValueError(
+            f"the weights of {files.folder} do not fit its config.json, which describes MTP modules with {described} "
+            f"parameters; the weight files hold {count}"
+        )
+    # The names of a family's checkpoints may differ from those of its modules (experts): transformers converts them.
+    layers = {f"model.{our[5:]}": files.held[name] for name, our in ours.items() if our and our.startswith("body.")}
+    body, problems = network.body.read(layers, dtype)
+    problems = [
+        re.sub(r"^model(\.layers\.\S+)", lambda found: layout.published(f"body{found[1]}")[0], text)
+        for text in problems
+    ]
+    frames = {name: tuple(one.shape) for name, one in network.named_parameters() if name.startswith("frames.")}
+    wanted = layout.of_network(frames, files.shapes)
+    held = {name: files.shapes[name] for name, our in ours.items() if our is None or our.startswith("frames.")}
+    files.refuse(problems + misfits(wanted.shapes, held))
+    tensors = {our: files.tensor(published[0], dtype) for our, published in wanted.names.items()}
+    for name, tensor in body.items():
+        tensors[f"body.{name}"] = files.finite(layout.published(f"body.{name}")[0], tensor)
+    return load_weights(network, tensors, files.target)
+
+
+def _settings(files: DrafterFiles, ours: set[str | None], names: Names, prefixes: int) -> MtpSettings:
+    """Return the settings of the modules. Errors as of ``read_mtp``.
 
     Args:
-        surplus: whether tensors of no module are included, under their own names.
+        files: of the modules.
+        ours: our names of the tensors.
+        names: of the layout.
+        prefixes: how many begin names of tensors.
     """
-    found = {}
-    for name in held:
-        number = next((number for number, prefix in enumerate(prefixes) if name.startswith(prefix)), None)
-        if number is None:
-            if surplus:
-                found[name] = name
-            continue
-        rest = name.removeprefix(prefixes[number])
-        kind, _, tensor = rest.rpartition(".")
-        if kind in FRAMES[layout]:
-            found[name] = f"frames.{number}.{FRAMES[layout][kind]}.{tensor}"
-        elif layout == "deepseek":
-            found[name] = f"body.layers.{number}.{rest}"
-        else:
-            found[name] = f"body.{rest}" if rest.startswith("layers.") else name
-    return found
-
-
-def _published(name: str, layout: Layout, prefixes: Sequence[str]) -> str:
-    """The published name of one of the network's tensors; other names as they are."""
-    if match := re.fullmatch(r"frames\.(\d+)\.(\w+)\.(\w+)", name):
-        outer = {own: kind for kind, own in FRAMES[layout].items()}
-        return f"{prefixes[int(match[1])]}{outer[match[2]]}.{match[3]}"
-    if match := re.fullmatch(r"body\.layers\.(\d+)\.(.+)", name):
-        return f"{MTP}layers.{match[1]}.{match[2]}" if layout == "qwen" else f"{prefixes[int(match[1])]}{match[2]}"
-    return name
-
-
-def _settings(
-    folder: Path,
-    config: Mapping[str, Any],
-    names: Mapping[str, str],
-    prefixes: Sequence[str],
-    layout: Layout,
-    target: Target,
-) -> MtpSettings:
-    """Return the settings of the modules. Errors as of ``read_mtp``."""
-    file, wide = folder / "config.json", target.services.hidden_size
-    own = {*names.values()}
-    numbers = {int(match[1]) for name in own if (match := re.match(r"body\.layers\.([0-9]{1,9})\.", name))}
-    modules = len(prefixes) if layout == "deepseek" else max(len(numbers), 1)
-    stated = config.get(COUNTS[layout])
+    file, config = files.file, files.config
+    numbers = {found[1] for name in ours if name and (found := re.match(r"body\.layers\.([0-9]{1,9})\.", name))}
+    modules = prefixes if names == "deepseek" else max(len(numbers), 1)
+    stated = config.get(COUNTS[names])
     if stated is not None and stated != modules:
-        raise ValueError(
-            f"{file}: {COUNTS[layout]} is {brief(stated)}, but the weight files hold {modules} MTP modules"
-        )
-    h = config.get("hidden_size")
-    if h != wide:
-        raise ValueError(
-            f"the MTP modules in {folder} are for hidden size {brief(h)}, the target {target.name} has {wide}"
-        )
+        raise ValueError(f"{file}: {COUNTS[names]} is {brief(stated)}, but the weight files hold {modules} MTP modules")
+    files.check_target(files.whole("hidden_size"))
     fields = {name: value for name, value in config.items() if name not in NOT_OF_LAYERS}
-    fields["max_position_embeddings"] = whole(file, config, "max_position_embeddings", default=max(target.context, 1))
+    fields["max_position_embeddings"] = files.whole("max_position_embeddings", max(files.target.context, 1))
     before = config.get("num_hidden_layers")
     first, kinds = fields.get("first_k_dense_replace"), fields.get("mlp_layer_types")
-    if layout == "deepseek" and isinstance(before, int):  # the modules are further layers
+    if names == "deepseek" and isinstance(before, int):  # the modules are further layers
         if isinstance(first, int):
             fields["first_k_dense_replace"] = max(first - before, 0)
         if isinstance(kinds, list) and kinds:
             fields["mlp_layer_types"] = [*kinds, *kinds[-1:] * modules][before : before + modules]
     return MtpSettings(
-        fields, wide, target.vocabulary, modules, layout == "qwen",
-        own_embedding="frames.0.embed_tokens.weight" in own, own_head="frames.0.head.weight" in own,
+        fields, files.target.services.hidden_size, files.target.vocabulary, modules, names == "qwen",
+        own_embedding="frames.0.embed_tokens.weight" in ours, own_head="frames.0.head.weight" in ours,
     )  # fmt: skip
 
 
-def _check_fields(file: Path, config: Mapping[str, Any], network: Mtp, own: bool) -> None:
+def _check_fields(files: DrafterFiles, network: Mtp, own: bool) -> None:
     """Refuse fields that are not known; those of the target's layers are checked when the target is loaded.
 
     Raises:
@@ -217,53 +192,14 @@ def _check_fields(file: Path, config: Mapping[str, Any], network: Mtp, own: bool
     """
     family = type(network.body.config)
     read = {*family().to_dict(), *family.attribute_map, *OF_LAYERS, "partial_rotary_factor", *COUNTS.values()}
-    fields = Fields("MTP modules", read, MEANINGS, NOT_READ)
-    fields.check(file, {name: value for name, value in config.items() if not own or "mtp" in name or "nextn" in name})
-
-
-def _weights(
-    folder: Path,
-    network: Mtp,
-    held: Mapping[str, Any],
-    names: Mapping[str, str],
-    dtype: torch.dtype,
-    published: Callable[[str], str],
-) -> dict[str, Tensor]:
-    """The network's weights.
-
-    Args:
-        folder: for messages.
-        network: without weights.
-        held: tensors of the files.
-        names: the network's own name of each.
-        dtype: of the weights.
-        published: the published name of one of the network's tensors.
-
-    Raises:
-        ValueError: a tensor is missing, surplus or misshapen.
-    """
-    described = sum(one.numel() for one in network.parameters())
-    count = sum(math.prod(one.get_shape()) for one in held.values())
-    if described > 4 * count + 2**26:  # exact sizes are compared below, where layers of these sizes are made
-        raise ValueError(
-            f"the weights of {folder} do not fit its config.json, which describes MTP modules with {described} "
-            f"parameters; the weight files hold {count}"
-        )
-    layers = {f"model.{own[5:]}": held[name] for name, own in names.items() if own.startswith("body.")}
-    body, problems = network.body.read(layers, dtype)
-    problems = [re.sub(r"^model(\.layers\.\S+)", lambda one: published(f"body{one[1]}"), text) for text in problems]
-    frames = {name: tuple(one.shape) for name, one in network.named_parameters() if name.startswith("frames.")}
-    wanted = {published(name): shape for name, shape in frames.items()}
-    others = {name: tuple(held[name].get_shape()) for name, own in names.items() if not own.startswith("body.")}
-    refuse(folder, problems + misfits(wanted, others))
-    tensors = {names[name]: read_weight(folder, held, name, dtype) for name in wanted}
-    return tensors | {f"body.{name}": one for name, one in body.items()}
+    config = {name: value for name, value in files.config.items() if not own or "mtp" in name or "nextn" in name}
+    Fields("MTP modules", read, MEANINGS, NOT_READ).check(files.file, config)
 
 
 def write_mtp(
     network: Mtp,
     folder: Path,
-    layout: Layout,
+    layout: Names,
     layers: int,
     facts: Mapping[str, str],
     dtype: torch.dtype | None = None,
@@ -285,9 +221,9 @@ def write_mtp(
     if settings.modules > 1 and settings.shared != (layout == "qwen"):
         kind = "share" if settings.shared else "do not share"
         raise ValueError(f"layout {layout!r} cannot hold {settings.modules} MTP modules that {kind} their norms")
-    prefixes = [MTP] if layout == "qwen" else [f"model.layers.{layers + one}." for one in range(settings.modules)]
-    tensors = {_published(name, layout, prefixes): tensor.to(dtype) for name, tensor in network.state_dict().items()}
+    prefixes = [MTP] if layout == "qwen" else [f"model.layers.{layers + number}." for number in range(settings.modules)]
+    tensors = mtp_layout(layout, prefixes).named(network)
     config = dict(settings.layer) | {
         "num_hidden_layers": layers, "vocab_size": settings.vocab_size, COUNTS[layout]: settings.modules,
     }  # fmt: skip
-    return write_drafter(folder, config, tensors, facts)
+    return write_drafter(folder, config, tensors, facts, dtype)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_lab.drafters.draft_layers import DraftLayers, load_weights, random_weights, small_layer
+from spec_lab.drafters.draft_layers import DrafterNetwork, DraftLayers, random_network, small_layer
 from spec_lab.models.services import TargetServices
 from spec_lab.models.target import Target
 
@@ -52,10 +52,6 @@ class MtpSettings:
     own_embedding: bool = False
     own_head: bool = False
 
-    def network(self) -> Mtp:
-        """The network, without weights."""
-        return Mtp(self)
-
 
 class Frame(nn.Module):
     """The parts of a module around its decoder layer."""
@@ -75,7 +71,7 @@ class Frame(nn.Module):
         return mixed
 
 
-class Mtp(nn.Module):
+class Mtp(DrafterNetwork):
     """The network. With several modules a feature ends with the number of the module that reads it, from 0 on."""
 
     hidden = (-1,)
@@ -86,22 +82,11 @@ class Mtp(nn.Module):
         self.body = DraftLayers(settings.layer, settings.modules, whole=True)
         frames = 1 if settings.shared else settings.modules
         self.frames: Any = nn.ModuleList(Frame(settings, self.body) for _ in range(frames))
-        self._services: TargetServices | None = None
 
     @property
     def layers(self) -> int:
         """The number of decoder layers, one of each module."""
         return self.settings.modules
-
-    @property
-    def services(self) -> TargetServices:
-        """The target's embedding and LM head."""
-        assert self._services is not None, "the network was not bound to a target"
-        return self._services
-
-    @services.setter
-    def services(self, services: TargetServices) -> None:
-        self._services = services
 
     def features(self, hidden: Tensor) -> Tensor:
         """``[n, H]`` hidden states after the final norm -> features, which the first module reads."""
@@ -146,7 +131,7 @@ class Mtp(nn.Module):
             self.settings, layer=small_layer(h), hidden_size=h, vocab_size=target.vocabulary,
             own_embedding=False, own_head=False,
         )  # fmt: skip
-        return random_mtp(own, target.services, target.lm.device, target.lm.dtype)
+        return random_network(Mtp(own), target)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """What comes before the module's number, and that number; None with one module."""
@@ -163,25 +148,3 @@ def _chosen(values: Sequence[Tensor], number: Tensor | None) -> Tensor:
         assert number is not None
         found = torch.where(number == one, value, found)
     return found
-
-
-def random_mtp(
-    settings: MtpSettings, services: TargetServices, device: torch.device, dtype: torch.dtype, seed: int = 0
-) -> Mtp:
-    """A network with random weights."""
-    network = settings.network()
-    tensors = {name: one.to(dtype) for name, one in random_weights(network, seed).items()}
-    return mtp_with_weights(network, tensors, services, device)
-
-
-def mtp_with_weights(
-    network: Mtp, tensors: Mapping[str, Tensor], services: TargetServices, device: torch.device
-) -> Mtp:
-    """The network with these weights, which must be exactly its own, in their own dtypes, ready to draft for a target.
-
-    (The rotary embedding stays in float32.)
-    """
-    load_weights(network, tensors, services, device, None)
-    if any(one.dtype == torch.float64 for one in network.parameters()):
-        network.body.config._experts_implementation = "eager"  # the fused kernels have no float64
-    return network

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Unpack
 
 from spec_lab.drafters.feature_drafter import FeatureDrafter
-from spec_lab.drafters.mtp.files import read_mtp
+from spec_lab.drafters.mtp.files import in_target, read_mtp
+from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
@@ -29,6 +30,7 @@ def load(target: Target, path: str | None = None, **options: Unpack[TreeOptions]
     """
     plan = TreePlan.read(**options)
     plan.check_width(target.vocabulary)
-    modules = read_mtp(path, target)
-    pack(modules.network)
-    return FeatureDrafter(modules.network, target, plan, "mtp", modules.sha256)
+    network = read_mtp(path, target)
+    pack(network)
+    sha256 = target.sha256 if in_target(path, target) else weights_hash(str(path))
+    return FeatureDrafter(network, target, plan, "mtp", sha256)

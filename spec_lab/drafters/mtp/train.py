@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.options import one_of
+from spec_lab.drafters.draft_layers import random_network
 from spec_lab.drafters.mtp import propose as mtp
-from spec_lab.drafters.mtp.files import Layout, write_mtp
-from spec_lab.drafters.mtp.network import Mtp, MtpSettings, random_mtp
+from spec_lab.drafters.mtp.files import Names, write_mtp
+from spec_lab.drafters.mtp.network import Mtp, MtpSettings
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective, check_options, unrolled
@@ -59,7 +60,7 @@ class MtpRecipe:
         """See ``Recipe``."""
         layer = layer_of(target, self.heads, self.intermediate_size)
         settings = MtpSettings(layer, target.services.hidden_size, target.vocabulary, shared=self.layout == "qwen")
-        network = random_mtp(settings, target.services, target.lm.device, torch.float32, seed)
+        network = random_network(Mtp(settings), target, torch.float32, seed)
         network.requires_grad_(True).train()
         head = TargetHead.of(target)
         drafts = MtpDrafts(network, head, self.unrolls)
@@ -69,7 +70,7 @@ class MtpRecipe:
     def write(self, module: torch.nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
         """See ``Recipe``: in bfloat16."""
         assert isinstance(module, Mtp)
-        layout = cast(Layout, self.layout)
+        layout = cast(Names, self.layout)
         return write_mtp(module, folder, layout, target.services.num_layers, facts, torch.bfloat16)
 
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:

@@ -14,23 +14,22 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Purpose
 from spec_lab.core.request import Request
 from spec_lab.decode.step import Parts
-from spec_lab.drafters.block.network import BlockSettings
-from spec_lab.drafters.block.network import random_network as block_network
+from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
 from spec_lab.drafters.block.propose import BlockDrafter
 from spec_lab.drafters.cascade import DraftCascade
-from spec_lab.drafters.draft_layers import small_layer
+from spec_lab.drafters.draft_layers import random_network, small_layer
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.drafters.draft_model.vocabularies import SharedTokens, one_to_one
-from spec_lab.drafters.eagle.network import Eagle3Settings, EagleSettings, random_network
+from spec_lab.drafters.eagle.network import Eagle3Settings, EagleSettings
 from spec_lab.drafters.early_exit import EarlyExit
 from spec_lab.drafters.feature_drafter import FeatureDrafter
-from spec_lab.drafters.hydra.network import HydraSettings, random_heads
+from spec_lab.drafters.hydra.network import HydraHeads, HydraSettings
 from spec_lab.drafters.hydra.propose import Hydra
-from spec_lab.drafters.kangaroo.network import KangarooSettings, random_kangaroo
+from spec_lab.drafters.kangaroo.network import Kangaroo, KangarooSettings
 from spec_lab.drafters.kangaroo.propose import KangarooHead
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
-from spec_lab.drafters.mtp.network import MtpSettings, random_mtp
+from spec_lab.drafters.mtp.network import Mtp, MtpSettings
 from spec_lab.drafters.pard.propose import Pard
 from spec_lab.drafters.skip.propose import Skip
 from spec_lab.drafters.skip.search import SkipSearch
@@ -54,6 +53,7 @@ from spec_lab.tasks.certify.instances import FEW, LOOPS, QUICK, STEPS, Instance
 from spec_lab.tasks.certify.pair import Check, Pair
 from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, table_models
 from spec_lab.verify import Cascade, Gumbel, KSeq, Lenient, Match, Token, Traversal, Verdict
+from tests.drafters.eagle_heads import network_of
 from tests.propose.lab import decode
 from tests.tasks.certify.parts import LOSSLESS, VERIFIERS, Claims, Forgets, Hotter, Misstates, Uniform, Verifies
 
@@ -87,23 +87,23 @@ def cascade(inner, verifier=None, **options):
 
 
 def eagle(settings, tree="2x1", drawn="point", **options):
-    network = random_network(settings, TARGET.services, TARGET.lm.device, TARGET.lm.dtype)
+    network = random_network(network_of(settings), TARGET)
     return FeatureDrafter(network, TARGET, TreePlan(parse(tree), drawn, **options), "eagle")
 
 
 def hydra(prefix, tree="2x1", drawn="point", **options):
     settings = HydraSettings(4, 4, 3, 2, small_layer(4) if prefix else None, shared_lm_head=prefix)
-    return Hydra(random_heads(settings, TARGET), TARGET, TreePlan(parse(tree), drawn, **options))
+    return Hydra(random_network(HydraHeads(settings), TARGET), TARGET, TreePlan(parse(tree), drawn, **options))
 
 
 def mtp(settings, tree, drawn):
-    network = random_mtp(settings, TARGET.services, TARGET.lm.device, TARGET.lm.dtype)
+    network = random_network(Mtp(settings), TARGET)
     return FeatureDrafter(network, TARGET, TreePlan(parse(tree), drawn), "mtp")
 
 
 def block(tree, drawn, size, **own):
     settings = BlockSettings(small_layer(4), 4, 4, 4, (0, 1), block_size=size, mask_token=3, **own)
-    return BlockDrafter(block_network(settings, TARGET), TARGET, TreePlan(parse(tree), drawn))
+    return BlockDrafter(random_network(BlockNetwork(settings), TARGET), TARGET, TreePlan(parse(tree), drawn))
 
 
 def pard(tree, drawn):
@@ -115,9 +115,7 @@ def early_exit(tree="1x1", drawn="iid", **options):
 
 
 def kangaroo(tree="1x1", drawn="iid", **options):
-    network = random_kangaroo(
-        KangarooSettings(small_layer(4), 4, 1), TARGET.services, TARGET.lm.device, TARGET.lm.dtype
-    )
+    network = random_network(Kangaroo(KangarooSettings(small_layer(4), 4, 1)), TARGET)
     plan = TreePlan(parse(tree), drawn, **options)
     return EarlyExit(TARGET.lm, 1, plan, KangarooHead(network, TARGET, plan.computed))
 
