@@ -7,9 +7,9 @@ numbers of layers whose outputs are read, one less than those of ``hidden_states
 computed, and are not read, are refused by name (``DFLASH``, ``DSPARK``).
 
 - DFlash: ``block_size`` (here or in ``dflash_config``), and in ``dflash_config`` ``mask_token_id`` and
-  ``target_layer_ids``. Entry i of a block predicts the token at its own position.
+  ``target_layer_ids``. Row i of a block predicts the token at its own position.
 - DSpark: ``block_size``, ``mask_token_id``, ``target_layer_ids``, ``markov_rank`` and ``markov_head_type`` (only
-  "vanilla") at the top level; ``markov_head.markov_w1.weight`` and ``markov_head.markov_w2.weight``, both [V, r]. Entry i
+  "vanilla") at the top level; ``markov_head.markov_w1.weight`` and ``markov_head.markov_w2.weight``, both [V, r]. Row i
   predicts the token after its position. A confidence head, which shortens drafts, is not read.
 """
 
