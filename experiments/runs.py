@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import safe_open
 
 import spec_lab
-from spec_lab.train.generate import Generation
+from scripts.zoo.generate import Generation
 
 ZOO = Path(spec_lab.__file__).parent / "zoo"
 """The folder of the bundled models."""

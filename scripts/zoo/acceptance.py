@@ -20,10 +20,10 @@ from spec_lab.drafters.hydra.train import HydraDrafts
 from spec_lab.models.target import Target
 from spec_lab.train.chain import ChainObjective
 from spec_lab.train.fit import Objective
-from spec_lab.train.generate import continue_text
 from spec_lab.train.recipe import TargetHead
 from spec_lab.train.texts import Texts
 
+from .generate import continue_text
 from .settings import POSITIONS
 
 NAMES = {"eagle3": "EAGLE-3", "hydra": "Hydra"}

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.models.target import Target
 from spec_lab.train.export import file_sha256
-from spec_lab.train.generate import continue_text
 
 from . import acceptance, pretrain, prompts
+from .generate import continue_text
 from .settings import Settings
 
 TEXT = """# Bundled models

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +19,10 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from spec_lab.train.tokens import Batches
+from spec_lab.core.tensors import save_tensors
 from spec_lab.train.trainer import Plan, Trainer, schedule
 
+from .batches import Batches
 from .kernels import cross_entropy
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,15 @@ def load(path: Path, shape: Shape, plan: Plan, threads: int = 1) -> Trainer[Llam
     trainer = Trainer(build(replace(shape, layers=int(metadata["layers"])), plan.seed), plan, threads)
     trainer.restore(tensors, int(metadata["step"]), int(metadata["sequences"]))
     return trainer
+
+
+def write_checkpoint(trainer: Trainer[LlamaForCausalLM], path: Path) -> None:
+    """Write a checkpoint atomically."""
+    metadata = {
+        "step": str(trainer.step), "sequences": str(trainer.sequences),
+        "layers": str(trainer.model.config.num_hidden_layers), "plan": json.dumps(asdict(trainer.plan)),
+    }  # fmt: skip
+    save_tensors(trainer.tensors(), path, metadata)
 
 
 def grow(trainer: Trainer[LlamaForCausalLM], shape: Shape) -> Trainer[LlamaForCausalLM]:
@@ -196,8 +206,8 @@ def pretrain(
         if trainer.step % eval_steps == 0:
             report()
         if time.monotonic() - saved > save_seconds:
-            trainer.save(checkpoint)
+            write_checkpoint(trainer, checkpoint)
             saved = time.monotonic()
-    trainer.save(checkpoint)
+    write_checkpoint(trainer, checkpoint)
     report()
     return trainer

@@ -17,13 +17,13 @@ from spec_lab.drafters.hydra.train import HydraRecipe
 from spec_lab.drafters.medusa.train import MedusaRecipe
 from spec_lab.drafters.mtp.train import MtpRecipe
 from spec_lab.drafters.pard.train import PardRecipe
-from spec_lab.train.distill import Distillation
 from spec_lab.train.fit import FitPlan
-from spec_lab.train.generate import Generation
 from spec_lab.train.recipe import Recipe
 from spec_lab.train.trainer import Plan
 
 from . import corpus
+from .distill import Distillation
+from .generate import Generation
 from .pretrain import DRAFT, TARGET, Control, Shape, grow, load
 
 ZOO = Path(__file__).parents[2] / "spec_lab" / "zoo"

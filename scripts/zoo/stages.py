@@ -35,20 +35,20 @@ from spec_lab.drafters.medusa.measure import measure
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.train import export_medusa
 from spec_lab.models.target import Target
-from spec_lab.train import distill as distillation
-from spec_lab.train import generate as writing
 from spec_lab.train.export import export_model, file_sha256
 from spec_lab.train.fit import FitPlan, fit
 from spec_lab.train.objectives import Measured
-from spec_lab.train.recipe import Beginning, Recipe, settings_of
+from spec_lab.train.recipe import Beginning, Recipe, TargetHead, settings_of
 from spec_lab.train.texts import Texts
 from spec_lab.train.trainer import Trainer
 
 from . import card as cards
 from . import corpus as texts
+from . import distill as distillation
+from . import generate as writing
 from . import prompts as cuts
 from . import tokens
-from .pretrain import Control, load, pretrain
+from .pretrain import Control, load, pretrain, write_checkpoint
 from .settings import ZOO, Settings
 
 log = logging.getLogger(__name__)
@@ -211,12 +211,12 @@ def distill(settings: Settings) -> None:
     threads = settings.options.get("threads", 1)
     student = Trainer(settings.pretrained_draft().float(), settings.draft_plan, threads)
     torch.manual_seed(plan.plan.seed)
-    scale = distillation.embedding_scale(teacher)
+    scale = TargetHead(teacher).embedding_scale
     fresh = distillation.HeadsInTraining(plan.heads, plan.layers, settings.target.hidden, plan.width, scale)
     heads = Trainer(fresh, plan.plan, threads)
     streams, generated = settings.work / "train", settings.work / "generated"
     distillation.distill(teacher, student, heads, streams, generated, out, plan, settings.generation)
-    student.save(out / "draft.safetensors")
+    write_checkpoint(student, out / "draft.safetensors")
     save_tensors(distillation.shipped(heads.model), out / "heads.safetensors")
     row = settings.generation.length
     facts = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,6 @@ from spec_lab.models.packed import dense_copy
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
-from spec_lab.train.distill import embedding_scale
 from spec_lab.train.fit import Objective
 
 
@@ -133,8 +133,9 @@ class TargetHead:
 
     @cached_property
     def embedding_scale(self) -> float:
-        """See ``distill.embedding_scale``."""
-        return embedding_scale(self.model)
+        """The power of two that makes the target's embeddings about as large as its normed hidden states."""
+        size = float(self.model.get_input_embeddings().weight.detach().float().square().mean().sqrt())
+        return 2.0 ** round(-math.log2(size))
 
 
 def layer_of(target: Target, heads: int | None, intermediate_size: int | None) -> dict[str, Any]:

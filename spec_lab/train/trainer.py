@@ -3,19 +3,15 @@
 Muon updates the hidden matrices, AdamW the embedding, LM head and norms. A checkpoint is one file, replaced atomically.
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
-from spec_lab.core.tensors import save_tensors
 from spec_lab.train.muon import Muon
 
 
@@ -147,17 +143,3 @@ class Trainer(Generic[M]):
             # Numbers of steps stay on the host.
             optimiser.state[master][entry] = value.to(master.device if value.ndim else value.device, copy=True)
         self.refresh()
-
-    def save(self, path: Path) -> None:
-        """Write a checkpoint atomically."""
-        metadata = {
-            "step": str(self.step),
-            "sequences": str(self.sequences),
-            "layers": str(_layers(self.model)),
-            "plan": json.dumps(asdict(self.plan)),
-        }
-        save_tensors(self.tensors(), path, metadata)
-
-
-def _layers(model: torch.nn.Module) -> int:
-    return model.config.num_hidden_layers if isinstance(model, LlamaForCausalLM) else 0

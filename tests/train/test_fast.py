@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from scripts.zoo import kernels
-from spec_lab.train import fast
+from scripts.zoo import soft_losses as fast
 
 
 @pytest.mark.parametrize("length", [1, 7, 64])

@@ -11,7 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts.zoo import acceptance, corpus, pretrain, prompts, stages
+from scripts.zoo import acceptance, corpus, distill, pretrain, prompts, stages
+from scripts.zoo.generate import Generation, TextPart
 from scripts.zoo.settings import Settings
 from spec_lab.drafters.draft_model.train import DraftRecipe
 from spec_lab.drafters.eagle import propose as eagle
@@ -21,11 +22,10 @@ from spec_lab.drafters.hydra.train import HydraRecipe
 from spec_lab.drafters.medusa.network import Heads, Trunk
 from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import Accuracy
-from spec_lab.train import distill
 from spec_lab.train.export import file_sha256
 from spec_lab.train.fit import FitPlan
-from spec_lab.train.generate import Generation, TextPart
 from spec_lab.train.objectives import Measured
+from spec_lab.train.recipe import TargetHead
 from spec_lab.train.trainer import Plan, Trainer, schedule
 
 SHAPE = pretrain.Shape(hidden=32, layers=2, heads=2, intermediate=64, vocab=512, positions=256)
@@ -209,7 +209,7 @@ def distilled(settings, out, **options):
     plan, target = settings.distillation, settings.trained_target()
     draft = Trainer(settings.pretrained_draft().float(), settings.draft_plan, options.pop("threads", 1))
     torch.manual_seed(0)
-    fresh = distill.HeadsInTraining(plan.heads, plan.layers, 32, plan.width, distill.embedding_scale(target))
+    fresh = distill.HeadsInTraining(plan.heads, plan.layers, 32, plan.width, TargetHead(target).embedding_scale)
     heads = Trainer(fresh, plan.plan)
     folders = settings.work / "train", settings.work / "generated", out
     distill.distill(target, draft, heads, *folders, plan, settings.generation, **options)
@@ -345,7 +345,7 @@ def test_distilled_heads_predict_the_target_better_than_the_identity(trained, tm
 def test_shipped_heads_equal_the_trained_ones(trained):
     """Also with embeddings unscaled."""
     target, plan = trained.trained_target().float(), trained.distillation
-    made = distill.HeadsInTraining(plan.heads, plan.layers, 32, plan.width, distill.embedding_scale(target))
+    made = distill.HeadsInTraining(plan.heads, plan.layers, 32, plan.width, TargetHead(target).embedding_scale)
     generator = torch.Generator().manual_seed(0)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=generator)

@@ -10,7 +10,6 @@ of the pending token.
 
 import json
 import logging
-import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -25,11 +24,12 @@ from transformers import LlamaForCausalLM
 
 from spec_lab.core.options import whole
 from spec_lab.core.tensors import read_tensors, save_tensors
-from spec_lab.train.fast import soft_cross_entropy, unembedded_cross_entropy
 from spec_lab.train.fit import order_of
-from spec_lab.train.generate import Generation, TextPart
-from spec_lab.train.tokens import Batches
 from spec_lab.train.trainer import Plan, Trainer, schedule
+
+from .batches import Batches
+from .generate import Generation, TextPart
+from .soft_losses import soft_cross_entropy, unembedded_cross_entropy
 
 log = logging.getLogger(__name__)
 
@@ -116,12 +116,6 @@ def target_probs(target: LlamaForCausalLM, hidden: Tensor) -> Tensor:
         for row in logits:
             row.copy_(row.float().softmax(-1))
     return logits
-
-
-def embedding_scale(target: LlamaForCausalLM) -> float:
-    """Return the power of two that makes the target's embeddings about as large as its normed hidden states."""
-    size = float(target.get_input_embeddings().weight.detach().float().square().mean().sqrt())
-    return 2.0 ** round(-math.log2(size))
 
 
 def heads_loss(heads: HeadsInTraining, target: LlamaForCausalLM, text: TextPart, p: Tensor) -> list[Tensor]:

@@ -16,7 +16,8 @@ from transformers import LlamaForCausalLM, StaticCache
 
 from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.tensors import read_tensors, save_tensors
-from spec_lab.train.tokens import Batches
+
+from .batches import Batches
 
 log = logging.getLogger(__name__)
 
