@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from spec_lab.drafters.eagle.files import read_eagle
 from spec_lab.drafters.eagle.network import Eagle3
-from spec_lab.drafters.eagle.train import Eagle3Objective
+from spec_lab.drafters.eagle.train import eagle3_objective
 from spec_lab.drafters.hydra.files import read_hydra
 from spec_lab.drafters.hydra.train import HydraDrafts
 from spec_lab.models.target import Target
@@ -43,7 +43,7 @@ def eagle3(target: Target, folder: Path) -> Measure:
     """Return how an EAGLE-3 head is measured."""
     network = read_eagle(str(folder), target)
     assert isinstance(network, Eagle3)
-    objective = Eagle3Objective(network, TargetHead.of(target), torch.float32, POSITIONS)
+    objective = eagle3_objective(network, TargetHead.of(target), torch.float32, POSITIONS)
     return (*network.settings.taps, -1), objective
 
 

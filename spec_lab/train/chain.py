@@ -55,6 +55,8 @@ class ChainObjective:
         kind: of loss.
         scale: factor of the embeddings.
         point: see ``measure``.
+        ids: ``[W]`` the target's number of each token of the draft vocabulary; None: it has all tokens.
+        final: H, where the texts' hidden states are more than the last one, after the final norm; None: all of them.
     """
 
     network: nn.Module
@@ -65,15 +67,18 @@ class ChainObjective:
     kind: Loss = "kl"
     scale: float = 1.0
     point: bool = False
+    ids: Tensor | None = None
+    final: int | None = None
 
     def __call__(self, text: Texts) -> tuple[Tensor, list[Measured]]:
-        """The loss of texts with the states after the final norm as their hidden states."""
+        """The loss of texts whose last hidden state is that after the final norm."""
         assert text.hidden is not None
         own = next(self.network.parameters()).dtype
         counts = text.counts(1)  # [B, T - 1]: whether the token after each is one to learn from
         number = (counts.flatten().cumsum(0) - 1).view(counts.shape)
         with torch.no_grad():
-            truth = Truth.of(self.target.lm_head(text.hidden[:, :-1][counts].to(self.dtype)))
+            hidden = text.hidden[:, :-1, -(self.final or 0) :]
+            truth = Truth.of(self.target.lm_head(hidden[counts].to(self.dtype)), self.ids)
             embedded = self.target.embed(text.ids).to(own) * self.scale
         found = []
         for position, states in enumerate(self.drafts.states(text.ids, text.hidden.to(own), embedded)):
@@ -85,25 +90,72 @@ class ChainObjective:
         return sum((self.decay**position * one.loss for position, one in enumerate(found)), nothing), found
 
 
-def unrolled(
-    network: nn.Module, mix: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, embedded: Tensor, unrolls: int
-) -> Iterator[Tensor]:
-    """Yield what each unroll of a recurrent drafter returns, which stands in for the target's states in the next one.
+@dataclass(frozen=True, eq=False)
+class Unrolled:
+    """See ``Drafts``: what an unroll of a recurrent network returns stands in for the target's states in the next one.
 
     Args:
-        network: called with inputs, positions and KV cache.
+        network: called with inputs, positions and KV cache. See ``unroll`` for attention and positions.
         mix: embeddings and the states before them -> inputs.
-        hidden, embedded: see ``Drafts``.
-        unrolls: how many tokens are drafted. See ``unroll`` for their attention and positions.
+        lm_head: what the network returns -> logits.
+        unrolls: how many tokens are drafted.
+        features: the target's states -> those that the first unroll reads.
     """
-    cache, feature = Unrolls(), hidden
-    for unroll in range(unrolls):
-        columns = max(0, hidden.shape[1] - 1 - unroll)
-        feature = feature[:, :columns]
-        if columns:
-            x = mix(embedded[:, 1 + unroll :], feature)
-            feature = network(x, torch.arange(unroll, unroll + columns, device=x.device)[None], cache)
-        yield feature
+
+    network: Callable[[Tensor, Tensor, Any], Tensor]
+    mix: Callable[[Tensor, Tensor], Tensor]
+    lm_head: Callable[[Tensor], Tensor]
+    unrolls: int
+    features: Callable[[Tensor], Tensor] = lambda hidden: hidden
+
+    def states(self, ids: Tensor, hidden: Tensor, embedded: Tensor) -> Iterator[Tensor]:
+        """Yield what each unroll returns, ``[B, T - 1 - k, X]``."""
+        cache, feature = Unrolls(), self.features(hidden[:, :-1])
+        for unroll in range(self.unrolls):
+            columns = max(0, hidden.shape[1] - 1 - unroll)
+            feature = feature[:, :columns]
+            if columns:
+                x = self.mix(embedded[:, 1 + unroll :], feature)
+                feature = self.network(x, torch.arange(unroll, unroll + columns, device=x.device)[None], cache)
+            yield feature
+
+    def logits(self, position: int, states: Tensor) -> Tensor:
+        """``[n, X] -> [n, V]``."""
+        return self.lm_head(states)
+
+
+@dataclass(frozen=True, eq=False)
+class AlikeObjective:
+    """The loss after each token before one that the target wrote. It is the same at all draft positions.
+
+    Args:
+        states: what the drafter computes of texts, ``[B, T - 1, X]``.
+        logits: ``[n, X] -> [n, V]``.
+        target: its LM head.
+        dtype: of the target.
+        depth: draft positions.
+        kind: of loss.
+        final: H, where the texts' hidden states are more than the last one, after the final norm; None: all of them.
+    """
+
+    states: Callable[[Texts], Tensor]
+    logits: Callable[[Tensor], Tensor]
+    target: TargetHead
+    dtype: torch.dtype
+    depth: int
+    kind: Loss = "kl"
+    final: int | None = None
+
+    def __call__(self, text: Texts) -> tuple[Tensor, list[Measured]]:
+        """The loss of texts, and what ``depth`` draft positions achieve that are all alike."""
+        assert text.hidden is not None
+        counts = text.counts(1)
+        with torch.no_grad():
+            hidden = text.hidden[:, :-1, -(self.final or 0) :]
+            truth = Truth.of(self.target.lm_head(hidden[counts].to(self.dtype)))
+        logits = self.logits(self.states(text)[counts])
+        found = measure(logits, truth, torch.ones(len(logits), dtype=torch.bool, device=logits.device), self.kind)
+        return found.loss, [found] * self.depth
 
 
 def check_options(recipe: Any, *sizes: str) -> None:

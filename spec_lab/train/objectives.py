@@ -58,12 +58,6 @@ class Measured(NamedTuple):
     rows: int
 
 
-def same_at_all_positions(logits: Tensor, truth: Truth, kind: Loss, depth: int) -> tuple[Tensor, list[Measured]]:
-    """Return the loss of logits ``[N, V]``, and what ``depth`` draft positions achieve that are all alike."""
-    found = measure(logits, truth, torch.ones(len(logits), dtype=torch.bool, device=logits.device), kind)
-    return found.loss, [found] * depth
-
-
 def measure(logits: Tensor, truth: Truth, counts: Tensor, kind: Loss = "kl", point: bool = False) -> Measured:
     """Compare a draft's logits with the target.
 

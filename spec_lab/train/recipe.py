@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,22 +37,20 @@ class Beginning:
     calibrate: Callable[[Path, Sequence[Path], float], None] | None = None
 
 
-class Recipe(Protocol):
+class Recipe:
     """A kind of drafter, and how it is trained. Its attributes are its options."""
 
-    @property
-    def name(self) -> str:
-        """Name of the drafter, as in configs and records."""
-        ...
+    name: ClassVar[str]
+    """Name of the drafter, as in configs and records."""
 
     @property
     def depth(self) -> int:
         """Maximum number of tokens that it drafts in a chain."""
-        ...
+        raise NotImplementedError
 
     def states(self, target: Target) -> tuple[int, ...]:
         """Numbers of the target's hidden states that texts must bring; the last is -1, after the final norm."""
-        ...
+        return (-1,)
 
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
         """A fresh network, in float32, and its loss.
@@ -65,15 +63,15 @@ class Recipe(Protocol):
         Raises:
             ValueError: the target is not supported, or an option does not suit it.
         """
-        ...
+        raise NotImplementedError
 
-    def write(self, module: nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
-        """Write the drafter's files; return the SHA-256 of its weights."""
-        ...
+    def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
+        """Write the drafter's files, in bfloat16; return the SHA-256 of its weights."""
+        raise NotImplementedError
 
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:
         """The written drafter as a proposer of chains, sampled as the request samples."""
-        ...
+        raise NotImplementedError
 
 
 def settings_of(recipe: Recipe, target: Target, begun: Beginning) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """EAGLE's training sees what its drafter computes: each unroll, in each column, is a draft after that position."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +8,9 @@ import torch
 
 from spec_lab.drafters.draft_layers import random_network
 from spec_lab.drafters.eagle.files import EAGLE, EAGLE3
-from spec_lab.drafters.eagle.losses import eagle1_losses, eagle3_losses
 from spec_lab.drafters.eagle.network import Eagle, Eagle3, Eagle3Settings, EagleSettings
-from spec_lab.drafters.eagle.train import Eagle3Objective, Eagle3Recipe, begin_as_target
+from spec_lab.drafters.eagle.train import Eagle3Recipe, begin_as_target, eagle3_objective
+from spec_lab.drafters.eagle.train_eagle1 import eagle1_losses
 from spec_lab.runners.softmax import Softmax
 from spec_lab.train.objectives import LOSSES, Truth, expected_length, measure
 from spec_lab.train.texts import Texts
@@ -56,24 +57,9 @@ def published(network):
 
 def outputs(network, own, unrolls):
     """For each unroll what it feeds back ``[B, C, H]`` and its logits ``[B, C, W]``, as the objective computes them."""
-    seen = []
-
-    class Recorded:
-        settings = network.settings
-        features, norm = staticmethod(network.features), staticmethod(network.norm)
-
-        def __call__(self, x, positions, cache):
-            hidden = network(x, positions, cache)
-            seen.append([network.norm(hidden) if network.settings.norm_output else hidden, None])
-            return hidden
-
-        def lm_head(self, normed):
-            seen[-1][1] = network.lm_head(normed)
-            return seen[-1][1]
-
-    truth = Truth(torch.full((B * T, W), 1 / V), torch.zeros(B * T, dtype=torch.long))
-    eagle3_losses(Recorded(), own, truth, EMBEDDING[own.ids], unrolls)
-    return seen
+    drafts = eagle3_objective(network, SERVICES, FLOAT, unrolls).drafts
+    hidden = torch.cat([own.hidden, torch.zeros(B, T, H)], -1)
+    return [(states, drafts.logits(0, states)) for states in drafts.states(own.ids, hidden, EMBEDDING[own.ids])]
 
 
 @pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True, "norm_output": True}, {"layers": 2}], ids=str)
@@ -97,10 +83,11 @@ def test_each_unroll_is_compared_with_the_target_s_distribution_after_its_last_t
     """A target that is certain of the text's own next token, seen through a network that copies the truth."""
     network, own = eagle3(), text()
     own = Texts(IDS[own.ids % W], own.first, own.length, own.hidden)  # tokens of the draft vocabulary only
-    after = torch.cat([own.ids[:, 1:], own.ids[:, :1]], 1).flatten()  # the token after each
-    place = torch.searchsorted(IDS, after)
-    truth = Truth(torch.nn.functional.one_hot(place, W).float(), place)
-    for unroll, one in enumerate(eagle3_losses(network, own, truth, EMBEDDING[own.ids], 3)):
+    after = torch.nn.functional.one_hot(torch.cat([own.ids[:, 1:], own.ids[:, :1]], 1), V)  # the token after each
+    certain = SimpleNamespace(embed=SERVICES.embed, lm_head=lambda hidden: 1e4 * hidden[..., :V])
+    padded = torch.nn.functional.pad(after.to(FLOAT), (0, H - V))
+    _, found = eagle3_objective(network, certain, FLOAT, 3)(replace(own, hidden=torch.cat([own.hidden, padded], -1)))
+    for unroll, one in enumerate(found):
         logits = outputs(network, own, 3)[unroll][1]
         expected, rows = 0.0, 0
         for row in range(B):
@@ -116,7 +103,7 @@ def test_each_unroll_is_compared_with_the_target_s_distribution_after_its_last_t
 def test_the_sum_over_unrolls_decays_and_reaches_every_weight():
     network = eagle3().requires_grad_(True)
     own = text(4)
-    loss, found = Eagle3Objective(network, SERVICES, FLOAT, unrolls=3, decay=0.5)(own)
+    loss, found = eagle3_objective(network, SERVICES, FLOAT, unrolls=3, decay=0.5)(own)
     each = sum(0.5**n * float(one.loss.detach()) for n, one in enumerate(found))
     assert float(loss.detach()) == pytest.approx(each)
     gradients = torch.autograd.grad(loss, list(network.parameters()))
@@ -162,7 +149,7 @@ def test_taps_beyond_the_target_are_refused():
 def test_texts_shorter_than_the_unrolls_are_learned_from_as_far_as_they_go():
     network, own = eagle3().requires_grad_(True), text(4)
     few = Texts(own.ids[:, :4], own.first, own.length.clamp_max(4), own.hidden[:, :4])
-    loss, found = Eagle3Objective(network, SERVICES, FLOAT, unrolls=6)(few)
+    loss, found = eagle3_objective(network, SERVICES, FLOAT, unrolls=6)(few)
     assert len(found) == 6 and bool(loss.isfinite())
     assert [float(one.loss.detach()) > 0 for one in found] == [True, True, False, False, False, False]
 

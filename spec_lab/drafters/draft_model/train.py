@@ -6,24 +6,24 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
-from spec_lab.train.chain import check_options
+from spec_lab.train.chain import AlikeObjective, check_options
 from spec_lab.train.export import export_model
-from spec_lab.train.objectives import Loss, Measured, Truth, same_at_all_positions
-from spec_lab.train.recipe import Beginning, TargetHead
+from spec_lab.train.objectives import Loss
+from spec_lab.train.recipe import Beginning, Recipe, TargetHead
 from spec_lab.train.texts import Texts
 
 
 @dataclass(frozen=True)
-class DraftRecipe:
+class DraftRecipe(Recipe):
     """A Llama with the target's tokens.
 
     Args:
@@ -40,57 +40,29 @@ class DraftRecipe:
     heads: int = 4
     intermediate_size: int = 768
     tied: bool = True
-    name = "draft_chain"
+    name: ClassVar = "draft_chain"
 
     def __post_init__(self) -> None:
         check_llama(self)
 
-    def states(self, target: Target) -> tuple[int, ...]:
-        """See ``Recipe``."""
-        return (-1,)
-
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
         """See ``Recipe``."""
         network = llama(self, target, target.vocabulary, seed)
-        own = TargetHead.of(target), target.lm.dtype, self.depth, cast(Loss, self.loss)
-        return Beginning(network, DraftObjective(network, *own), {"layers": self.layers})
 
-    def write(self, module: nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
+        def states(text: Texts) -> Tensor:
+            out: Tensor = network.model(input_ids=text.ids[:, :-1], use_cache=False).last_hidden_state
+            return out
+
+        own = TargetHead.of(target), target.lm.dtype, self.depth, cast(Loss, self.loss)
+        return Beginning(network, AlikeObjective(states, network.lm_head, *own), {"layers": self.layers})
+
+    def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
         """See ``Recipe`` and ``write_llama``."""
         return write_llama(module, target, folder)
 
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:
         """See ``Recipe``."""
         return DraftModel.load(target, str(folder), depth=depth)
-
-
-@dataclass(frozen=True, eq=False)
-class DraftObjective:
-    """The loss after each token before one that the target wrote. It is the same at all draft positions.
-
-    Args:
-        network: in training.
-        target: its LM head.
-        dtype: of the target.
-        depth: draft positions.
-        kind: of loss.
-    """
-
-    network: Any
-    target: TargetHead
-    dtype: torch.dtype
-    depth: int = 5
-    kind: Loss = "kl"
-
-    def __call__(self, text: Texts) -> tuple[Tensor, list[Measured]]:
-        """The loss of texts with the states after the final norm as their hidden states."""
-        assert text.hidden is not None
-        counts = text.counts(1)
-        with torch.no_grad():
-            truth = Truth.of(self.target.lm_head(text.hidden[:, :-1][counts].to(self.dtype)))
-        hidden = self.network.model(input_ids=text.ids[:, :-1], use_cache=False).last_hidden_state
-        logits = self.network.lm_head(hidden[counts])
-        return same_at_all_positions(logits, truth, self.kind, self.depth)
 
 
 def check_llama(recipe: Any) -> None:
@@ -130,7 +102,6 @@ def llama(recipe: Any, target: Target, vocabulary: int, seed: int, **fields: Any
         return cast(Any, LlamaForCausalLM(config)).to(target.lm.device, torch.float32).train()
 
 
-def write_llama(module: nn.Module, target: Target, folder: Path) -> str:
+def write_llama(module: Any, target: Target, folder: Path) -> str:
     """Write a checkpoint of transformers in bfloat16, with the target's tokenizer; return its weights' SHA-256."""
-    assert isinstance(module, LlamaForCausalLM)
     return export_model(deepcopy(module), target.tokenizer, folder)

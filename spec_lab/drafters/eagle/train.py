@@ -1,31 +1,34 @@
-"""The recipe of EAGLE-3 heads. The losses are in ``unroll``."""
+"""The recipe of EAGLE-3 heads.
+
+Source: EAGLE-3 (2503.01840, section 3.2: unrolled steps, soft cross-entropy on the draft vocabulary, no feature loss).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spec_lab.core.options import brief, one_of, share, whole
 from spec_lab.drafters.draft_layers import random_network
 from spec_lab.drafters.eagle import propose as eagle
 from spec_lab.drafters.eagle.files import write_eagle3
-from spec_lab.drafters.eagle.losses import eagle3_losses
 from spec_lab.drafters.eagle.network import Eagle3, Eagle3Settings
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
-from spec_lab.train.objectives import LOSSES, Loss, Measured, Truth
-from spec_lab.train.recipe import Beginning, TargetHead, layer_of
+from spec_lab.train.chain import ChainObjective, Unrolled
+from spec_lab.train.objectives import LOSSES, Loss
+from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
 from spec_lab.train.texts import Texts
 
 
 @dataclass(frozen=True)
-class Eagle3Recipe:
+class Eagle3Recipe(Recipe):
     """An EAGLE-3 head of Llama layers, trained by training-time test (2503.01840).
 
     Args:
@@ -50,7 +53,7 @@ class Eagle3Recipe:
     intermediate_size: int | None = None
     heads: int | None = None
     from_target: bool = False
-    name = "eagle3"
+    name: ClassVar = "eagle3"
 
     def __post_init__(self) -> None:
         whole("task.recipe.unrolls", self.unrolls, most=64)
@@ -107,11 +110,11 @@ class Eagle3Recipe:
                 begin_as_target(network, target.model.model)
         network.requires_grad_(True).train()
         own = self.unrolls, self.decay, cast(Loss, self.loss)
-        objective = Eagle3Objective(network, TargetHead.of(target), target.lm.dtype, *own)
+        objective = eagle3_objective(network, TargetHead.of(target), target.lm.dtype, *own)
         return Beginning(network, objective, {"taps": list(settings.taps), "draft_vocab_size": width})
 
-    def write(self, module: nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
-        """See ``Recipe``: in the format of speculators, in bfloat16."""
+    def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
+        """See ``Recipe``: in the format of speculators."""
         kinds = target.model.config.architectures or [type(target.model).__name__]
         return write_eagle3(module, folder, target.name, kinds[0], facts, torch.bfloat16)
 
@@ -120,9 +123,10 @@ class Eagle3Recipe:
         return eagle.load(target, str(folder), depth=depth)
 
 
-@dataclass(frozen=True, eq=False)
-class Eagle3Objective:
-    """The loss of an EAGLE-3 head: the sum over unrolls, each ``decay`` times the one before it.
+def eagle3_objective(
+    network: Eagle3, target: TargetHead, dtype: torch.dtype, unrolls: int = 7, decay: float = 0.8, kind: Loss = "kl"
+) -> ChainObjective:
+    """Return the loss of an EAGLE-3 head: the sum over unrolls, each ``decay`` times the one before it.
 
     Args:
         network: in training.
@@ -132,27 +136,22 @@ class Eagle3Objective:
         decay: weight of an unroll over that of the one before it.
         kind: of loss.
     """
+    final, normed = network.settings.target_hidden_size, network.settings.norm_output
 
-    network: Eagle3
-    target: TargetHead
-    dtype: torch.dtype
-    unrolls: int = 7
-    decay: float = 0.8
-    kind: Loss = "kl"
+    def run(x: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        out: Tensor = network(x, positions, cache)
+        return network.norm(out) if normed else out
 
-    def __call__(self, text: Texts) -> tuple[Tensor, list[Measured]]:
-        """The loss of texts with the taps and, last, the state after the final norm as their hidden states."""
-        text = text.padded(self.unrolls + 2)
-        assert text.hidden is not None
-        own, final = next(self.network.parameters()).dtype, self.network.settings.target_hidden_size
-        taps, states = text.hidden[..., :-final], text.hidden[..., -final:]
-        with torch.no_grad():
-            truth = Truth.of(self.target.lm_head(states.flatten(0, 1).to(self.dtype)), self.network.ids)
-            embedded = self.target.embed(text.ids).to(own)
-        read = Texts(text.ids, text.first, text.length, taps.to(own))
-        found = eagle3_losses(self.network, read, truth, embedded, self.unrolls, self.kind)
-        nothing = torch.zeros((), device=text.ids.device)
-        return sum((self.decay**number * one.loss for number, one in enumerate(found)), nothing), found
+    def lm_head(states: Tensor) -> Tensor:
+        assert network.lm_head is not None
+        logits: Tensor = network.lm_head(states if normed else network.norm(states))
+        return logits
+
+    drafts = Unrolled(
+        run, lambda embedded, feature: torch.cat([embedded, feature], -1), lm_head, unrolls,
+        lambda hidden: network.features(hidden[..., :-final]),
+    )  # fmt: skip
+    return ChainObjective(network, drafts, target, dtype, decay, kind, ids=network.ids, final=final)
 
 
 @torch.no_grad()

@@ -1,12 +1,16 @@
-"""The recipe of EAGLE-1 and EAGLE-2 heads. The loss is in ``unroll``."""
+"""The recipe of EAGLE-1 and EAGLE-2 heads.
+
+Source: EAGLE-1 (2401.15077, section 4: regression of features plus 0.1 of the cross-entropy, noise on features).
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -14,14 +18,14 @@ from torch import Tensor
 from spec_lab.drafters.draft_layers import random_network
 from spec_lab.drafters.eagle import propose as eagle
 from spec_lab.drafters.eagle.files import write_eagle
-from spec_lab.drafters.eagle.losses import eagle1_losses
 from spec_lab.drafters.eagle.network import Eagle, EagleSettings
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
-from spec_lab.train.chain import ChainObjective, check_options, unrolled
-from spec_lab.train.objectives import Loss, Measured, Truth
-from spec_lab.train.recipe import Beginning, TargetHead, layer_of
+from spec_lab.train.chain import ChainObjective, Unrolled, check_options
+from spec_lab.train.objectives import Loss, Measured, Truth, measure
+from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
 from spec_lab.train.texts import Texts
+from spec_lab.train.unroll import Unrolls
 
 NOISE = 0.2 * 512
 """Width of the noise on features, times the length of the text (the official training code)."""
@@ -30,7 +34,7 @@ DISTRIBUTION = 0.1
 
 
 @dataclass(frozen=True)
-class Eagle1Recipe:
+class Eagle1Recipe(Recipe):
     """An EAGLE-1 head of Llama layers, trained to predict the target's next feature.
 
     Args:
@@ -50,7 +54,7 @@ class Eagle1Recipe:
     layers: int = 1
     intermediate_size: int | None = None
     heads: int | None = None
-    name = "eagle"
+    name: ClassVar = "eagle"
 
     def __post_init__(self) -> None:
         check_options(self, "depth", "layers", "intermediate_size", "heads")
@@ -58,10 +62,6 @@ class Eagle1Recipe:
             raise ValueError(f"task.recipe.noise must be a number between 0 and 100, not {self.noise!r}")
         if not isinstance(self.bias, bool):
             raise ValueError(f"task.recipe.bias must be true or false, not {self.bias!r}")
-
-    def states(self, target: Target) -> tuple[int, ...]:
-        """See ``Recipe``."""
-        return (-1,)
 
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
         """See ``Recipe``."""
@@ -73,9 +73,8 @@ class Eagle1Recipe:
         objective = Eagle1Objective(network, head, target.lm.dtype, self.depth, cast(Loss, self.loss), self.noise, seed)
         return Beginning(network, objective, {"noise": self.noise})
 
-    def write(self, module: torch.nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
-        """See ``Recipe``: in the official format, in bfloat16, for embeddings that are not scaled."""
-        assert isinstance(module, Eagle)
+    def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
+        """See ``Recipe``: in the official format, for embeddings that are not scaled."""
         head, h = TargetHead.of(target), module.settings.hidden_size
         tensors = {name: one.detach().clone() for name, one in module.named_parameters()}
         tensors["fc.weight"][:, :h] *= head.embedding_scale
@@ -118,10 +117,8 @@ class Eagle1Objective:
         with torch.no_grad():
             truth = Truth.of(self.target.lm_head(text.hidden.flatten(0, 1).to(self.dtype)))
             embedded = self.target.embed(text.ids).to(own) * scale
-            chain = ChainObjective(
-                self.network, EagleDrafts(self.network, self.target, self.depth), self.target, self.dtype,
-                kind=self.kind, scale=scale,
-            )  # fmt: skip
+            drafts = Unrolled(self.network, partial(_mixed, self.network), self.target.lm_head, self.depth)
+            chain = ChainObjective(self.network, drafts, self.target, self.dtype, kind=self.kind, scale=scale)
             _, measured = chain(text.rows(slice(0, 1)) if training else text)
         read = replace(text, hidden=text.hidden.to(own))
         noise = self._noise(text).to(own) if training and self.noise else None
@@ -138,22 +135,43 @@ class Eagle1Objective:
         return noise.to(text.ids.device) * (self.noise * NOISE / text.length[:, None, None])
 
 
-@dataclass(frozen=True, eq=False)
-class EagleDrafts:
-    """See ``chain.Drafts``: predicted features, which the network reads again."""
+def _mixed(network: Eagle, embedded: Tensor, feature: Tensor) -> Tensor:
+    mixed: Tensor = network.fc(torch.cat([embedded, feature], -1))
+    return mixed
 
-    network: Eagle
-    target: TargetHead
-    depth: int
 
-    def states(self, ids: Tensor, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
-        """``[B, T - 1 - k, H]``."""
-        return unrolled(self.network, self._mix, hidden, embedded, self.depth)
+def eagle1_losses(
+    network: Eagle,
+    text: Texts,
+    truth: Truth,
+    embedded: Tensor,
+    lm_head: Callable[[Tensor], Tensor],
+    noise: Tensor | None = None,
+    kind: Loss = "kl",
+) -> tuple[Tensor, list[Measured]]:
+    """Return the loss of features, and what the first draft position achieves.
 
-    def logits(self, position: int, states: Tensor) -> Tensor:
-        """``[n, H] -> [n, V]``."""
-        return self.target.lm_head(states)
-
-    def _mix(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        mixed: Tensor = self.network.fc(torch.cat([embedded, feature], -1))
-        return mixed
+    Args:
+        network: in training.
+        text: with the states after the final norm as its hidden states ``[B, T, H]``.
+        truth: the target's distributions after each token, ``[B * T]`` rows.
+        embedded: ``[B, T, H]`` the embeddings of the tokens.
+        lm_head: of the target.
+        noise: ``[B, T, H]`` added to what the network reads; None for none.
+        kind: of loss.
+    """
+    assert text.hidden is not None
+    (batch, length), device = text.ids.shape, text.ids.device
+    rows = torch.arange(batch * length, device=device).view(batch, length)
+    read = text.hidden if noise is None else text.hidden + noise
+    predicted = network(
+        _mixed(network, embedded[:, 1:], read[:, : length - 1]),
+        torch.arange(length - 1, device=device)[None],
+        Unrolls(),
+    )
+    counts = torch.zeros(batch, length - 1, dtype=torch.bool, device=device)
+    counts[:, :-1] = text.counts(2)
+    distance = torch.nn.functional.smooth_l1_loss(predicted, text.hidden[:, 1:], reduction="none").mean(-1)
+    features = (distance * counts).sum() / counts.sum().clamp_min(1)
+    logits = lm_head(predicted).flatten(0, 1)
+    return features, [measure(logits, truth[rows[:, 1:].flatten()], counts.flatten(), kind)]

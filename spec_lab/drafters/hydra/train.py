@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -19,11 +19,11 @@ from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective, check_options
 from spec_lab.train.objectives import Loss
-from spec_lab.train.recipe import Beginning, TargetHead, layer_of
+from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
 
 
 @dataclass(frozen=True)
-class HydraRecipe:
+class HydraRecipe(Recipe):
     """Hydra heads.
 
     Args:
@@ -43,7 +43,7 @@ class HydraRecipe:
     loss: str = "kl"
     intermediate_size: int | None = None
     identity_skip: bool = False
-    name = "hydra"
+    name: ClassVar = "hydra"
 
     def __post_init__(self) -> None:
         check_options(self, "heads", "layers", "intermediate_size")
@@ -55,10 +55,6 @@ class HydraRecipe:
     def depth(self) -> int:
         """See ``Recipe``."""
         return self.heads
-
-    def states(self, target: Target) -> tuple[int, ...]:
-        """See ``Recipe``."""
-        return (-1,)
 
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
         """See ``Recipe``. The heads begin as the identity on the state."""
@@ -81,9 +77,8 @@ class HydraRecipe:
         objective = ChainObjective(network, drafts, own, target.lm.dtype, self.decay, cast(Loss, self.loss), scale)
         return Beginning(network, objective, {"arch": self.arch})
 
-    def write(self, module: torch.nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
-        """See ``Recipe``: in bfloat16, for embeddings that are not scaled."""
-        assert isinstance(module, HydraHeads)
+    def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
+        """See ``Recipe``: for embeddings that are not scaled."""
         h, scale = module.settings.hidden_size, TargetHead.of(target).embedding_scale
         tensors = {name: one.detach().clone() for name, one in module.named_parameters()}
         for name, one in tensors.items():

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spec_lab.drafters.draft_layers import random_network
 from spec_lab.drafters.kangaroo import propose as kangaroo
@@ -16,15 +16,15 @@ from spec_lab.drafters.kangaroo.files import write_kangaroo
 from spec_lab.drafters.kangaroo.network import Kangaroo, KangarooSettings
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
-from spec_lab.train.chain import check_options
-from spec_lab.train.objectives import Loss, Measured, Truth, same_at_all_positions
-from spec_lab.train.recipe import Beginning, TargetHead, layer_of
+from spec_lab.train.chain import AlikeObjective, check_options
+from spec_lab.train.objectives import Loss
+from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
 from spec_lab.train.texts import Texts
 from spec_lab.train.unroll import Unrolls
 
 
 @dataclass(frozen=True)
-class KangarooRecipe:
+class KangarooRecipe(Recipe):
     """An adapter after the target's first layers.
 
     Args:
@@ -40,7 +40,7 @@ class KangarooRecipe:
     loss: str = "kl"
     layers: int = 1
     heads: int | None = None
-    name = "kangaroo"
+    name: ClassVar = "kangaroo"
 
     def __post_init__(self) -> None:
         check_options(self, "depth", "exit_layer", "layers", "heads")
@@ -59,12 +59,21 @@ class KangarooRecipe:
             for layer in network.body.layers:
                 layer.self_attn.o_proj.weight.zero_()
         network.requires_grad_(True).train()
-        own = TargetHead.of(target), target.lm.dtype, self.depth, cast(Loss, self.loss)
-        return Beginning(network, KangarooObjective(network, *own), {"exit_layer": settings.exit_layer})
+        head, h = TargetHead.of(target), settings.hidden_size
 
-    def write(self, module: nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
-        """See ``Recipe``: in bfloat16."""
-        assert isinstance(module, Kangaroo)
+        def states(text: Texts) -> Tensor:
+            """Compute the adapter's states from the exit states, as it will where the tokens are drafted."""
+            assert text.hidden is not None
+            exits = text.hidden[:, :-1, :h].to(next(network.parameters()).dtype)
+            out: Tensor = network(exits, torch.arange(exits.shape[1], device=exits.device)[None], Unrolls())
+            return out
+
+        own = target.lm.dtype, self.depth, cast(Loss, self.loss), h
+        objective = AlikeObjective(states, head.lm_head, head, *own)
+        return Beginning(network, objective, {"exit_layer": settings.exit_layer})
+
+    def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
+        """See ``Recipe``."""
         return write_kangaroo(module, folder, target.vocabulary, facts, torch.bfloat16)
 
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:
@@ -79,37 +88,3 @@ class KangarooRecipe:
                 f"(got {self.exit_layer})"
             )
         return self.exit_layer
-
-
-@dataclass(frozen=True, eq=False)
-class KangarooObjective:
-    """The loss after each token before one that the target wrote.
-
-    It is the same at all draft positions, since the target's first layers compute the exit states of drafted tokens.
-
-    Args:
-        network: in training.
-        target: its LM head.
-        dtype: of the target.
-        depth: draft positions.
-        kind: of loss.
-    """
-
-    network: Kangaroo
-    target: TargetHead
-    dtype: torch.dtype
-    depth: int = 6
-    kind: Loss = "kl"
-
-    def __call__(self, text: Texts) -> tuple[Tensor, list[Measured]]:
-        """The loss of texts with the exit states and, last, the states after the final norm as their hidden states."""
-        assert text.hidden is not None
-        own, h = next(self.network.parameters()).dtype, self.network.settings.hidden_size
-        exits, final = text.hidden[:, :-1, :h], text.hidden[:, :-1, -h:]
-        counts = text.counts(1)
-        with torch.no_grad():
-            truth = Truth.of(self.target.lm_head(final[counts].to(self.dtype)))
-        positions = torch.arange(exits.shape[1], device=exits.device)[None]
-        states = self.network(exits.to(own), positions, Unrolls())
-        logits = self.target.lm_head(states[counts])
-        return same_at_all_positions(logits, truth, self.kind, self.depth)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective, check_options
 from spec_lab.train.objectives import Loss
-from spec_lab.train.recipe import Beginning, TargetHead
+from spec_lab.train.recipe import Beginning, Recipe, TargetHead
 from spec_lab.train.texts import Texts
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ LAYOUTS = ("own", "medusa")
 
 
 @dataclass(frozen=True)
-class MedusaRecipe:
+class MedusaRecipe(Recipe):
     """Medusa heads.
 
     Args:
@@ -52,7 +52,7 @@ class MedusaRecipe:
     decay: float = 1.0
     loss: str = "kl"
     layout: str = "own"
-    name = "medusa"
+    name: ClassVar = "medusa"
 
     def __post_init__(self) -> None:
         check_options(self, "heads", "layers")
@@ -65,10 +65,6 @@ class MedusaRecipe:
     def depth(self) -> int:
         """See ``Recipe``."""
         return self.heads
-
-    def states(self, target: Target) -> tuple[int, ...]:
-        """See ``Recipe``."""
-        return (-1,)
 
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
         """See ``Recipe``. The heads begin as the identity on the state, and LM heads of their own as the target's."""
@@ -83,9 +79,8 @@ class MedusaRecipe:
         objective = ChainObjective(network, network, head, *own, point=True)
         return Beginning(network.train(), objective, {"trunk": self.trunk}, partial(calibrate, target))
 
-    def write(self, module: nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
-        """See ``Recipe``: in bfloat16, for embeddings that are not scaled."""
-        assert isinstance(module, MedusaNetwork)
+    def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
+        """See ``Recipe``: for embeddings that are not scaled."""
         v, h = target.vocabulary, target.services.hidden_size
         if self.layout == "medusa":
             config = {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -17,13 +17,13 @@ from spec_lab.drafters.mtp.files import Names, write_mtp
 from spec_lab.drafters.mtp.network import Mtp, MtpSettings
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
-from spec_lab.train.chain import ChainObjective, check_options, unrolled
+from spec_lab.train.chain import ChainObjective, Unrolled, check_options
 from spec_lab.train.objectives import Loss
-from spec_lab.train.recipe import Beginning, TargetHead, layer_of
+from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
 
 
 @dataclass(frozen=True)
-class MtpRecipe:
+class MtpRecipe(Recipe):
     """One MTP module of a Llama layer with the target's embedding and LM head.
 
     Args:
@@ -41,7 +41,7 @@ class MtpRecipe:
     intermediate_size: int | None = None
     heads: int | None = None
     layout: str = "deepseek"
-    name = "mtp"
+    name: ClassVar = "mtp"
 
     def __post_init__(self) -> None:
         check_options(self, "unrolls", "intermediate_size", "heads")
@@ -52,10 +52,6 @@ class MtpRecipe:
         """See ``Recipe``."""
         return self.unrolls
 
-    def states(self, target: Target) -> tuple[int, ...]:
-        """See ``Recipe``."""
-        return (-1,)
-
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
         """See ``Recipe``."""
         layer = layer_of(target, self.heads, self.intermediate_size)
@@ -63,38 +59,21 @@ class MtpRecipe:
         network = random_network(Mtp(settings), target, torch.float32, seed)
         network.requires_grad_(True).train()
         head = TargetHead.of(target)
-        drafts = MtpDrafts(network, head, self.unrolls)
+        frame = network.frames[0]
+
+        def mix(embedded: Tensor, feature: Tensor) -> Tensor:
+            mixed: Tensor = frame.eh_proj(torch.cat([frame.enorm(embedded), frame.hnorm(feature)], -1))
+            return mixed
+
+        drafts = Unrolled(network, mix, head.lm_head, self.unrolls)
         objective = ChainObjective(network, drafts, head, target.lm.dtype, self.decay, cast(Loss, self.loss))
         return Beginning(network, objective, {"layout": self.layout})
 
-    def write(self, module: torch.nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
-        """See ``Recipe``: in bfloat16."""
-        assert isinstance(module, Mtp)
+    def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
+        """See ``Recipe``."""
         layout = cast(Names, self.layout)
         return write_mtp(module, folder, layout, target.services.num_layers, facts, torch.bfloat16)
 
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:
         """See ``Recipe``."""
         return mtp.load(target, str(folder), depth=depth)
-
-
-@dataclass(frozen=True, eq=False)
-class MtpDrafts:
-    """See ``chain.Drafts``: the module's output after its norm, which it reads again."""
-
-    network: Mtp
-    target: TargetHead
-    unrolls: int
-
-    def states(self, ids: Tensor, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
-        """``[B, T - 1 - k, H]``."""
-        return unrolled(self.network, self._mix, hidden, embedded, self.unrolls)
-
-    def logits(self, position: int, states: Tensor) -> Tensor:
-        """``[n, H] -> [n, V]``."""
-        return self.target.lm_head(states)
-
-    def _mix(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        frame = self.network.frames[0]
-        mixed: Tensor = frame.eh_proj(torch.cat([frame.enorm(embedded), frame.hnorm(feature)], -1))
-        return mixed

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spec_lab.core.cache_argument import cache_argument
 from spec_lab.drafters.draft_model.train import check_llama, llama, write_llama
@@ -22,12 +22,12 @@ from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective
 from spec_lab.train.objectives import Loss
-from spec_lab.train.recipe import Beginning, TargetHead
+from spec_lab.train.recipe import Beginning, Recipe, TargetHead
 from spec_lab.train.unroll import Unrolls
 
 
 @dataclass(frozen=True)
-class PardRecipe:
+class PardRecipe(Recipe):
     """A Llama with the target's tokens and, as the last one, a mask token.
 
     Args:
@@ -45,14 +45,10 @@ class PardRecipe:
     heads: int = 4
     intermediate_size: int = 768
     tied: bool = True
-    name = "pard"
+    name: ClassVar = "pard"
 
     def __post_init__(self) -> None:
         check_llama(self)
-
-    def states(self, target: Target) -> tuple[int, ...]:
-        """See ``Recipe``: the target's distributions are computed from them; the draft reads tokens only."""
-        return (-1,)
 
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
         """See ``Recipe``."""
@@ -63,7 +59,7 @@ class PardRecipe:
         objective = ChainObjective(network, PardDrafts(network, mask, self.depth), *own)
         return Beginning(network, objective, {"layers": self.layers, "mask_token": mask})
 
-    def write(self, module: nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
+    def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
         """See ``Recipe`` and ``draft.write_llama``; the config names the mask token as ``pard_token``."""
         return write_llama(module, target, folder)
 
