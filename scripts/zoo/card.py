@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from spec_lab.core.files import file_hash
+from spec_lab.drafters.medusa.files import read_medusa
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.models.target import Target
-from spec_lab.train.export import file_sha256
 
 from . import acceptance, pretrain, prompts
 from .generate import continue_text
@@ -135,7 +136,7 @@ def write(settings: Settings) -> dict:
     models = {name: AutoModelForCausalLM.from_pretrained(zoo / name).eval() for name in ("target", "draft")}
     target = Target.load(str(zoo / "target"), dtype="float32")
     writer = AutoModelForCausalLM.from_pretrained(zoo / "target", dtype=torch.float32).eval()
-    heads = Heads.read(str(zoo / "medusa"), Target.load(str(zoo / "target")))
+    heads = read_medusa(str(zoo / "medusa"), Target.load(str(zoo / "target")))
     others = acceptance.objectives(target, zoo)
     sizes = json.loads((work / "held_out" / "sizes.json").read_text())
     losses = {
@@ -151,7 +152,7 @@ def write(settings: Settings) -> dict:
             name: acceptance.by_position(writer, *other, ids, settings.tokens) for name, other in others.items()
         }
     folders = ("target", "draft", "medusa", *others)
-    figures["sha256"] = {name: file_sha256(zoo / name / "model.safetensors") for name in folders}
+    figures["sha256"] = {name: file_hash(zoo / name / "model.safetensors") for name in folders}
     (work / "figures.json").write_text(json.dumps(figures, indent=1))
     (zoo / "README.md").write_text(render(settings, figures, sizes, models, heads))
     return figures

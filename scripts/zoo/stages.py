@@ -30,12 +30,13 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from spec_lab.core.files import file_hash
 from spec_lab.core.tensors import save_tensors
+from spec_lab.drafters.medusa.files import read_medusa
 from spec_lab.drafters.medusa.measure import measure
-from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.train import export_medusa
 from spec_lab.models.target import Target
-from spec_lab.train.export import export_model, file_sha256
+from spec_lab.train.export import export_model
 from spec_lab.train.fit import FitPlan, fit
 from spec_lab.train.objectives import Measured
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead, settings_of
@@ -197,7 +198,7 @@ def _learn(settings: Settings, phases: Sequence[tuple[Recipe, FitPlan]], trainin
         weights = {name: one.detach() for name, one in trainer.masters.items()}
         tokens += trainer.step * plan.rows * settings.generation.length
     facts = {
-        "target_sha256": file_sha256(settings.zoo / "target" / "model.safetensors"),
+        "target_sha256": file_hash(settings.zoo / "target" / "model.safetensors"),
         "seed": str(phases[0][1].plan.seed),
         "texts": str(len(paths) * settings.generation.batch * settings.generation.length),
         "tokens": str(tokens),
@@ -223,7 +224,7 @@ def distill(settings: Settings) -> None:
         "plain_tokens": plan.plain_steps * plan.rows * row,
         "written_tokens": len(list(generated.glob("part-*.safetensors"))) * settings.generation.batch * row,
         "passes": plan.passes,
-        "draft_sha256": file_sha256(out / "draft.safetensors"),  # distinguishes distillations with the same settings
+        "draft_sha256": file_hash(out / "draft.safetensors"),  # distinguishes distillations with the same settings
     }
     (out / "facts.json").write_text(json.dumps(facts))
 
@@ -252,7 +253,7 @@ def screen(settings: Settings) -> None:
 def calibrate(settings: Settings) -> None:
     """Write the heads' calibrations, greedy and at temperature 1, from held-out code that is not among the prompts."""
     lm = Target.load(str(settings.zoo / "target"))
-    heads = Heads.read(str(settings.zoo / "medusa"), lm)
+    heads = read_medusa(str(settings.zoo / "medusa"), lm)
     length, tokens, count = settings.calibration
     stream = np.fromfile(settings.work / "held_out" / "code.bin", dtype=np.uint16)
     starts = np.linspace(0, len(stream) - length, count).astype(int)
@@ -262,7 +263,7 @@ def calibrate(settings: Settings) -> None:
         found.write(
             settings.zoo / "medusa",
             text=f"{tokens} tokens after each of {count} windows of {length} tokens of held-out code",
-            target_sha256=file_sha256(settings.zoo / "target" / "model.safetensors"),
+            target_sha256=file_hash(settings.zoo / "target" / "model.safetensors"),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -264,6 +265,20 @@ def open_regular(file: Path) -> Iterator[BinaryIO]:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise Unreadable(f"{file} is not readable (it is no regular file)")
         yield stream
+
+
+def file_hash(*files: Path) -> str:
+    """Return the SHA-256 of regular files, one after another.
+
+    Raises:
+        OSError, ValueError: one cannot be read; is no regular file.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        with open_regular(file) as stream:
+            while block := stream.read(2**20):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def read_text(file: Path, most: int = MAX_BYTES) -> str:

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.options import brief
-from spec_lab.models.checkpoint import one_line
+from spec_lab.models.checkpoint import misfits_of, one_line
 from spec_lab.models.services import TargetServices
 from spec_lab.models.support import NOT_FULL_ATTENTION, Unsupported, is_recurrent, refuse_by_name, refuse_changing_rope
 from spec_lab.models.target import Target
@@ -200,10 +200,7 @@ class DraftLayers(nn.Module):
             None, config=deepcopy(self.config), state_dict={**given, **tensors}, dtype=dtype,
             ignore_mismatched_sizes=True, output_loading_info=True,
         )  # fmt: skip
-        wrong = [f"{name} is missing" for name in report["missing_keys"]]
-        wrong += [f"{name} is {list(shape)}, not {list(own)}" for name, shape, own in report["mismatched_keys"]]
-        wrong += [f"{name} is in no layer of the network" for name in report["unexpected_keys"]]
-        return {f"layers.{name}": one for name, one in model.model.layers.state_dict().items()}, wrong
+        return {f"layers.{name}": one for name, one in model.model.layers.state_dict().items()}, misfits_of(report)
 
 
 class _ExpandedCache:

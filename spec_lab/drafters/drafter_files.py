@@ -7,7 +7,7 @@ the field or tensor. What a family adds is its tables, and how its settings foll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +22,15 @@ from spec_lab.core.options import brief
 from spec_lab.core.tensors import save_tensors
 from spec_lab.drafters.draft_layers import N, load_weights
 from spec_lab.drafters.layouts import Layout, misfits
-from spec_lab.models.checkpoint import SINGLE, open_weights, read_drafter_config, weight_files, weights_hash
+from spec_lab.models.checkpoint import (
+    SINGLE,
+    check_counts,
+    open_weights,
+    read_drafter_config,
+    refuse_misfits,
+    weight_files,
+    weights_hash,
+)
 from spec_lab.models.target import Target
 
 OF_LAYERS = (
@@ -276,11 +284,8 @@ class DrafterFiles:
         types, h = config.get("layer_types"), self.whole("hidden_size", config=config)
         if types is not None and (not isinstance(types, list) or any(kind != "full_attention" for kind in types)):
             raise ValueError(f"{self.file}: layer_types must be full_attention in every layer, not {brief(types)}")
-        layers = self.whole("num_hidden_layers", 1, config=config)
-        if layers > len(self.held):
-            raise ValueError(
-                f"{self.file}: num_hidden_layers is {layers}, but the weight files hold {len(self.held)} tensors"
-            )
+        self.whole("num_hidden_layers", 1, config=config)
+        check_counts(self.folder, config, len(self.held))
         fields = {name: config[name] for name in OF_LAYERS if name in config}
         if fields.get("head_dim") is None and isinstance(heads := config.get("num_attention_heads"), int) and heads:
             fields["head_dim"] = h // heads
@@ -323,18 +328,6 @@ class DrafterFiles:
                 raise
             raise type(error)(f"{self.file}: {error}") from error
 
-    def refuse(self, problems: Sequence[str]) -> None:
-        """Refuse weights that do not fit.
-
-        Raises:
-            ValueError: there are ``problems``; names three of them.
-        """
-        if problems:
-            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-            raise ValueError(
-                f"the weights of {self.folder} do not fit its config.json: {'; '.join(sorted(problems)[:3])}{more}"
-            )
-
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         """Read a tensor of finite numbers, in this data type.
 
@@ -376,7 +369,7 @@ class DrafterFiles:
         own = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
         sizes = {"H": target.services.hidden_size, "V": target.vocabulary}
         wanted = layout.of_network(own, self.shapes, copies, **sizes)
-        self.refuse(misfits(wanted.shapes, self.shapes))
+        refuse_misfits(self.folder, misfits(wanted.shapes, self.shapes))
         for name, first, copy in ((name, names[0], copy) for name, names in wanted.names.items() for copy in names[1:]):
             if not torch.equal(self.held[first][:], self.held[copy][:]):
                 raise ValueError(f"{self.folder}: '{copy}' differs from '{first}', but both are one layer ({name})")

@@ -162,7 +162,7 @@ def misfits(wanted: Mapping[str, Shape], held: Shapes) -> list[str]:
     problems = [f"{name} is missing" for name in wanted if name not in held]
     for name, shape in held.items():
         if name not in wanted:
-            problems.append(f"{brief(name)} is in no layer of the network")
+            problems.append(f"{brief(name)} is in no layer of the model")
         elif wanted[name] != shape:
             sizes = ", ".join(map(str, wanted[name]))
             problems.append(f"{name} is {list(shape)}, not [{sizes}]")

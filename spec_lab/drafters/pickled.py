@@ -14,7 +14,6 @@ file repeats share their storage, and are written each), and the ``config.json``
 
 from __future__ import annotations
 
-import hashlib
 import io
 import pickletools
 import re
@@ -27,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spec_lab.core.files import MAX_BYTES, filling, open_regular, read_json, refuse_filled, write_json
+from spec_lab.core.files import MAX_BYTES, file_hash, filling, open_regular, read_json, refuse_filled, write_json
 from spec_lab.core.options import brief
 from spec_lab.core.tensors import save_tensors
 from spec_lab.drafters.eagle.files import EAGLE, EAGLE3
@@ -127,7 +126,7 @@ def convert_pickled(files: Sequence[Path], out: Path) -> Converted:
     size, most = sum(one.nbytes for one in tensors.values()), MOST_SHARED * sum(file.stat().st_size for file in files)
     if size > most:
         raise ValueError(f"{files[0].parent}: its tensors share their storage and have {size} bytes, more than {most}")
-    digest = _sha256(files)
+    digest = file_hash(*files)
     facts = {"format": "pt", "layout": layout, "source": ", ".join(one.name for one in files), "source_sha256": digest}
     with filling(out) as part:
         save_tensors(tensors, part / SINGLE, facts)
@@ -249,13 +248,3 @@ def _check_layout(folder: Path, tensors: Mapping[str, Tensor]) -> str:
     if problems := misfits(layout.of_file(held).shapes, held):
         raise ValueError(f"{folder} does not hold the tensors of {layout.name}: {'; '.join(problems[:3])}")
     return layout.name
-
-
-def _sha256(files: Sequence[Path]) -> str:
-    """Of all files, one after another."""
-    digest = hashlib.sha256()
-    for file in files:
-        with open_regular(file) as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()

@@ -14,7 +14,6 @@ allowed, since the hub's cache and many users link weights. Files that are not r
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from spec_lab.core.files import MAX_BYTES, read_json
+from spec_lab.core.files import MAX_BYTES, file_hash, read_json
 from spec_lab.core.options import brief
 from spec_lab.core.tensors import readable
 
@@ -253,12 +252,7 @@ def weights_hash(path: str) -> str:
     """
     if not Path(path).is_dir():
         return ""
-    digest = hashlib.sha256()
-    for file in weight_files(Path(path)):
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
+    return file_hash(*weight_files(Path(path)))
 
 
 def mtp_prefixes(tensors: Iterable[str], layers: int = 0) -> list[str]:
@@ -297,6 +291,43 @@ def open_weights(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
             tensors |= new
             places |= dict.fromkeys(new, file)
         yield tensors
+
+
+def misfits_of(report: Mapping[str, Any]) -> list[str]:
+    """Name each tensor that is missing, surplus or misshapen in transformers' report of loading."""
+    wrong = [f"{name} is missing" for name in report["missing_keys"]]
+    wrong += [f"{name} is {list(shape)}, not {list(own)}" for name, shape, own in report["mismatched_keys"]]
+    return wrong + [f"{name} is in no layer of the model" for name in report["unexpected_keys"]]
+
+
+def refuse_misfits(path: Path | str, problems: Iterable[str]) -> None:
+    """Refuse weights that do not fit the config.
+
+    Raises:
+        ValueError: there are ``problems``; names three of them.
+    """
+    if wrong := sorted({*problems}):
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"the weights of {path} do not fit its config.json: {'; '.join(wrong[:3])}{more}")
+
+
+def check_described(path: Path | str, what: str, described: int, held: int, most: int = 4) -> None:
+    """Refuse a config of much larger weights than are held; exact sizes are compared where they are read.
+
+    Args:
+        path: of the checkpoint.
+        what: is described, for messages; ends with the kind of the numbers.
+        described, held: how many numbers.
+        most: largest quotient of both.
+
+    Raises:
+        ValueError: states both.
+    """
+    if described > most * held + 2**26:
+        raise ValueError(
+            f"the weights of {path} do not fit its config.json, which describes {what.format(described)}; the weight "
+            f"files hold {held} parameters"
+        )
 
 
 def check_counts(folder: Path, config: Mapping[str, Any], tensors: int) -> None:

@@ -6,7 +6,6 @@ model with recurrent layers, and compares them with plain decoding by the same l
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import empty
+from spec_lab.core.files import file_hash
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.core.roofline import AttentionWork, ForwardWork
@@ -282,12 +282,6 @@ def check_tokenizer(model: Model, tokenizer: Any) -> None:
                     f"{ours[where:][:6]} from token {where} on, llama.cpp's are {theirs[where:][:6]}; name the folder "
                     "of the model's own tokenizer with target.tokenizer"
                 )
-
-
-def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def checked(model: Model, settings: LlamaSettings, sha256: str, cache: ProcessCache, exact: bool) -> Checked:

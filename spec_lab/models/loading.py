@@ -208,11 +208,7 @@ def _describe(path: str, folder: Path, config: Any) -> Any:
         ) from error
     for what, group in (("parameters", model.parameters()), ("numbers in buffers", model.buffers())):
         described = sum(tensor.numel() for tensor in group)
-        if described > most * held + 2**26:  # exact sizes are compared on loading
-            raise ValueError(
-                f"the weights of {path} do not fit its config.json, which describes a model with {described} {what}; "
-                f"the weight files hold {held} parameters"
-            )
+        checkpoint.check_described(path, f"a model with {{}} {what}", described, held, most)
     return model
 
 
@@ -288,14 +284,8 @@ def _fill(
             raise ValueError(
                 f"{path} cannot be loaded with quantization {how.method} ({checkpoint.one_line(error)})"
             ) from error
-    wrong = {f"{name} is missing" for name in report["missing_keys"]}
-    wrong |= {f"{name} is {list(shape)}, not {list(own)}" for name, shape, own in report["mismatched_keys"]}
-    wrong |= {f"{name} is in no layer of the model" for name in report["unexpected_keys"] if not _harmless(name)}
-    if wrong:
-        more_wrong = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ValueError(
-            f"the weights of {path} do not fit its config.json: {'; '.join(sorted(wrong)[:3])}{more_wrong}"
-        )
+    report["unexpected_keys"] = [name for name in report["unexpected_keys"] if not _harmless(name)]
+    checkpoint.refuse_misfits(path, checkpoint.misfits_of(report))
     if found.config.multimodal and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         model.config.tie_word_embeddings = False  # transformers does not tie weights that the checkpoint holds apart
     if how is not None:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.lib import format as npy
 
-from spec_lab.core.files import filling, write_json
+from spec_lab.core.files import file_hash, filling, write_json
 from spec_lab.propose.suffix_store import (
     CONTEXT,
     FIRST,
@@ -27,7 +27,6 @@ from spec_lab.propose.suffix_store import (
     ORDER,
     STORE,
     TOKENS,
-    file_hash,
     order_dtype,
     token_dtype,
     vocabulary_hash,

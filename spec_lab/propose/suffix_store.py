@@ -29,7 +29,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from spec_lab.core.files import expect, open_regular, read_json
+from spec_lab.core.files import expect, file_hash, read_json
 from spec_lab.core.options import brief
 from spec_lab.models.target import Target
 from spec_lab.propose.suffix_search import Level, around, levels, until
@@ -187,19 +187,6 @@ class TokenStore:
 def vocabulary_hash(tokenizer: Any) -> str:
     """Return the SHA-256 over the tokens of a tokenizer and their ids."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
-
-
-def file_hash(file: Path) -> str:
-    """Return the SHA-256 of a regular file.
-
-    Raises:
-        OSError, ValueError: it cannot be read; is no regular file.
-    """
-    digest = hashlib.sha256()
-    with open_regular(file) as stream:
-        while data := stream.read(CHUNK):
-            digest.update(data)
-    return digest.hexdigest()
 
 
 def _array(file: Path, sha256: str) -> np.ndarray:

@@ -1,17 +1,12 @@
 """Write trained weights as bfloat16 safetensors, with config and tokenizer, as ``from_pretrained`` reads them."""
 
-import hashlib
 from pathlib import Path
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from spec_lab.core.files import file_hash
 from spec_lab.core.tensors import save_tensors
 from spec_lab.models.checkpoint import SINGLE, one_line
-
-
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def export_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> str:
@@ -36,4 +31,4 @@ def export_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fo
             part.save_pretrained(folder)
     except Exception as error:  # tokenizers raises plain Exceptions
         raise OSError(f"config and tokenizer cannot be written to {folder} ({one_line(error)})") from error
-    return file_sha256(folder / SINGLE)
+    return file_hash(folder / SINGLE)

@@ -62,7 +62,7 @@ def test_a_file_tells_numbers_and_sizes():
         ({"layers.0.b": None}, "body.b is missing"),
         ({"layers.0.a": (5,)}, "layers.0.a is [5], not [4]"),
         ({"head.2.3.weight": (4, 4)}, "head.2.1.weight is missing"),
-        ({"more": ()}, "'more' is in no layer of the network"),
+        ({"more": ()}, "'more' is in no layer of the model"),
     ],
 )
 def test_what_does_not_fit_is_named(change, said):

@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 
 from spec_lab.core.probabilities import Sampling
 from spec_lab.drafters.medusa import measure as measuring
+from spec_lab.drafters.medusa.files import read_medusa
 from spec_lab.drafters.medusa.measure import measure
 from spec_lab.drafters.medusa.network import Heads, Trunk
 from spec_lab.drafters.medusa.propose import Medusa
@@ -515,8 +516,8 @@ def test_a_published_tree_is_chosen_by_its_name(target, tmp_path):
 
 def test_the_hash_of_heads_covers_every_calibration(target, tmp_path):
     folder = saved(tmp_path / "heads")
-    seen = {Heads.read(str(folder), target).sha256}
+    seen = {read_medusa(str(folder), target).sha256}
     for name, text in (("calibration.json", "{}"), ("calibration_1.json", "{}"), ("calibration_1.json", "[]")):
         (tmp_path / "heads" / name).write_text(text)
-        seen.add(Heads.read(str(folder), target).sha256)
+        seen.add(read_medusa(str(folder), target).sha256)
     assert len(seen) == 4

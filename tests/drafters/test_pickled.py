@@ -19,7 +19,7 @@ from spec_lab.cli.commands import command
 from spec_lab.drafters import pickled
 from spec_lab.drafters.eagle.files import read_eagle
 from spec_lab.drafters.kangaroo.files import read_kangaroo
-from spec_lab.drafters.medusa.network import Heads
+from spec_lab.drafters.medusa.files import read_medusa
 from spec_lab.drafters.pickled import convert_pickled, pickled_files
 from tests.drafters.eagle_heads import eagle1, eagle3
 from tests.drafters.kangaroo_adapters import adapter
@@ -132,7 +132,7 @@ def test_converted_heads_are_read(tmp_path):
             if name.startswith("Kangaroo"):
                 assert read_kangaroo(str(out), target, 2).layers
             else:
-                assert (Heads.read if name.startswith("Medusa") else read_eagle)(str(out), target)
+                assert (read_medusa if name.startswith("Medusa") else read_eagle)(str(out), target)
 
 
 def test_shards_are_joined(tmp_path):

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from spec_lab.drafters.medusa.files import read_medusa
 from spec_lab.drafters.medusa.measure import measure
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
@@ -79,7 +80,7 @@ def test_drafts_are_those_of_plain_forwards_over_steps_with_rejections(target, f
 
 
 def test_the_tensors_count_where_the_config_states_fewer_heads(target, folders):
-    heads = Heads.read(folders["authors"], target)
+    heads = read_medusa(folders["authors"], target)
     assert VARIANTS["authors"][0]["medusa_num_heads"] == 2
     assert (len(heads), heads.weight.shape, heads.lm_head.weight.shape) == (5, (5, 1, H, H), (5, VOCABULARY, H))
     assert heads.weight.dtype == heads.lm_head.weight.dtype == target.lm.dtype
@@ -111,7 +112,7 @@ def test_without_a_calibration_the_remedies_are_named(target, folders, tree):
 @pytest.mark.parametrize("name", ["authors", "vllm-token-map"])
 def test_measured_once_published_heads_are_calibrated(target, folders, tmp_path, monkeypatch, name):
     path = written(tmp_path / "heads", VARIANTS[name][0], {k: t.clone() for k, t in VARIANTS[name][1].items()})
-    measure(target, Heads.read(path, target), PROMPTS, tokens=20, width=20).write(path)
+    measure(target, read_medusa(path, target), PROMPTS, tokens=20, width=20).write(path)
     assert Accuracy.read(path).samples > 10
     free = lambda target, proposers, *_: StepCosts(dict.fromkeys(proposers, 1.0), dict.fromkeys(proposers, 0.0), 10)  # noqa: E731
     monkeypatch.setattr(calibration, "time_steps", free)

@@ -20,7 +20,7 @@ from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
 from spec_lab.drafters.draft_model.propose import DraftModel
-from spec_lab.drafters.medusa.network import Heads
+from spec_lab.drafters.medusa.files import read_medusa
 from spec_lab.models import checkpoint as files
 from spec_lab.models import hub as hub_files
 from spec_lab.models import loading
@@ -715,7 +715,7 @@ def test_heads_with_unused_tensors_are_refused(heads):
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"weight2": torch.ones(3)}, folder / "model.safetensors")
     with pytest.raises(ValueError, match="'weight2'"):
-        Heads.read(str(folder), target)
+        read_medusa(str(folder), target)
 
 
 @pytest.mark.one_in(4)
@@ -728,7 +728,7 @@ def test_impossible_sizes_of_heads_are_named(heads, fields):
     target, folder = heads
     change(folder, **fields)
     with pytest.raises(ValueError, match=r"config\.json|hidden size|trunk_in"):
-        Heads.read(str(folder), target)
+        read_medusa(str(folder), target)
 
 
 @pytest.mark.parametrize("name", ["config.json", "calibration.json", "model.safetensors"])
@@ -737,7 +737,7 @@ def test_files_of_heads_are_regular(heads, name):
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(REFUSALS, match=name):
-        Heads.read(str(folder), target)
+        read_medusa(str(folder), target)
 
 
 def test_transformers_receives_no_unchecked_path(folder, monkeypatch):

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_lab.cli.commands import command
+from spec_lab.core.files import file_hash
 from spec_lab.propose import suffix_build
 from spec_lab.propose.suffix import Suffix
 from spec_lab.propose.suffix_build import build_tokens
-from spec_lab.propose.suffix_store import FIRST, ORDER, STORE, TOKENS, TokenStore, file_hash, vocabulary_hash
+from spec_lab.propose.suffix_store import FIRST, ORDER, STORE, TOKENS, TokenStore, vocabulary_hash
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.instances import QUICK
 from spec_lab.verify import Token

@@ -18,8 +18,8 @@ from spec_lab.drafters.eagle.train_eagle1 import Eagle1Recipe
 from spec_lab.drafters.hydra.train import HydraRecipe
 from spec_lab.drafters.kangaroo.train import KangarooRecipe
 from spec_lab.drafters.medusa import train as medusa_training
+from spec_lab.drafters.medusa.files import read_medusa
 from spec_lab.drafters.medusa.measure import measure
-from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.train import MedusaRecipe
 from spec_lab.drafters.mtp.train import MtpRecipe
 from spec_lab.drafters.pard.train import PardRecipe
@@ -297,7 +297,7 @@ def test_held_out_answers_are_measured_as_the_target_s_own_continuations_are(nam
     recipe.write(begun.module, target, tmp_path / "drafter", {"method": recipe.name})
     paths = record(target, wanted, recipe.states(target), tmp_path / "texts", 2, 2, 0, rest=True)
     begun.calibrate(tmp_path / "drafter", paths, 0.0)
-    heads = Heads.read(str(tmp_path / "drafter"), target)
+    heads = read_medusa(str(tmp_path / "drafter"), target)
     expected = measure(target, heads, [request.tokens for request in wanted], tokens=12)
     expected.write(tmp_path, rare=2)
     assert Accuracy.read(tmp_path / "drafter") == Accuracy.read(tmp_path)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from scripts.zoo import acceptance, corpus, distill, pretrain, prompts, stages
 from scripts.zoo.generate import Generation, TextPart
 from scripts.zoo.settings import Settings
+from spec_lab.core.files import file_hash
 from spec_lab.drafters.draft_model.train import DraftRecipe
 from spec_lab.drafters.eagle import propose as eagle
 from spec_lab.drafters.eagle.train import Eagle3Recipe
@@ -22,7 +23,6 @@ from spec_lab.drafters.hydra.train import HydraRecipe
 from spec_lab.drafters.medusa.network import Heads, Trunk
 from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import Accuracy
-from spec_lab.train.export import file_sha256
 from spec_lab.train.fit import FitPlan
 from spec_lab.train.objectives import Measured
 from spec_lab.train.recipe import TargetHead
@@ -247,7 +247,7 @@ def test_drafters_learn_from_the_states_of_the_target_s_text(trained):
         drafter = load(target, str(trained.zoo / name), depth=2)
         with safe_open(trained.zoo / name / "model.safetensors", "pt") as file:
             facts = file.metadata()
-        assert drafter.sha256 == file_sha256(trained.zoo / name / "model.safetensors")
+        assert drafter.sha256 == file_hash(trained.zoo / name / "model.safetensors")
         assert facts["target_sha256"] == target.sha256
         assert int(facts["texts"]) == 5 * 4 * 24 and int(facts["tokens"]) == sum(steps) * 2 * 24
         for phase, last in enumerate(steps):

@@ -18,15 +18,20 @@ Fields of a config that are not known are refused by name (``OWN_FIELDS``, ``PUB
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from spec_lab.core.files import read_text
 from spec_lab.core.options import brief
 from spec_lab.drafters.drafter_files import DrafterFiles, Fields
 from spec_lab.drafters.layouts import Entry, Layout, Tensors, misfits
+from spec_lab.drafters.medusa.network import Heads, OwnLMHeads, Trunk
+from spec_lab.models.checkpoint import refuse_misfits, weights_hash
 from spec_lab.models.target import Target
 
 log = logging.getLogger(__name__)
@@ -62,24 +67,6 @@ PUBLISHED = Fields(
 """Fields of the layouts of Medusa's authors and of vLLM."""
 
 
-@dataclass(frozen=True, eq=False)
-class MedusaWeights:
-    """Heads that were read.
-
-    Args:
-        weight: ``[K, L, H, H]``; bias: ``[K, L, H]``.
-        lm_heads: of the heads' own, ``[K, D, H]``; None: they share the target's.
-        tokens: ``[D]`` the target's token of each row of ``lm_heads``; None: row i is token i.
-        trunk: weight and bias of its inner and its outer layer; empty without one.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    lm_heads: Tensor | None = None
-    tokens: Tensor | None = None
-    trunk: tuple[Tensor, ...] = ()
-
-
 def vllm_layout(shared: bool, bias: bool) -> Layout:
     """The table of vLLM's heads: with one LM head for all if it is ``shared``, and with or without biases."""
     lm_head = Entry("lm_head.weight|lm_heads.0.weight", "lm_heads.0", "V H")
@@ -91,7 +78,7 @@ def vllm_layout(shared: bool, bias: bool) -> Layout:
     ))  # fmt: skip
 
 
-def read_medusa(path: str, target: Target) -> MedusaWeights:
+def read_medusa(path: str, target: Target) -> Heads:
     """Read heads for a target, into its dtype and onto its device.
 
     Raises:
@@ -102,7 +89,7 @@ def read_medusa(path: str, target: Target) -> MedusaWeights:
     with DrafterFiles.open(path, "Medusa heads", target) as files:
         if {"weight", "bias", "trunk_in.weight"} & files.held.keys():
             OWN_FIELDS.check(files.file, files.config)
-            return _read_own(files)
+            return replace(_read_own(files), sha256=_hash(files.folder))
         PUBLISHED.check(files.file, files.config)
         layout = vllm_layout(files.flag("original_lm_head"), any(name.endswith(".bias") for name in files.held))
         if any(MEDUSA.own(name) for name in files.held):
@@ -110,10 +97,10 @@ def read_medusa(path: str, target: Target) -> MedusaWeights:
         wanted = layout.of_file(files.shapes)
         known = wanted.sizes["K"] > 0
         files.expect(known, "0.0.linear.weight (of Medusa's authors) or blocks.0.layers.0.weight (of vLLM)")
-        return _read_published(files, wanted)
+        return replace(_read_published(files, wanted), sha256=_hash(files.folder))
 
 
-def _read_own(files: DrafterFiles) -> MedusaWeights:
+def _read_own(files: DrafterFiles) -> Heads:
     """Heads in this package's layout. Errors as of ``read_medusa``."""
     sizes = {"K": files.whole("num_heads"), "L": files.whole("num_layers", least=0), "H": files.whole("hidden_size")}
     sizes["W"] = files.whole("trunk_size", 0, least=0)
@@ -130,15 +117,17 @@ def _read_own(files: DrafterFiles) -> MedusaWeights:
             "target's, but fewer tokens will be accepted", files.folder, target.name,
         )  # fmt: skip
     wanted = Layout("Medusa", HEADS + (TRUNK if sizes["W"] else ())).of_file(files.shapes, **sizes)
-    files.refuse(misfits(wanted.shapes, files.shapes))
+    refuse_misfits(files.folder, misfits(wanted.shapes, files.shapes))
     lm = target.lm
     weight, bias, *trunk = (files.tensor(name, lm.dtype).to(lm.device) for name in wanted.shapes)
-    return MedusaWeights(weight, bias, trunk=tuple(trunk))
+    services = target.services
+    mixing = Trunk((trunk[0], trunk[1]), (trunk[2], trunk[3]), services.embed) if trunk else None
+    return Heads(weight, bias, services.lm_head, mixing)
 
 
-def _read_published(files: DrafterFiles, wanted: Tensors) -> MedusaWeights:
+def _read_published(files: DrafterFiles, wanted: Tensors) -> Heads:
     """Heads with LM heads of their own. Errors as of ``read_medusa``."""
-    files.refuse(misfits(wanted.shapes, files.shapes))
+    refuse_misfits(files.folder, misfits(wanted.shapes, files.shapes))
     heads, layers, h, rows = (wanted.sizes[letter] for letter in "KLHV")
     for name, held, what in (
         ("medusa_num_layers", layers, "layers of a head"), ("num_hidden_layers", layers, "layers of a head"),
@@ -168,7 +157,7 @@ def _read_published(files: DrafterFiles, wanted: Tensors) -> MedusaWeights:
             tensor = files.tensor(name, lm.dtype)
             whole = part != "lm_heads" or len(tensor) == lm_heads.shape[1]
             parts[part][tuple(map(int, index))] = tensor if whole else tensor[tokens]
-    return MedusaWeights(weight, bias, lm_heads.expand(heads, -1, -1), tokens)
+    return Heads(weight, bias, OwnLMHeads(lm_heads.expand(heads, -1, -1), files.target.vocabulary, tokens))
 
 
 def _token_map(files: DrafterFiles, rows: int) -> Tensor | None:  # [D]
@@ -194,3 +183,12 @@ def _token_map(files: DrafterFiles, rows: int) -> Tensor | None:  # [D]
             f"{files.file}: truncated_vocab_size is {brief(stated)}, but token_map has {len(tokens)} tokens"
         )
     return tokens.long().to(files.target.lm.device) if len(tokens) < v else None  # vLLM ignores a map of all tokens
+
+
+def _hash(folder: Path) -> str:
+    """Return ``Heads.sha256`` of a folder."""
+    weights, calibrations = weights_hash(str(folder)), sorted(folder.glob("calibration*.json"))
+    digest = hashlib.sha256(weights.encode())
+    for file in calibrations:
+        digest.update(file.name.encode() + read_text(file).encode())
+    return digest.hexdigest() if calibrations else weights

@@ -11,19 +11,14 @@ L layers, H hidden size, V vocabulary, W width of the trunk, D drafted tokens, B
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path as File
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from spec_lab.core import files
-from spec_lab.drafters.medusa.files import read_medusa
-from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.packed import linear_of
 from spec_lab.models.target import Target
 
@@ -167,23 +162,3 @@ class Heads:
         """
         layers = range(1, self.weight.shape[1])
         return [(self.weight[:, layer].contiguous(), self.bias[:, layer, None].contiguous()) for layer in layers]
-
-    @staticmethod
-    def read(path: str, target: Target) -> Heads:
-        """Read heads from a folder, into the target's dtype and onto its device. Errors as of ``read_medusa``."""
-        found = read_medusa(path, target)
-        trunk = found.trunk
-        mixing = Trunk((trunk[0], trunk[1]), (trunk[2], trunk[3]), target.services.embed) if trunk else None
-        lm_head: Callable[[Tensor], Tensor] | OwnLMHeads = target.services.lm_head
-        if found.lm_heads is not None:
-            lm_head = OwnLMHeads(found.lm_heads, target.vocabulary, found.tokens)
-        return Heads(found.weight, found.bias, lm_head, mixing, _hash(File(path)))
-
-
-def _hash(folder: File) -> str:
-    """Return ``Heads.sha256`` of a folder."""
-    weights, calibrations = weights_hash(str(folder)), sorted(folder.glob("calibration*.json"))
-    digest = hashlib.sha256(weights.encode())
-    for file in calibrations:
-        digest.update(file.name.encode() + files.read_text(file).encode())
-    return digest.hexdigest() if calibrations else weights

@@ -25,6 +25,7 @@ from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.drafters.features import Features
+from spec_lab.drafters.medusa.files import read_medusa
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import Accuracy
@@ -115,7 +116,7 @@ class Medusa(Proposer):
             raise ValueError(f"proposer.recalibrate must be true or false (got {recalibrate!r})")
         if cache is not None and (not isinstance(cache, str) or not cache):
             raise ValueError(f"proposer.cache must be null or the name of a folder (got {cache!r})")
-        heads = Heads.read(path, target)
+        heads = read_medusa(path, target)
         depth = len(heads) if max_depth is None else min(max_depth, len(heads))
         most = heads.tokens or target.vocabulary
         if tree in ("calibrated", "likeliest"):

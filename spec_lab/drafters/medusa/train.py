@@ -16,8 +16,8 @@ from torch.nn.functional import silu
 
 from spec_lab.core.options import one_of, whole
 from spec_lab.drafters.drafter_files import write_drafter
+from spec_lab.drafters.medusa.files import read_medusa
 from spec_lab.drafters.medusa.measure import of_texts
-from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.models.packed import dense_copy
 from spec_lab.models.target import Target
@@ -100,7 +100,7 @@ class MedusaRecipe(Recipe):
 
 def calibrate(target: Target, folder: Path, paths: Sequence[Path], temperature: float) -> None:
     """Write how often written heads are right on held-out answers, for trees that are calibrated. See ``Beginning``."""
-    heads, lm = Heads.read(str(folder), target), target.lm
+    heads, lm = read_medusa(str(folder), target), target.lm
     lengths = [len(tokens) for path in paths for _, tokens in Texts.read(path).answers()]
     answers = (  # read again, file by file: the hidden states of all texts may not fit into memory
         (hidden.to(lm.device, lm.dtype), tokens.to(lm.device))

@@ -27,7 +27,15 @@ from spec_lab.drafters.draft_layers import load_weights
 from spec_lab.drafters.drafter_files import OF_LAYERS, DrafterFiles, Fields, Meanings, write_drafter
 from spec_lab.drafters.layouts import Entry, Layout, misfits
 from spec_lab.drafters.mtp.network import Mtp, MtpSettings
-from spec_lab.models.checkpoint import MTP, mtp_prefixes, open_weights, read_config, weight_files
+from spec_lab.models.checkpoint import (
+    MTP,
+    check_described,
+    mtp_prefixes,
+    open_weights,
+    read_config,
+    refuse_misfits,
+    weight_files,
+)
 from spec_lab.models.loading import describe
 from spec_lab.models.target import Target
 
@@ -131,11 +139,7 @@ def _read(files: DrafterFiles, names: Names, prefixes: Sequence[str], own: bool)
     _check_fields(files, network, own)
     described = sum(parameter.numel() for parameter in network.parameters())
     count = sum(math.prod(shape) for shape in files.shapes.values())
-    if described > 4 * count + 2**26:  # exact sizes are compared below, where layers of these sizes are made
-        raise ValueError(
-            f"the weights of {files.folder} do not fit its config.json, which describes MTP modules with {described} "
-            f"parameters; the weight files hold {count}"
-        )
+    check_described(files.folder, "MTP modules with {} parameters", described, count)  # before such layers are made
     # The names of a family's checkpoints may differ from those of its modules (experts): transformers converts them.
     layers = {f"model.{our[5:]}": files.held[name] for name, our in ours.items() if our and our.startswith("body.")}
     body, problems = network.body.read(layers, dtype)
@@ -146,7 +150,7 @@ def _read(files: DrafterFiles, names: Names, prefixes: Sequence[str], own: bool)
     frames = {name: tuple(one.shape) for name, one in network.named_parameters() if name.startswith("frames.")}
     wanted = layout.of_network(frames, files.shapes)
     held = {name: files.shapes[name] for name, our in ours.items() if our is None or our.startswith("frames.")}
-    files.refuse(problems + misfits(wanted.shapes, held))
+    refuse_misfits(files.folder, problems + misfits(wanted.shapes, held))
     tensors = {our: files.tensor(published[0], dtype) for our, published in wanted.names.items()}
     for name, tensor in body.items():
         tensors[f"body.{name}"] = files.finite(layout.published(f"body.{name}")[0], tensor)
