@@ -21,14 +21,11 @@ from spec_lab.constrain.protocol import (
     allows,
     calling,
     masks_by_forking,
-    masks_of,
     single_token,
-    supports_drafts,
     unpack,
 )
 from spec_lab.core.draft import Draft, Shape
-from spec_lab.core.options import one_of, whole
-from spec_lab.core.protocols import facts_of
+from spec_lab.core.options import brief, one_of, whole
 from spec_lab.core.readback import Readback
 from spec_lab.core.request import Request
 
@@ -98,7 +95,7 @@ class AppliedConstraint:
                     f"'{self.constraint.name}' backtracks, forks or ends the output itself, so that its outputs cannot "
                     "be enumerated: choose a grammar, or set constraint.distribution=local"
                 )
-            elif not supports_drafts(self.constraint):
+            elif not self.constraint.supports_drafts:
                 why = (
                     f"'{self.constraint.name}' cannot be forked, so that its outputs cannot be enumerated: set "
                     "constraint.distribution=local"
@@ -138,7 +135,7 @@ class AppliedConstraint:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """See ``Described``."""
+        """What the manifest records."""
         return {
             "name": self.constraint.name,
             "placement": self.placement,
@@ -148,7 +145,7 @@ class AppliedConstraint:
             "async_masks": self.async_masks,
             "distribution": self.distribution,
             "max_prefixes": self.max_prefixes if self.is_global else None,
-            **facts_of(self.constraint),
+            **self.constraint.facts,
         }
 
 
@@ -276,13 +273,16 @@ class StepConstraint:
     def __init__(self, applied: AppliedConstraint) -> None:
         self.applied = applied
         self.constraint = applied.constraint
-        self.supports_drafts = supports_drafts(applied.constraint)
+        self.supports_drafts = applied.constraint.supports_drafts
         self._thread: ThreadPoolExecutor | None = None
 
     def start(self, request: Request) -> ConstraintState:
         """See ``Constraint.start``."""
         with calling(self.constraint):
-            return self.constraint.start(request)
+            state = self.constraint.start(request)
+            if not isinstance(state, ConstraintState):
+                raise TypeError(f"start must return a ConstraintState, not {brief(state)}: derive its class from it")
+            return state
 
     def draft_masks(self, states: Sequence[ConstraintState | None]) -> DraftTreeMasks | None:
         """Return the masks for a draft below these states; None where drafts are not masked."""
@@ -341,11 +341,11 @@ class StepConstraint:
         failed: dict[int, str] = {}
         with calling(self.constraint):
             try:
-                masks = masks_of(self.constraint, states, shape, token)
+                masks = self.constraint.masks(states, shape, token)
             except ConstraintError:  # of one tree, perhaps at a node that is not accepted: compute each tree by itself
                 each = [self._alone(tree, states, shape, token, failed) for tree in range(len(states))]
-                own = shape.root, np.arange(shape.rows)
-                masks = Masks(*(np.stack([getattr(one, part) for one in each])[own] for part in PARTS))
+                rows = shape.root, np.arange(shape.rows)
+                masks = Masks(*(np.stack([getattr(tree, part) for tree in each])[rows] for part in PARTS))
         return StepMasks(masks, failed, time.perf_counter() - start)
 
     def _alone(
@@ -359,8 +359,8 @@ class StepConstraint:
         """Return the masks of one tree; an error at its root is put into ``failed``, and nothing is masked."""
         vocabulary = self.constraint.vocabulary
         try:
-            one = [state if number == tree else None for number, state in enumerate(states)]
-            return masks_by_forking(one, shape, token, vocabulary)
+            alone = [state if number == tree else None for number, state in enumerate(states)]
+            return masks_by_forking(alone, shape, token, vocabulary)
         except ConstraintError as error:
             failed[tree] = str(error)
             return masks_by_forking([None] * len(states), shape, token, vocabulary)

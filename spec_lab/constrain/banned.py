@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from spec_lab.constrain.healing import BytePrefix
-from spec_lab.constrain.protocol import Continuation, full_mask, mask_of
+from spec_lab.constrain.protocol import Constraint, ConstraintState, Continuation, full_mask, mask_of
 from spec_lab.core.request import Request
 from spec_lab.text.strings import StringMatch, Strings, Watcher
 
 
 @dataclass(frozen=True)
-class Banned:
+class Banned(Constraint):
     """Backtracks over every string of ``strings`` that the output completes. See ``Constraint``.
 
     The text backtracks to before the token in which the string began, and that token is not allowed there again. The
@@ -43,7 +43,7 @@ class Banned:
 
     @property
     def facts(self) -> dict[str, list[str]]:
-        """See ``Described``."""
+        """See ``Part``."""
         return {"strings": list(self.strings)}
 
     def start(self, request: Request) -> BannedState:
@@ -51,7 +51,7 @@ class Banned:
         return BannedState(Watcher(self.pieces, self._found, request.healed, request.stop), None)
 
 
-class BannedState:
+class BannedState(ConstraintState):
     """The output so far, followed by a watcher, and the string that it completed. See ``ConstraintState``."""
 
     def __init__(self, watcher: Watcher, match: StringMatch | None) -> None:

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import reduce
 from typing import Any, TypeVar
 
 import numpy as np
 
-from spec_lab.constrain.protocol import (
-    Constraint,
-    ConstraintState,
-    Continuation,
-    Masks,
-    ReadsLogprobs,
-    SelectsSequences,
-    calling,
-    masks_of,
-    supports_drafts,
-)
+from spec_lab.constrain.protocol import Constraint, ConstraintState, Continuation, Masks, calling
 from spec_lab.core.draft import Shape
-from spec_lab.core.protocols import facts_of
-from spec_lab.core.request import Request
+from spec_lab.core.request import Ended, Request
 
 T = TypeVar("T")
 
@@ -29,7 +18,7 @@ History = tuple["History", int] | None
 """The tokens since the start as a linked list, the last one first, which forks share."""
 
 
-class Combined:
+class Combined(Constraint):
     """Several constraints that all apply. See ``Constraint``.
 
     Where one of them backtracks, the states of the others are advanced again from the start; so at most one of them may
@@ -42,6 +31,14 @@ class Combined:
         ValueError: two constraints that have actions, or vocabularies that differ.
     """
 
+    parts: tuple[Constraint, ...]
+    name: str
+    vocabulary: int
+    has_actions: bool
+    supports_drafts: bool
+    keep: Callable[[Sequence[Ended]], Collection[int]] | None
+    reads_logprobs: bool
+
     def __init__(self, parts: Sequence[Constraint]) -> None:
         acting = [part.name for part in parts if part.has_actions]
         if len(acting) > 1:
@@ -49,19 +46,18 @@ class Combined:
         if len({part.vocabulary for part in parts}) != 1:
             widths = ", ".join(f"{part.name}: {part.vocabulary}" for part in parts)
             raise ValueError(f"constraints over vocabularies of different sizes cannot be combined ({widths})")
-        selecting = [part for part in parts if isinstance(part, SelectsSequences)]
         self.parts = tuple(parts)
         self.name = " + ".join(part.name for part in parts)
         self.vocabulary = parts[0].vocabulary
         self.has_actions = bool(acting)
-        self.supports_drafts = all(map(supports_drafts, parts))
-        self.keep = next((part.keep for part in selecting if part.keep is not None), None)
-        self.reads_logprobs = any(part.reads_logprobs for part in parts if isinstance(part, ReadsLogprobs))
+        self.supports_drafts = all(part.supports_drafts for part in parts)
+        self.keep = next((part.keep for part in parts if part.keep is not None), None)
+        self.reads_logprobs = any(part.reads_logprobs for part in parts)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """See ``Described``."""
-        return {"parts": [{"name": part.name, **facts_of(part)} for part in self.parts]}
+        """See ``Part``."""
+        return {"parts": [{"name": part.name, **part.facts} for part in self.parts]}
 
     def start(self, request: Request) -> CombinedState:
         """See ``Constraint``."""
@@ -70,15 +66,15 @@ class Combined:
         return state.fork() if self.has_actions else state
 
     def masks(self, states: Sequence[CombinedState | None], shape: Shape, token: np.ndarray) -> Masks:
-        """See ``TreeMasks``."""
+        """See ``Constraint``."""
         each = []
         for number, part in enumerate(self.parts):
-            own = [None if state is None else state.states[number] for state in states]
-            each.append(_call(part, masks_of, part, own, shape, token))
+            of_part = [None if state is None else state.states[number] for state in states]
+            each.append(_call(part, part.masks, of_part, shape, token))
         return reduce(Masks.intersect, each)
 
 
-class CombinedState:
+class CombinedState(ConstraintState):
     """The states of all parts. See ``ConstraintState``.
 
     Args:
@@ -119,7 +115,7 @@ class CombinedState:
         for number, (part, state) in enumerate(zip(self.parts, self.states, strict=True)):
             action = _call(part, state.action)
             if action is not None:
-                return tuple(Continuation(one.backtrack, self._continued(number, one)) for one in action)
+                return tuple(Continuation(after.backtrack, self._continued(number, after)) for after in action)
         return None
 
     def _continued(self, acting: int, continuation: Continuation) -> CombinedState:

@@ -24,7 +24,7 @@ from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
-from spec_lab.constrain.protocol import ConstraintError, ConstraintState, Continuation, mask_of, width
+from spec_lab.constrain.protocol import Constraint, ConstraintError, ConstraintState, Continuation, mask_of, width
 from spec_lab.core.options import brief
 from spec_lab.core.request import Ended, Request
 
@@ -103,7 +103,7 @@ class Controller(Protocol):
 
 
 @dataclass(frozen=True)
-class ControllerConstraint:
+class ControllerConstraint(Constraint):
     """Requests steered by controllers. See ``Constraint``.
 
     Args:
@@ -112,7 +112,7 @@ class ControllerConstraint:
         name: as in configs and records.
         supports_drafts: whether controllers can be forked; without forks nothing is drafted.
         facts: what the manifest records.
-        keep: selects finished sequences (``SelectsSequences``); None keeps all of them.
+        keep: as of ``Constraint``.
         reads_logprobs: whether ``keep`` reads log-probabilities.
     """
 
@@ -142,7 +142,7 @@ class ControllerConstraint:
         return state
 
 
-class ControllerState:
+class ControllerState(ConstraintState):
     """A controller between two of its steps. See ``ConstraintState``.
 
     Args:
@@ -243,7 +243,7 @@ class ControllerState:
         return tuple(branches)
 
 
-class FailedState:
+class FailedState(ConstraintState):
     """A controller that raised an error. See ``ConstraintState``.
 
     It is a barrier: draft tokens up to it are verified as usual, and the error is raised only if its token is committed

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spec_lab.constrain.protocol import ConstraintError, pack
+from spec_lab.constrain.protocol import Constraint, ConstraintError, ConstraintState, pack
 from spec_lab.core.request import Request
 
 
@@ -40,7 +40,7 @@ def heal(request: Request, pieces: Sequence[bytes], tokens: int = 1, begin: int 
 
 
 @dataclass(frozen=True)
-class Healing:
+class Healing(Constraint):
     """The output begins with ``request.healed``. See ``Constraint``.
 
     Args:
@@ -50,7 +50,6 @@ class Healing:
     pieces: Sequence[bytes]
 
     name = "healing"
-    has_actions = False
 
     @property
     def vocabulary(self) -> int:
@@ -62,7 +61,7 @@ class Healing:
         return BytePrefix(self.pieces, request.healed, {})
 
 
-class BytePrefix:
+class BytePrefix(ConstraintState):
     """The bytes that the next tokens must repeat. See ``ConstraintState``."""
 
     def __init__(self, pieces: Sequence[bytes], rest: bytes, masks: dict[bytes, np.ndarray] | None = None) -> None:
@@ -89,7 +88,3 @@ class BytePrefix:
             )
         self.masks[rest] = pack(allowed)
         return self.masks[rest]
-
-    def action(self) -> None:
-        """Return None: it has no actions."""
-        return None

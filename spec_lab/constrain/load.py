@@ -17,7 +17,7 @@ from spec_lab.constrain.control import ControllerConstraint
 from spec_lab.constrain.engines import grammar
 from spec_lab.constrain.healing import Healing
 from spec_lab.constrain.min_new_tokens import MinNewTokens
-from spec_lab.constrain.protocol import Constraint, ReadsPrompt
+from spec_lab.constrain.protocol import Constraint
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.faults import described, place
 from spec_lab.core.options import brief, one_of, strings, whole
@@ -188,7 +188,7 @@ def combine(
         parts += [MinNewTokens(at_least, vocabulary.size)] if at_least else []
     if not parts:
         return None
-    if healing and constraint is not None and not (isinstance(constraint, ReadsPrompt) and constraint.prompt):
+    if healing and constraint is not None and not constraint.prompt:
         raise ValueError(
             f"token_healing=true makes the output begin with the prompt's last bytes, which '{constraint.name}' does "
             "not allow: set token_healing=false, or constraint.prompt=true if it has that option"

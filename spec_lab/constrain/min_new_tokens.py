@@ -6,19 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spec_lab.constrain.protocol import full_mask, mask_of
+from spec_lab.constrain.protocol import Constraint, ConstraintState, full_mask, mask_of
 from spec_lab.core.request import Request
 
 
 @dataclass(frozen=True)
-class MinNewTokens:
+class MinNewTokens(Constraint):
     """The request's stop tokens are not allowed among the first ``tokens`` new tokens. See ``Constraint``."""
 
     tokens: int
     vocabulary: int
 
     name = "min_new_tokens"
-    has_actions = False
 
     def start(self, request: Request) -> MinNewTokensState:
         """See ``Constraint``."""
@@ -26,7 +25,7 @@ class MinNewTokens:
         return MinNewTokensState(self.tokens, words)
 
 
-class MinNewTokensState:
+class MinNewTokensState(ConstraintState):
     """The number of new tokens before stop tokens are allowed, and the mask until then. See ``ConstraintState``."""
 
     def __init__(self, left: int, words: np.ndarray) -> None:
@@ -43,7 +42,3 @@ class MinNewTokensState:
     def mask(self) -> np.ndarray | None:
         """See ``ConstraintState``."""
         return self.words if self.left > 0 else None
-
-    def action(self) -> None:
-        """Return None: it has no actions."""
-        return None

@@ -214,7 +214,7 @@ class Potential:
         ]
 
 
-class PotentialState:
+class PotentialState(ConstraintState):
     """A node of the prefixes of valid outputs, with the potentials of what may follow. See ``ConstraintState``.
 
     Its mask allows the tokens after which a valid output can be reached: fewer than the constraint's own mask where
@@ -239,10 +239,6 @@ class PotentialState:
         """See ``ConstraintState``."""
         return self.of.prefixes.masks[self.node]
 
-    def action(self) -> None:
-        """Return None: it has no actions."""
-        return None
-
     def potential(self) -> TokenWeights:
-        """See ``HasPotential``."""
+        """See ``ConstraintState``."""
         return self.of.weights[self.node]

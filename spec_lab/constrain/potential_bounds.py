@@ -133,7 +133,7 @@ class ExpectedFutures:
 
 
 @dataclass(frozen=True, eq=False)
-class LearnedConstraint:
+class LearnedConstraint(Constraint):
     """A constraint under which outputs are sampled as by one of ``SAMPLERS``. See ``Constraint``.
 
     With "rejection" the sequence of an output that cannot be valid is ended.
@@ -168,7 +168,7 @@ class LearnedConstraint:
         return FuturesState(self, self.constraint.start(request), ())
 
 
-class FuturesState:
+class FuturesState(ConstraintState):
     """The bounds of what may follow a text. See ``ConstraintState``."""
 
     def __init__(self, of: LearnedConstraint, own: ConstraintState | None, text: Text) -> None:
@@ -197,7 +197,7 @@ class FuturesState:
         return () if self.of.sampler == "rejection" and self.own is None else None
 
     def potential(self) -> TokenWeights | None:
-        """See ``HasPotential``."""
+        """See ``ConstraintState``."""
         known = self.of.futures.weights(self.text, self._allowed)
         if known is not None or self.of.sampler == "rejection":
             return known

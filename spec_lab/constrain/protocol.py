@@ -2,23 +2,20 @@
 
 Masks are packed. Bit t of a row, lowest bit first, is set if token t is allowed next; ``W = ceil(V / 32)`` words of 32
 bits make a row. A token is forced (a jump-forward token) where its mask allows no other token.
-
-Abilities that a constraint may have besides are Protocols of their own, asked for with ``isinstance``: ``TreeMasks``,
-``LimitsDrafts``, ``SelectsSequences``, ``ReadsLogprobs``, ``Composite``, ``PerRequestSource``, ``ReadsPrompt``,
-``CertifiableConstraint``, and ``core.protocols.Described``. An ability of its states: ``HasPotential``.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from spec_lab.core.draft import Shape
 from spec_lab.core.faults import attributed
-from spec_lab.core.protocols import COUNT, FACTS, FLAG, TEXT
+from spec_lab.core.protocols import COUNT, FACTS, FLAG, TEXT, Part, default
 from spec_lab.core.request import Ended, Request
 
 if TYPE_CHECKING:
@@ -38,24 +35,36 @@ def calling(constraint: Constraint) -> attributed:
     return attributed("constraint", constraint, ConstraintError)
 
 
-class ConstraintState(Protocol):
+class TokenWeights(NamedTuple):
+    """What the target probabilities after one row are multiplied by; they are renormalised after that.
+
+    Args:
+        tokens: ``[n]`` the tokens that may come next.
+        weight: ``[n]`` float64, at least 0 and at most 1.
+    """
+
+    tokens: np.ndarray
+    weight: np.ndarray
+
+
+class ConstraintState(ABC):
     """What a constraint knows after the tokens of one sequence.
 
     A state is a function of the tokens. Advancing a fork has no effect on the original, so draft tokens are tried on
     forks. Any method may raise ``ConstraintError``; the request ends with it only once its tokens are committed.
     """
 
+    @abstractmethod
     def fork(self) -> ConstraintState:
         """Return an independent copy."""
-        ...
 
+    @abstractmethod
     def advance(self, token: int) -> None:
         """Append ``token``, which the mask allows. Not called while there is an action."""
-        ...
 
+    @abstractmethod
     def mask(self) -> np.ndarray | None:  # [W] uint32
         """Return which tokens are allowed next; None allows every token. Not called while there is an action."""
-        ...
 
     def action(self) -> tuple[Continuation, ...] | None:
         """Return what must happen before the next token; None for nothing.
@@ -63,7 +72,15 @@ class ConstraintState(Protocol):
         An empty tuple ends the sequence. Otherwise the sequence continues as the first entry, and one fork of it as
         each further entry.
         """
-        ...
+        return None
+
+    def potential(self) -> TokenWeights | None:
+        """Return the potentials of the tokens that may come next; None where all have the same.
+
+        They are h(text + token) up to a factor common to all, where h is the probability under the model that a text is
+        completed to a valid output (``constrain.potential``). Not called while there is an action.
+        """
+        return None
 
 
 @dataclass(frozen=True)
@@ -79,154 +96,87 @@ class Continuation:
     state: ConstraintState
 
 
-DECLARED = {"name": TEXT, "vocabulary": COUNT, "has_actions": FLAG, "supports_drafts": FLAG, "facts": FACTS}
+DECLARED = {
+    "name": TEXT,
+    "vocabulary": COUNT,
+    "has_actions": FLAG,
+    "supports_drafts": FLAG,
+    "reads_logprobs": FLAG,
+    "prompt": FLAG,
+    "facts": FACTS,
+}
 """What a constraint's attributes must be."""
 
 
-@runtime_checkable
-class Constraint(Protocol):
+class Constraint(Part):
     """Restricts which tokens may come next in each request."""
 
-    @property
-    def name(self) -> str:
-        """As in configs and records."""
-        ...
-
-    @property
+    @default
+    @abstractmethod
     def vocabulary(self) -> int:
         """V, the width of its masks and of the target's logits."""
-        ...
 
-    @property
+    @default
     def has_actions(self) -> bool:
         """Whether its states may return actions."""
-        ...
+        return False
 
+    @default
+    def supports_drafts(self) -> bool:
+        """Whether draft tokens can be tried on forks of its states; without forks nothing is drafted."""
+        return True
+
+    @default
+    def keep(self) -> Callable[[Sequence[Ended]], Collection[int]] | None:
+        """Called with all finished sequences of a request, in order of lineage; returns the indices of those to keep.
+
+        None keeps every sequence.
+        """
+        return None
+
+    @default
+    def reads_logprobs(self) -> bool:
+        """Whether ``keep`` reads the sequences' log-probabilities, which must then be computed."""
+        return False
+
+    @default
+    def parts(self) -> Sequence[Constraint]:
+        """The constraints of which it is made, all of which apply."""
+        return (self,)
+
+    @default
+    def source(self) -> object:
+        """The pattern, schema or grammar of requests that bring none; None: every request must bring one."""
+        return ""
+
+    @default
+    def prompt(self) -> bool:
+        """Whether the constrained text begins with the prompt rather than after it."""
+        return False
+
+    @abstractmethod
     def start(self, request: Request) -> ConstraintState:
         """Return the state after the request's prompt.
 
         Raises:
             ConstraintError: the constraint cannot apply to this request.
         """
-        ...
-
-
-# Abilities -----------------------------------------------------------------------------------------------------------
-
-
-@runtime_checkable
-class TreeMasks(Protocol):
-    """A constraint that computes the masks of whole draft trees faster than by forking states."""
 
     def masks(self, states: Sequence[Any], shape: Shape, token: np.ndarray) -> Masks:
-        """Return what ``masks_by_forking`` returns for states that this constraint started."""
-        ...
+        """Return what ``masks_by_forking`` returns for states that this constraint started, perhaps faster."""
+        return masks_by_forking(states, shape, token, self.vocabulary)
 
+    def toy(self, vocabulary: Vocabulary) -> Constraint | None:
+        """Return the same constraint over a vocabulary of a few tokens, so that ``certify`` can enumerate it.
 
-@runtime_checkable
-class LimitsDrafts(Protocol):
-    """A constraint that may be unable to fork its states, so that it decodes without drafts."""
-
-    @property
-    def supports_drafts(self) -> bool:
-        """Whether draft tokens can be tried on forks of its states."""
-        ...
-
-
-@runtime_checkable
-class SelectsSequences(Protocol):
-    """A constraint that forks requests and may keep only some of the finished sequences."""
-
-    @property
-    def keep(self) -> Callable[[Sequence[Ended]], Collection[int]] | None:
-        """Called with all finished sequences of a request, in order of lineage; returns the indices of those to keep.
-
-        None keeps every sequence.
+        None where it cannot be built for another vocabulary.
         """
-        ...
-
-
-@runtime_checkable
-class ReadsLogprobs(Protocol):
-    """A constraint that selects sequences, perhaps by their log-probabilities."""
-
-    @property
-    def reads_logprobs(self) -> bool:
-        """Whether ``keep`` reads the sequences' log-probabilities, which must then be computed."""
-        ...
-
-
-@runtime_checkable
-class Composite(Protocol):
-    """A constraint that is made of several."""
-
-    @property
-    def parts(self) -> Sequence[Constraint]:
-        """The constraints, all of which apply."""
-        ...
-
-
-@runtime_checkable
-class PerRequestSource(Protocol):
-    """A constraint that is compiled from a source, such as a pattern, and for which requests may bring their own."""
-
-    @property
-    def source(self) -> object:
-        """The source of requests that bring none; None: every request must bring one."""
-        ...
-
-
-@runtime_checkable
-class ReadsPrompt(Protocol):
-    """A constraint whose text may begin with the prompt."""
-
-    @property
-    def prompt(self) -> bool:
-        """Whether the constrained text begins with the prompt rather than after it."""
-        ...
-
-
-@runtime_checkable
-class CertifiableConstraint(Protocol):
-    """A constraint that can also be built for a vocabulary of a few tokens, so that ``certify`` can enumerate it."""
-
-    def toy(self, vocabulary: Vocabulary) -> Constraint:
-        """Return the same constraint over another vocabulary."""
-        ...
-
-
-class TokenWeights(NamedTuple):
-    """What the target probabilities after one row are multiplied by; they are renormalised after that.
-
-    Args:
-        tokens: ``[n]`` the tokens that may come next.
-        weight: ``[n]`` float64, at least 0 and at most 1.
-    """
-
-    tokens: np.ndarray
-    weight: np.ndarray
-
-
-@runtime_checkable
-class HasPotential(Protocol):
-    """A state that knows the potential of the tokens that may come next: h(text + token) up to a factor common to all.
-
-    h is the probability under the model that a text is completed to a valid output (``constrain.potential``).
-    """
-
-    def potential(self) -> TokenWeights | None:
-        """Return the potentials; None where all tokens have the same. Not called while there is an action."""
-        ...
+        return None
 
 
 def tokens_of(mask: np.ndarray | None, size: int) -> np.ndarray:  # [W] -> [n]
     """Return the tokens that a mask allows, in ascending order; None allows all."""
     return np.arange(size) if mask is None else np.flatnonzero(unpack(mask, size))
-
-
-def supports_drafts(constraint: Constraint) -> bool:
-    """Return whether anything can be drafted under a constraint; one that is not ``LimitsDrafts`` supports drafts."""
-    return not isinstance(constraint, LimitsDrafts) or constraint.supports_drafts
 
 
 # Masks ---------------------------------------------------------------------------------------------------------------
@@ -240,8 +190,8 @@ class Masks:
         bits: ``[R, W]`` uint32, the tokens allowed after each row; all zero below an illegal token and at an action.
         legal: ``[R]`` bool, whether every token from the root to the row is allowed; roots are legal.
         barrier: ``[R]`` bool, legal rows whose state has an action: no token is drafted or emitted below them.
-        potential: ``[R]`` the potentials of states that have them (``HasPotential``), none of any token at illegal rows
-            and barriers; None: no state has them.
+        potential: ``[R]`` the potentials of states that have them, none of any token at illegal rows and
+            barriers; None: no state has them.
     """
 
     bits: np.ndarray  # [R, W]
@@ -251,8 +201,8 @@ class Masks:
 
     def of(self, rows: np.ndarray) -> Masks:
         """Return the masks of these rows."""
-        own = None if self.potential is None else [self.potential[row] for row in rows.tolist()]
-        return Masks(self.bits[rows], self.legal[rows], self.barrier[rows], own)
+        potential = None if self.potential is None else [self.potential[row] for row in rows.tolist()]
+        return Masks(self.bits[rows], self.legal[rows], self.barrier[rows], potential)
 
     def intersect(self, other: Masks) -> Masks:
         """Return the masks under two constraints at once."""
@@ -272,18 +222,6 @@ class Masks:
         return self.legal & ~self.barrier & ~self.bits.any(-1)
 
 
-def masks_of(
-    constraint: Constraint, states: Sequence[ConstraintState | None], shape: Shape, token: np.ndarray
-) -> Masks:
-    """Return the masks of a forest: by the constraint's own fast path if it has one, else by forking its states.
-
-    Arguments and errors as in ``masks_by_forking``.
-    """
-    if isinstance(constraint, TreeMasks):
-        return constraint.masks(states, shape, token)
-    return masks_by_forking(states, shape, token, constraint.vocabulary)
-
-
 def masks_by_forking(
     states: Sequence[ConstraintState | None], shape: Shape, token: np.ndarray, vocabulary: int
 ) -> Masks:
@@ -300,15 +238,13 @@ def masks_by_forking(
     """
     bits = np.zeros((shape.rows, width(vocabulary)), dtype=np.uint32)
     legal, barrier = np.zeros(shape.rows, dtype=bool), np.zeros(shape.rows, dtype=bool)
-    potential: list[TokenWeights | None] | None = None
-    if any(isinstance(state, HasPotential) for state in states):
-        potential = [NO_TOKENS] * shape.rows
+    potential: list[TokenWeights | None] = [NO_TOKENS] * shape.rows
     at: list[ConstraintState | None] = list(states)
     for row in range(shape.roots):
         legal[row] = True
         bits[row], barrier[row] = _mask_or_barrier(at[row], vocabulary)
-        if potential is not None and not barrier[row]:
-            potential[row] = _potential(at[row])
+        if not barrier[row]:
+            potential[row] = None if (state := at[row]) is None else state.potential()
     for row, parent in enumerate(shape.parent.tolist(), start=shape.roots):
         at.append(None)
         drafted, above = int(token[row - shape.roots]), at[parent]
@@ -320,18 +256,15 @@ def masks_by_forking(
                 at[row] = above.fork()
                 at[row].advance(drafted)  # type: ignore[union-attr]
             bits[row], barrier[row] = _mask_or_barrier(at[row], vocabulary)
-            if potential is not None and not barrier[row]:
-                potential[row] = _potential(at[row])
+            if not barrier[row]:
+                potential[row] = None if (state := at[row]) is None else state.potential()
         except ConstraintError:  # a dead end; an error only if the verifier accepts the node
             at[row] = None
-    return Masks(bits, legal, barrier, potential)
+    has_potential = any(weights is not None and weights is not NO_TOKENS for weights in potential)
+    return Masks(bits, legal, barrier, potential if has_potential else None)
 
 
 NO_TOKENS = TokenWeights(np.empty(0, dtype=np.int64), np.empty(0))
-
-
-def _potential(state: ConstraintState | None) -> TokenWeights | None:
-    return state.potential() if isinstance(state, HasPotential) else None
 
 
 def _mask_or_barrier(state: ConstraintState | None, vocabulary: int) -> tuple[np.ndarray | np.uint32, bool]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spec_lab.constrain import AppliedConstraint, ConstraintError, StepConstraint
-from spec_lab.constrain.protocol import ReadsLogprobs, SelectsSequences, calling
+from spec_lab.constrain.protocol import calling
 from spec_lab.core.faults import attributed
 from spec_lab.core.options import whole
 from spec_lab.core.randomness import Draws
@@ -115,7 +115,7 @@ class Engine:
         self._live: list[SequenceState] = []  # in the order of admission
         self._at_once = most_at_once(self.proposer, self.target)  # in one forward; others wait
         own = None if applied is None else applied.constraint
-        self._logprobs = isinstance(own, ReadsLogprobs) and own.reads_logprobs
+        self._logprobs = own is not None and own.reads_logprobs
 
     # Requests --------------------------------------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class Engine:
     def _keep(self, request: Request) -> None:
         """The request's sequences have all finished: its constraint may keep only some of them."""
         constraint = None if self.applied is None else self.applied.constraint
-        keep = constraint.keep if isinstance(constraint, SelectsSequences) else None
+        keep = None if constraint is None else constraint.keep
         if keep is None:
             return
         own = sorted((one for one in self.sequences if one.request is request), key=lambda one: one.lineage)

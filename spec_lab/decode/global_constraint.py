@@ -8,7 +8,7 @@ import numpy as np
 
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.potential import Potential, PotentialState, Prefixes, TooManyPrefixes, explore, log_potential
-from spec_lab.constrain.protocol import ConstraintError, calling
+from spec_lab.constrain.protocol import Constraint, ConstraintError, calling
 from spec_lab.core.request import Request
 from spec_lab.decode.text_logits import text_logits
 from spec_lab.models.target import Target
@@ -17,7 +17,7 @@ GLOBAL = "constraint.distribution=global"
 
 
 @dataclass(eq=False)
-class Conditional:
+class Conditional(Constraint):
     """A constraint whose states have the potential of every next token. See ``Constraint`` and ``constrain.potential``.
 
     Args:
@@ -29,8 +29,6 @@ class Conditional:
     target: Target
     _explored: dict[Request, Prefixes] = field(default_factory=dict, init=False, repr=False)  # of waiting requests
     _last: tuple[Request, Potential] | None = field(default=None, init=False, repr=False)
-
-    has_actions = False
 
     @property
     def name(self) -> str:

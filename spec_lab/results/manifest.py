@@ -88,7 +88,7 @@ def manifest(
             which commit it loaded: use a local folder if that matters.
         prompts: SHA-256 of the prompts.
         arms: names of the run's arms.
-        proposers: the facts of each arm's proposer (``Described``).
+        proposers: the facts of each arm's proposer .
         parts: the objects that decode; the code of those from other packages is recorded (``sources``), and this
             package's own, which decides where git tells no commit.
         cache: what this process has hashed before; None starts with nothing.

@@ -18,11 +18,10 @@ import torch
 from spec_lab.analysis.tracking import Tracker
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.healing import heal
-from spec_lab.constrain.protocol import Composite, PerRequestSource
 from spec_lab.core import machine_limits
 from spec_lab.core.faults import attributed
 from spec_lab.core.probabilities import Sampling
-from spec_lab.core.protocols import Hashed, Threaded
+from spec_lab.core.protocols import Hashed
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.core.roofline import Roofline
@@ -213,9 +212,8 @@ class Lab:
         if self.prompts[0].template is not None and not self.prompts[0].template.of(self.target.tokenizer):
             LOG.warning("The tokenizer of %s has no chat template: messages are plain text", self.target.name)
         bare = next((one.request.name for one in turns if not one.request.constraint), None)
-        constraint = None if self.applied is None else self.applied.constraint
-        for part in constraint.parts if isinstance(constraint, Composite) else (constraint,):
-            if isinstance(part, PerRequestSource) and part.source is None and bare is not None:
+        for part in () if self.applied is None else self.applied.constraint.parts:
+            if part.source is None and bare is not None:
                 raise ValueError(
                     f"constraint={part.name} has no source, and prompt '{bare}' has none: give one on the command "
                     "line, or a field 'constraint' in the prompt's line"
@@ -345,8 +343,7 @@ class Lab:
         lm = self.target.lm
         if (work := lm.work) is None:
             return None
-        threads = lm.threads if isinstance(lm, Threaded) else None
-        return Roofline(work, machine_limits.measure(work.weight_bytes, lm.dtype, lm.device, threads=threads))
+        return Roofline(work, machine_limits.measure(work.weight_bytes, lm.dtype, lm.device, threads=lm.threads))
 
     def weights(self) -> dict[str, str]:
         """SHA-256 of each part's weights, if it has some, empty for those from the hub; of a constraint, its facts'."""

@@ -27,7 +27,7 @@ class Prompt:
         text: the text that the model continues; of a conversation, the message that it answers first.
         workload: the kind of text, such as "code"; empty if unknown.
         source: where it comes from; empty if unknown.
-        constraint: the prompt's own pattern, schema or grammar (``PerRequestSource``); empty for none.
+        constraint: the prompt's own pattern, schema or grammar (``Constraint.source``); empty for none.
         messages: a recorded conversation, ``text`` in its last message; empty: one message of the user, ``text``.
         later: the user's later messages; each is sent when the message before it has been answered.
         tools: JSON schemas of the tools that a chat template describes.

@@ -11,6 +11,7 @@ import pytest
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.engines import grammar
 from spec_lab.constrain.healing import BytePrefix
+from spec_lab.constrain.protocol import Constraint
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.tasks.certify.exact import decoded, examine
 from spec_lab.tasks.certify.ground_truth import truth
@@ -104,13 +105,12 @@ def test_a_loop_that_omits_the_mask_on_the_target_is_detected():
 
 
 @dataclass(frozen=True)
-class Healed:
+class Healed(Constraint):
     """Token healing with given bytes."""
 
     cut: bytes
     name: str = "healed"
     vocabulary: int = 5
-    has_actions: bool = False
 
     def start(self, request):
         return BytePrefix(PIECES, self.cut)

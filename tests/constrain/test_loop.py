@@ -8,6 +8,7 @@ import pytest
 from spec_lab.constrain import AppliedConstraint, ConstraintError
 from spec_lab.constrain.applied import PLACES
 from spec_lab.constrain.combined import Combined
+from spec_lab.constrain.protocol import Constraint, ConstraintState
 from spec_lab.core.faults import PartError
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
@@ -37,7 +38,7 @@ def test_the_output_has_the_masked_distribution(placement, fast_forward, verifie
 
 
 @dataclass
-class Fragile:
+class Fragile(ConstraintState):
     """Allows everything; raises where a token comes twice in a row."""
 
     text: tuple[int, ...] = ()
@@ -53,17 +54,13 @@ class Fragile:
     def mask(self):
         return None
 
-    def action(self):
-        return None
-
 
 @dataclass(frozen=True)
-class Breaks:
+class Breaks(Constraint):
     """Constrains request 1 by the fragile state, and no other."""
 
     name: str = "breaks"
     vocabulary: int = VOCABULARY
-    has_actions: bool = False
 
     def start(self, request):
         return Fragile() if request.id == 1 else At(Table(lambda _: range(VOCABULARY), VOCABULARY), ())
@@ -101,12 +98,11 @@ def test_a_constraint_that_raises_ends_only_its_own_request(placement, async_mas
 
 
 @dataclass
-class Defective:
+class Defective(Constraint):
     """Allows everything; the second call of one method raises what no constraint should."""
 
     failing: str
     calls: Counter
-    has_actions: bool = False
     name: str = "defective"
     vocabulary: int = VOCABULARY
 
@@ -117,20 +113,25 @@ class Defective:
 
     def start(self, request):
         self.call("start")
-        return self
+        return DefectiveState(self)
+
+
+@dataclass
+class DefectiveState(ConstraintState):
+    made_by: Defective
 
     def fork(self):
-        self.call("fork")
+        self.made_by.call("fork")
         return self
 
     def advance(self, token):
-        self.call("advance")
+        self.made_by.call("advance")
 
     def mask(self):
-        self.call("mask")
+        self.made_by.call("mask")
 
     def action(self):
-        self.call("action")
+        self.made_by.call("action")
 
 
 @pytest.mark.one_in(4)

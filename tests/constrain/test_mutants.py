@@ -1,17 +1,18 @@
 """Faults that engines have had with constraints, injected: enumeration finds every one."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 import pytest
 
-import spec_lab.constrain.applied
 import spec_lab.decode.commit
 import spec_lab.decode.step
 from spec_lab.constrain.applied import DraftTreeMasks
-from spec_lab.constrain.protocol import ConstraintState, Masks, allows, full_mask, masks_by_forking
+from spec_lab.constrain.combined import Combined
+from spec_lab.constrain.engines.grammar import Grammar
+from spec_lab.constrain.protocol import Constraint, ConstraintState, Masks, allows, full_mask, masks_by_forking
 from spec_lab.tasks.certify.enumeration import Reused
 from spec_lab.tasks.certify.exact import examine
 from spec_lab.tasks.certify.instances import constrained
@@ -25,7 +26,9 @@ def masks_changed(change):
     def changed(constraint, states: list[ConstraintState | None], shape, token) -> Masks:
         return change(masks_by_forking(states, shape, token, constraint.vocabulary), shape)
 
-    with mock.patch.object(spec_lab.constrain.applied, "masks_of", changed):
+    with ExitStack() as patches:
+        for kind in (Constraint, Combined, Grammar):
+            patches.enter_context(mock.patch.object(kind, "masks", changed))
         yield
 
 

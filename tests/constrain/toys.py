@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spec_lab.constrain.protocol import ConstraintState, Continuation, mask_of
+from spec_lab.constrain.protocol import Constraint, ConstraintState, mask_of
 from spec_lab.core.request import Request
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(Constraint):
     """A constraint given by a function: the allowed tokens after each text."""
 
     allowed: Callable[[tuple[int, ...]], Sequence[int]]
@@ -22,7 +22,7 @@ class Table:
         return At(self, ())
 
 
-class At:
+class At(ConstraintState):
     def __init__(self, table: Table, text: tuple[int, ...]) -> None:
         self.table, self.text = table, text
 
@@ -35,9 +35,6 @@ class At:
 
     def mask(self) -> np.ndarray:
         return mask_of(self.table.allowed(self.text), self.table.vocabulary)
-
-    def action(self) -> tuple[Continuation, ...] | None:
-        return None
 
 
 def uneven(text: tuple[int, ...]) -> list[int]:

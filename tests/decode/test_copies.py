@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.protocol import pack
+from spec_lab.constrain.protocol import Constraint, ConstraintState, pack
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.readback import Readback
@@ -87,14 +87,16 @@ LEVELS = (
 """The number of levels that each one's draft model computes; PLD+ compares hidden states once."""
 
 
-class EvenTokens:
-    """A constraint, and its state, that allows even tokens only."""
+class EvenTokens(Constraint):
+    """Allows even tokens only."""
 
-    name, vocabulary, has_actions = "even", VOCABULARY, False
+    name, vocabulary = "even", VOCABULARY
 
     def start(self, request):
-        return self
+        return Even()
 
+
+class Even(ConstraintState):
     def fork(self):
         return self
 
@@ -103,9 +105,6 @@ class EvenTokens:
 
     def mask(self):
         return pack(np.arange(VOCABULARY) % 2 == 0)
-
-    def action(self):
-        return None
 
 
 def requests(temperature, count):

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, ControllerConstraint
-from spec_lab.constrain.protocol import mask_of
+from spec_lab.constrain.protocol import Constraint, ConstraintState, mask_of
 from spec_lab.core.draft import ComputedOnly, Draft, chain, empty, forest, tree
 from spec_lab.core.faults import PartError
 from spec_lab.core.randomness import CounterDraws
@@ -174,7 +173,7 @@ def test_the_kv_cache_never_holds_more_tokens_than_its_limit(target, monkeypatch
     assert most / 2 < max(used) <= most
 
 
-class MostlyForced:
+class MostlyForced(ConstraintState):
     """Every 30th token is free, the first one too; all others are forced."""
 
     def __init__(self, length=0):
@@ -189,9 +188,6 @@ class MostlyForced:
     def mask(self):
         return mask_of([1] if self.length % 30 else range(VOCABULARY), VOCABULARY)
 
-    def action(self):
-        return None
-
 
 def test_forced_runs_and_rows_computed_only_stay_within_the_limit_of_the_kv_cache(target, monkeypatch):
     used, drafted, compute = [], [], target.lm.run
@@ -201,12 +197,16 @@ def test_forced_runs_and_rows_computed_only_stay_within_the_limit_of_the_kv_cach
         return compute(prepared)
 
     monkeypatch.setattr(target.lm, "run", watched)
-    constraint = SimpleNamespace(
-        name="mostly forced", vocabulary=VOCABULARY, has_actions=False, start=lambda request: MostlyForced()
-    )
+
+    class Forcing(Constraint):
+        name, vocabulary = "mostly forced", VOCABULARY
+
+        def start(self, request):
+            return MostlyForced()
+
     requests = wanted(new=60)
     for proposer, applied in (
-        (draft_model("1x1", "point"), AppliedConstraint(constraint, fast_forward=True)),
+        (draft_model("1x1", "point"), AppliedConstraint(Forcing(), fast_forward=True)),
         (Window(), None),
     ):
         longest = max(min(len(one.tokens) + one.max_new_tokens, CONTEXT) for one in requests)

@@ -13,7 +13,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
 from spec_lab.constrain.engines.source import MAX_THREADS, as_text, check_numbers, matcher_of, read_source, shown
 from spec_lab.constrain.engines.tree_masks import DEAD_END, GrammarState, brief, masks
-from spec_lab.constrain.protocol import ConstraintError, Masks, width
+from spec_lab.constrain.protocol import Constraint, ConstraintError, Masks, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Shape
 from spec_lab.core.options import one_of, whole
@@ -34,7 +34,7 @@ LIMITS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Grammar:
+class Grammar(Constraint):
     """A constraint by a grammar, from the text's first token to the end token.
 
     The mask allows the end token wherever the text may end.
@@ -60,8 +60,6 @@ class Grammar:
     schema_options: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, int] = field(default_factory=dict)
     threads: int = 1
-
-    has_actions = False
 
     def __post_init__(self) -> None:
         one_of("constraint.kind", self.kind, KINDS)
@@ -94,7 +92,7 @@ class Grammar:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """See ``Described``. The source itself if it is short, otherwise its hash."""
+        """See ``Part``. The source itself if it is short, otherwise its hash."""
         return {
             "kind": self.kind,
             **shown(self.source),
@@ -116,7 +114,7 @@ class Grammar:
         return GrammarState(matcher, self.vocabulary, request.name)
 
     def masks(self, states: Sequence[GrammarState | None], shape: Shape, token: np.ndarray) -> Masks:
-        """See ``TreeMasks``. Tokens of V or more are illegal."""
+        """See ``Constraint``. Tokens of V or more are illegal."""
         return masks(states, shape, token, self.vocabulary, frozenset(self.tokens.ends), self._pool)
 
     @cached_property

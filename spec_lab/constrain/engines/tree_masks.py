@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
-from spec_lab.constrain.protocol import ConstraintError, Continuation, Masks, full_mask, width
+from spec_lab.constrain.protocol import ConstraintError, ConstraintState, Masks, full_mask, width
 from spec_lab.core.draft import Shape
 
 DEAD_END = "NoExtensionBias"
 """How the engine's error begins where no token is allowed and the text may not end either."""
 
 
-class GrammarState:
+class GrammarState(ConstraintState):
     """A grammar's state after the tokens of one sequence. See ``ConstraintState``.
 
     After the end of a text only end tokens are allowed, unless the grammar continues there. At a dead end the mask is
@@ -81,10 +81,6 @@ class GrammarState:
             mask.flags.writeable = False
             self._mask = mask
         return self._mask
-
-    def action(self) -> tuple[Continuation, ...] | None:
-        """Return None: a grammar has no actions."""
-        return None
 
 
 def brief(error: str) -> str:

@@ -21,7 +21,7 @@ import xgrammar
 
 from spec_lab.constrain.engines.dialect import check_exact, either, pattern_for
 from spec_lab.constrain.engines.source import MAX_THREADS, as_text, matcher_of, read_source, shown
-from spec_lab.constrain.protocol import ConstraintError, Masks, full_mask, width
+from spec_lab.constrain.protocol import Constraint, ConstraintError, ConstraintState, Masks, full_mask, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Shape
 from spec_lab.core.options import one_of, whole
@@ -36,7 +36,7 @@ CACHE = 1 << 28
 """Bytes of compiled sources that a constraint caches."""
 
 
-class XGrammarState:
+class XGrammarState(ConstraintState):
     """A grammar's state after the tokens of one sequence. See ``ConstraintState``.
 
     Args:
@@ -79,13 +79,9 @@ class XGrammarState:
             self._mask.flags.writeable = False
         return self._mask
 
-    def action(self) -> None:
-        """Return None: a grammar has no actions."""
-        return None
-
 
 @dataclass(frozen=True, eq=False)
-class XGrammar:
+class XGrammar(Constraint):
     """A constraint by a grammar, from the text's first token to the end token.
 
     Args:
@@ -109,8 +105,6 @@ class XGrammar:
     schema_options: Mapping[str, Any] = field(default_factory=dict)
     lenient: bool = False
     threads: int = 1
-
-    has_actions = False
 
     def __post_init__(self) -> None:
         one_of("constraint.kind", self.kind, KINDS)
@@ -136,7 +130,7 @@ class XGrammar:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """See ``Described``. The source itself if it is short, otherwise its hash."""
+        """See ``Part``. The source itself if it is short, otherwise its hash."""
         return {
             "engine": "xgrammar",
             "version": version("xgrammar"),
@@ -165,7 +159,7 @@ class XGrammar:
         return XGrammarState(matcher, self.vocabulary, self._every_token, request.name)
 
     def masks(self, states: Sequence[XGrammarState | None], shape: Shape, token: np.ndarray) -> Masks:
-        """See ``TreeMasks``. The engine traverses each tree."""
+        """See ``Constraint``. The engine traverses each tree."""
         bits = np.zeros((shape.rows, width(self.vocabulary)), dtype=np.uint32)
         known = (token >= 0) & (token < self.vocabulary)
         token = np.where(known, token, 0)

@@ -11,7 +11,6 @@ from spec_lab.constrain.combined import Combined
 from spec_lab.constrain.control import Branch, ControllerConstraint, Event
 from spec_lab.constrain.engines.grammar import regex
 from spec_lab.constrain.min_new_tokens import MinNewTokens
-from spec_lab.constrain.protocol import CertifiableConstraint
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
@@ -128,11 +127,11 @@ def conditioned() -> tuple[Instance, ...]:
 
 def under(applied: AppliedConstraint | None) -> tuple[Instance, ...]:
     """Return loops under a run's own constraint in every placement that it can have; none where it has no toy version
-    (``CertifiableConstraint``).
+    (``Constraint.toy``).
     """
-    if applied is None or not isinstance(applied.constraint, CertifiableConstraint):
+    constraint = None if applied is None else applied.constraint.toy(Vocabulary.plain(PIECES, 4))
+    if applied is None or constraint is None:
         return ()
-    constraint = applied.constraint.toy(Vocabulary.plain(PIECES, 4))
     places = [place for place in PLACES if place in ("target", "both") or not constraint.has_actions]
     every = [AppliedConstraint(constraint, place, fast_forward=place == "both") for place in places]
     toy = CONSTRAINED

@@ -17,7 +17,7 @@ import numpy as np
 
 from spec_lab.constrain import AppliedConstraint, ConstraintError, ConstraintState
 from spec_lab.constrain.applied import DraftTreeMasks, forced_token
-from spec_lab.constrain.protocol import allows, full_mask, masks_of, pack, supports_drafts, unpack, width
+from spec_lab.constrain.protocol import allows, full_mask, pack, unpack, width
 from spec_lab.core.draft import Shape, chain, forest
 from spec_lab.core.request import Request
 
@@ -163,7 +163,7 @@ class _Texts:
         self.constraint = applied.constraint
         self.fast_forward = bool(applied.fast_forward)
         self.unlimited = AppliedConstraint(applied.constraint, "both")  # no draft budget: every mask is computed
-        self.supports_drafts = supports_drafts(applied.constraint)
+        self.supports_drafts = applied.constraint.supports_drafts
         self.vocabulary = applied.constraint.vocabulary
         self.rng, self.found = rng, MaskComparison()
         pieces = pieces or [b""] * self.vocabulary
@@ -266,7 +266,7 @@ class _Texts:
                     root = int(shape.root[row])
                     wrong[root] |= self._compare(texts[root], _path(shape, token, row), fresh[row], found, "growing")
         try:
-            masks = masks_of(self.constraint, states, shape, token)
+            masks = self.constraint.masks(states, shape, token)
         except ConstraintError:
             masks = None
         for row, expected in enumerate(fresh):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.protocol import HasPotential, TokenWeights, full_mask, unpack
+from spec_lab.constrain.protocol import TokenWeights, full_mask, unpack
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Draws
@@ -223,11 +223,12 @@ def _plain_probabilities(target: Target, live: SequenceState, applied: AppliedCo
         for token in live.emitted:
             own = state.mask()
             each.append(full_mask(logits.shape[-1]) if own is None else own)
-            potential += [state.potential()] if isinstance(state, HasPotential) else []
+            potential.append(state.potential())
             if token not in live.request.stop:
                 state.advance(token)
         mask = torch.from_numpy(unpack(np.array(each), logits.shape[-1])).to(logits.device)
-    p = logits_to_probs(logits, [live.request.sampling], seen, None if potential else mask)
+    allowed = None if any(weights is not None for weights in potential) else mask
+    p = logits_to_probs(logits, [live.request.sampling], seen, allowed)
     condition_(p, potential)
     return p.double().cpu()
 

@@ -13,7 +13,7 @@ from spec_lab.constrain.combined import Combined
 from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.constrain.engines.grammar import json_schema
 from spec_lab.constrain.min_new_tokens import MinNewTokens
-from spec_lab.constrain.protocol import Masks, allows, mask_of, masks_by_forking, width
+from spec_lab.constrain.protocol import Constraint, ConstraintState, Masks, allows, mask_of, masks_by_forking, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.request import Request
 from spec_lab.tasks.certify.certificate import prove
@@ -27,7 +27,7 @@ REQUESTS = [Request(number, f"prompt {number}", (4,), stop=frozenset({END})) for
 
 
 @dataclass
-class Nested:
+class Nested(ConstraintState):
     """The state of a text of nested brackets: those that are open, and whether the text has ended."""
 
     open: list[int] = field(default_factory=list)
@@ -48,14 +48,11 @@ class Nested:
             return mask_of([END], len(PIECES))
         return mask_of([0, 2, 4, 5, *([OPEN[self.open[-1]]] if self.open else [END])], len(PIECES))
 
-    def action(self):
-        return None
 
-
-class Brackets:
+class Brackets(Constraint):
     """Brackets that nest, of two kinds."""
 
-    name, vocabulary, has_actions = "brackets", len(PIECES), False
+    name, vocabulary = "brackets", len(PIECES)
 
     def start(self, request):
         return Nested()
@@ -92,7 +89,7 @@ class Matcher:
         del self.history[-count:]
 
 
-class Rolled:
+class Rolled(ConstraintState):
     """A state on whose own matcher drafts are tried, and taken back."""
 
     def __init__(self, right, tokens=()):
@@ -110,16 +107,13 @@ class Rolled:
     def mask(self):
         return self.matcher.state.mask()
 
-    def action(self):
-        return None
-
 
 @dataclass
-class Rollback:
+class Rollback(Constraint):
     """Brackets whose trees the state's own matcher traverses depth first."""
 
     right: bool
-    name, vocabulary, has_actions = "rollback", len(PIECES), False
+    name, vocabulary = "rollback", len(PIECES)
 
     def start(self, request):
         return Rolled(self.right)
@@ -276,10 +270,10 @@ def test_grammars_are_compared_with_states_that_only_fork():
         {"$ref": "#/$defs/t"}]}}, "additionalProperties": false}}, "$ref": "#/$defs/t"}"""
     grammar = json_schema(vocabulary, schema)
 
-    class Forks:
+    class Forks(Constraint):
         """The grammar without its faster masks."""
 
-        name, vocabulary, has_actions = "forks", grammar.vocabulary, False
+        name, vocabulary = "forks", grammar.vocabulary
         start = staticmethod(grammar.start)
 
     requests = [replace(REQUESTS[0], stop=frozenset(vocabulary.ends))]
@@ -293,11 +287,11 @@ MODULE = """
 import numpy as np
 
 from spec_lab.core.request import Request
-from spec_lab.constrain.protocol import ConstraintError, masks_by_forking, full_mask
+from spec_lab.constrain.protocol import Constraint, ConstraintError, ConstraintState, masks_by_forking, full_mask
 from spec_lab.core.options import whole
 
 
-class ConstraintState:
+class State(ConstraintState):
     def __init__(self, vocabulary):
         self.words = full_mask(vocabulary)
 
@@ -309,12 +303,9 @@ class ConstraintState:
     def mask(self):
         return self.words
 
-    def action(self):
-        return None
 
-
-class Constraint:
-    name, has_actions = "mine", False
+class Mine(Constraint):
+    name = "mine"
 
     def __init__(self, vocabulary, every=0, refuses=(), breaks=False):
         self.vocabulary, self.every, self.refuses, self.breaks = vocabulary.size, every, refuses, breaks
@@ -323,7 +314,7 @@ class Constraint:
     def start(self, request):
         if request.id in self.refuses:
             raise ConstraintError(f"request '{request.name}': refused")
-        return ConstraintState(self.vocabulary)
+        return State(self.vocabulary)
 
     def masks(self, states, shape, token):
         if self.breaks:
@@ -343,7 +334,7 @@ SHORT = [
     "task.samples=500",
     "output_dir=here",
 ]
-MINE = ["constraint=controller", "constraint.make=my_masks.Constraint", "task.tokens=0"]
+MINE = ["constraint=controller", "constraint.make=my_masks.Mine", "task.tokens=0"]
 
 
 @pytest.fixture

@@ -4,18 +4,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spec_lab.constrain.protocol import full_mask, mask_of
+from spec_lab.constrain.protocol import Constraint, ConstraintState, full_mask, mask_of
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.request import Request
 
 
 @dataclass(frozen=True)
-class Apart:
+class Apart(Constraint):
     """Every token differs from the one before it; the first from the prompt's last."""
 
     vocabulary: int  # V, the width of the target's logits
     name: str = "apart"
-    has_actions: bool = False  # it only masks: no backtracking, no forks, no end of a text
 
     @staticmethod
     def load(vocabulary: Vocabulary) -> "Apart":
@@ -32,7 +31,7 @@ class Apart:
 
 
 @dataclass
-class After:
+class After(ConstraintState):
     """The state after a token: ``words`` is the packed mask that allows all tokens."""
 
     token: int
@@ -50,6 +49,3 @@ class After:
     def mask(self) -> np.ndarray:
         """The allowed tokens as packed bits."""
         return self.words & ~mask_of([self.token], self.vocabulary)
-
-    def action(self) -> None:
-        """No action."""
