@@ -88,42 +88,12 @@ def check_spelling(cls: type, kind: type, named: Mapping[str, Any]) -> None:
 
 
 @runtime_checkable
-class Named(Protocol):
-    """A part with a name of its own, for messages and records."""
-
-    @property
-    def name(self) -> str:
-        """As in configs and records."""
-        ...
-
-
-@runtime_checkable
-class Described(Protocol):
-    """A part with options or results of its own that belong in the manifest."""
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """What the manifest records; values that JSON can hold."""
-        ...
-
-
-@runtime_checkable
 class Hashed(Protocol):
     """A part that may have been read from files."""
 
     @property
     def sha256(self) -> str | None:
         """Of the files; empty where it is not known, None where there are none."""
-        ...
-
-
-@runtime_checkable
-class Threaded(Protocol):
-    """A runner whose forwards have CPU threads of their own in place of torch's."""
-
-    @property
-    def threads(self) -> int:
-        """Their number."""
         ...
 
 
@@ -188,8 +158,3 @@ def required(contract: type) -> list[str]:
     if not issubclass(contract, Part):
         return members(contract)
     return [name for name in members(contract) if getattr(getattr_static(contract, name), "missing", False)]
-
-
-def facts_of(part: object) -> dict[str, Any]:
-    """Return what the manifest records of a part; empty for a part that is not ``Described``."""
-    return dict(part.facts) if isinstance(part, Described) else {}

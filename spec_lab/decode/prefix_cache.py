@@ -15,7 +15,7 @@ from typing import Any
 from spec_lab.core.options import whole
 from spec_lab.decode.proposer import Proposer
 from spec_lab.models.target import Target
-from spec_lab.runners.runner import ABILITIES, CopiesPrefix, KVSequence
+from spec_lab.runners.runner import ABILITIES, KVSequence, Runner
 
 LEAST = 16
 """Fewest tokens that are copied: fewer are computed as fast."""
@@ -67,7 +67,7 @@ class PrefixCache:
         return sum(one.size for one in self.texts)
 
     def open(
-        self, lm: CopiesPrefix, tokens: Sequence[int], reserve: int, live: Iterable[tuple[Sequence[int], Any]] = ()
+        self, lm: Runner, tokens: Sequence[int], reserve: int, live: Iterable[tuple[Sequence[int], Any]] = ()
     ) -> KVSequence:
         """Return a KV cache for ``tokens`` with as many of the first ones as are known, but not the last token.
 
@@ -90,7 +90,7 @@ class PrefixCache:
             self.texts.append(found)
         return lm.open_copy(source, length, reserve) if length >= max(self.least, 1) else lm.open(reserve)
 
-    def keep(self, lm: CopiesPrefix, tokens: Sequence[int], kv: Any) -> None:
+    def keep(self, lm: Runner, tokens: Sequence[int], kv: Any) -> None:
         """Keep a copy of a sequence's KV cache, unless a text that is kept begins with it.
 
         Args:
@@ -119,7 +119,7 @@ class PrefixCache:
             self._drop(one)
 
     def _forget_given_up(self) -> None:
-        """Forget the texts whose KV cache the runner gave up (``CopiesPrefix.open_copy``)."""
+        """Forget the texts whose KV cache the runner gave up (``Runner.open_copy``)."""
         self.texts = [text for text in self.texts if len(text.kv)]
 
     def _drop(self, one: Kept) -> None:
@@ -142,14 +142,14 @@ def check_prefix_cache(proposer: Proposer, target: Target) -> None:
         )
 
 
-def copier(target: Target) -> CopiesPrefix:
+def copier(target: Target) -> Runner:
     """Return the target's runner, which can copy the KV cache of a prefix.
 
     Raises:
         ValueError: it cannot.
     """
     lm = target.lm
-    if "copied_prefix" in lm.capabilities.abilities and isinstance(lm, CopiesPrefix):
+    if "copied_prefix" in lm.capabilities.abilities:
         return lm
     raise ValueError(
         f"prefix_cache requires copied_prefix of the target ({ABILITIES['copied_prefix']}), which its runner "

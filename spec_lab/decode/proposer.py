@@ -19,8 +19,7 @@ from spec_lab.core.protocols import COUNT, FACTS, FLAG, TEXT, TEXT_OR_NONE, TEXT
 from spec_lab.core.request import Request
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
-from spec_lab.runners.memory import StatesMemory
-from spec_lab.runners.runner import ABILITIES, Ability, DraftRunner
+from spec_lab.runners.runner import ABILITIES, Ability, DraftRunner, Runner
 
 
 @dataclass(frozen=True)
@@ -286,7 +285,6 @@ def release(proposer: Proposer, sequences: Iterable[SequenceState]) -> None:
         raise first
 
 
-def runner_kv_bytes(lm: DraftRunner, reserves: Sequence[int]) -> int:
+def runner_kv_bytes(lm: Runner, reserves: Sequence[int]) -> int:
     """Return the bytes of a draft model's KV cache for sequences with these reserves; 0 where they are not known."""
-    memory = lm.memory if isinstance(lm, StatesMemory) else None
-    return 0 if memory is None else memory.kv_bytes(reserves)
+    return 0 if lm.memory is None else lm.memory.kv_bytes(reserves)

@@ -37,7 +37,7 @@ from spec_lab.drafters.draft_model.loading import check_same_tokens, load_draft
 from spec_lab.models.target import Target
 from spec_lab.propose.siblings import BROKEN
 from spec_lab.propose.trees import MOST_DEPTH, Choices, depth_of
-from spec_lab.runners.runner import DraftRunner, KVSequence, Runner
+from spec_lab.runners.runner import DraftRunner, KVSequence
 
 INNER = -1
 """Marks the lineage of the draft model's sequences: forks of the target's have no negative number."""
@@ -199,7 +199,7 @@ class DraftCascade(Proposer):
             )
         draft = load_draft(target, path)
         check_same_tokens(target, draft.vocabulary, draft.tokenizer, path)
-        lm = cast(Runner, draft.runner())  # what computes a draft model computes a target as well
+        lm = draft.runner()
         model = Target(lm, draft.tokenizer, path, draft.context, draft.sha256, 0.0, target.cache, frozenset(draft.ends))
         smaller = inner(model)
         try:
@@ -250,7 +250,7 @@ class DraftCascade(Proposer):
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> DraftCascade:
         """The same with another draft model, for which an inner draft model is the toy's target."""
-        model = Target(cast(Runner, draft), None, "toy draft", target.context, "", 0.0)
+        model = Target(draft, None, "toy draft", target.context, "", 0.0)
         inner = self.parts.proposer.toy(model, cast(DraftRunner, target.lm), tree)
         return replace(
             self, parts=replace(self.parts, target=model, proposer=inner, memory=Memory()), depth=depth_of(tree)
@@ -271,7 +271,7 @@ class DraftCascade(Proposer):
     def kv_bytes(self, positions: Sequence[int]) -> int:
         """See ``Proposer``; with that of the inner proposer."""
         model, inner = self.parts.target, self.parts.proposer
-        own = runner_kv_bytes(cast(DraftRunner, model.lm), [min(end, model.context + inner.nodes) for end in positions])
+        own = runner_kv_bytes(model.lm, [min(end, model.context + inner.nodes) for end in positions])
         return own + inner.kv_bytes(positions)
 
     def fork(self, state: DraftedText) -> DraftedText:

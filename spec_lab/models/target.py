@@ -68,7 +68,7 @@ class Target:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The self-check's result, and how the model is quantized (``core.protocols.Described``)."""
+        """The self-check's result, and how the model is quantized."""
         return {
             "self_check": self.self_check, "tolerance": self.tolerance,
             "self_check_in_float32": self.checked_in_float32, "quantization": self.lm.quantization,

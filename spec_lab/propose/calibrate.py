@@ -24,7 +24,6 @@ from scipy.stats import theilslopes
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.core.machine import cores, processor
 from spec_lab.core.probabilities import Sampling
-from spec_lab.core.protocols import facts_of
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.decode.commit import Committed, Decision, commit
@@ -169,7 +168,7 @@ def conditions(
         "ranks": ranks.size(),
         "threads": torch.get_num_threads(),
         "target": target.sha256 or target.name,
-        **facts_of(target.lm),
+        **target.lm.facts,
         "matmul_precision": torch.get_float32_matmul_precision(),
         "context": _context(target),
         "drafter": drafter,

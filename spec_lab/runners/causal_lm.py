@@ -43,11 +43,11 @@ from spec_lab.runners.prepare import Packer
 from spec_lab.runners.quantized import recorded
 from spec_lab.runners.recurrent import Recurrence
 from spec_lab.runners.rounded import rounded_logits
-from spec_lab.runners.runner import Ability, Capabilities, Extended, ModelSettings, Output, Runner
+from spec_lab.runners.runner import Ability, Capabilities, DraftRunner, Extended, ModelSettings, Output, Runner
 
 
-class CausalLM(Runner):
-    """A causal LM of transformers with a KV cache of its own. A ``runner.DraftRunner`` as well.
+class CausalLM(DraftRunner):
+    """A causal LM of transformers with a KV cache of its own.
 
     Args:
         model: a transformers model with a language-modelling head, in eval mode.
@@ -112,7 +112,7 @@ class CausalLM(Runner):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the seconds of a forward depend on, for records (``core.protocols.Described``)."""
+        """What the seconds of a forward depend on, for records."""
         parameters, head = list(self.model.parameters()), self.model.get_output_embeddings().weight
         copied = head.is_mkldnn and self.model.config.tie_word_embeddings  # from the embedding (``models.packed``)
         devices = sorted({parameter.device for parameter in parameters} | {torch.device(self.device)}, key=str)
@@ -204,7 +204,7 @@ class CausalLM(Runner):
 
     @property
     def memory(self) -> ModelMemory | None:
-        """See ``runners.memory.StatesMemory``."""
+        """See ``runner.Runner``."""
         packer = self._packer if self.recurrence is None else self.recurrence.packer
         states = None if self.recurrence is None else self.recurrence.memory
         sizes = memory_of(self.model, packer.chunk, self.cells.uniform, self._kv_itemsize, packer.dense, states)
@@ -222,7 +222,7 @@ class CausalLM(Runner):
         return sequence
 
     def open_copy(self, source: CellSequence, length: int, reserve: int, exact: bool = False) -> CellSequence:
-        """See ``runner.CopiesPrefix``."""
+        """See ``runner.Runner``."""
         return self.cells.copy(source, length, reserve, clear=self.fixed, exact=exact)
 
     def capture(self, layers: tuple[int, ...] = ()) -> None:

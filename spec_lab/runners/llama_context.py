@@ -125,7 +125,7 @@ class Context:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the seconds of a forward depend on, for records (``core.protocols.Described``)."""
+        """What the seconds of a forward depend on, for records."""
         snapshots = {"snapshots": self.settings.snapshots} if self.settings.snapshots else {}
         return {
             "engine": "llama.cpp", "model": self.model.description, "parameters": self.model.parameters,

@@ -18,7 +18,7 @@ from spec_lab.runners.llama_context import MOST_IDS, LlamaSettings, Logits, OutO
 from spec_lab.runners.llama_library import Model
 from spec_lab.runners.llama_runner import LlamaRunner, on_host
 from spec_lab.runners.llama_sequence import ForestIds, LlamaSequence, Paths
-from spec_lab.runners.runner import Ability, Capabilities, Extended, Output
+from spec_lab.runners.runner import Ability, Capabilities, DraftRunner, Extended, Output
 
 PLAIN_EMBEDDINGS = ("llama", "qwen2", "qwen3")
 """Architectures whose first layer is known to read the rows of the embedding as they are."""
@@ -45,8 +45,8 @@ class PreparedRows(NamedTuple):
     nodes: Sequence[np.ndarray] = ()
 
 
-class LlamaCpp(LlamaRunner):
-    """A GGUF model without recurrent layers. A ``runner.DraftRunner`` and a ``runner.CopiesPrefix`` as well.
+class LlamaCpp(LlamaRunner, DraftRunner):
+    """A GGUF model without recurrent layers.
 
     Long prompts are computed in parts of ``LlamaSettings.batch`` rows. A copy of a prefix shares its cells; exact
     copies are given up, those that were not used for the longest time first, where ids, cells or memory run short.
@@ -86,7 +86,7 @@ class LlamaCpp(LlamaRunner):
         return sequence
 
     def open_copy(self, source: LlamaSequence, length: int, reserve: int, exact: bool = False) -> LlamaSequence:
-        """See ``runner.CopiesPrefix``. The cells are those of the other sequence, under further ids.
+        """See ``runner.Runner``. The cells are those of the other sequence, under further ids.
 
         Raises:
             ValueError: too many sequences are open.

@@ -44,12 +44,12 @@ class LlamaRunner(Runner):
 
     @property
     def threads(self) -> int:
-        """See ``core.protocols.Threaded``."""
+        """See ``runner.Runner``."""
         return self.settings.threads
 
     @property
     def facts(self) -> dict[str, Any]:
-        """See ``core.protocols.Described``."""
+        """See ``runner.Runner``."""
         return self.context.facts
 
     def close(self) -> None:

@@ -137,7 +137,7 @@ class LlamaSequence:
         reserve: about how many tokens it will have.
 
     Attributes:
-        kept: of a copy that the runner may give up (``runner.CopiesPrefix``): when it was made or last copied, as a
+        kept: of a copy that the runner may give up (``Runner.open_copy``): when it was made or last copied, as a
             number that grows; 0 of other sequences.
         prefix: the kept copy whose cells its first positions share, and how many these are; None without one.
     """

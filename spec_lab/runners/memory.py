@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 from spec_lab.core.memory import readable
 from spec_lab.runners.kv_cache import GRAIN, allocated
@@ -64,16 +63,6 @@ class ModelMemory:
     def kv_bytes(self, reserves: Sequence[int]) -> int:
         """Return the bytes of the KV cache of sequences with room for so many positions, open together."""
         return allocated(reserves, self.uniform) * self.cell * self.kv_itemsize
-
-
-@runtime_checkable
-class StatesMemory(Protocol):
-    """A runner that states how much memory decoding needs."""
-
-    @property
-    def memory(self) -> ModelMemory | None:
-        """The sizes from which it follows; None if they are not known."""
-        ...
 
 
 @dataclass(frozen=True)

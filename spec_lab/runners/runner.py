@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.roofline import ForwardWork
 from spec_lab.runners.attention import Attention
 from spec_lab.runners.draft_pass import DraftPass, Route, Sublayer
+
+if TYPE_CHECKING:
+    from spec_lab.runners.memory import ModelMemory
 
 
 class KVSequence(Protocol):
@@ -219,6 +222,21 @@ class Runner(ABC):
         return None
 
     @property
+    def memory(self) -> ModelMemory | None:
+        """The sizes from which the memory of decoding follows; None if they are not known."""
+        return None
+
+    @property
+    def threads(self) -> int | None:
+        """The CPU threads of its forwards; None: torch's."""
+        return None
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the seconds of a forward depend on, for records."""
+        return {}
+
+    @property
     def hf_model(self) -> Any:
         """The model of transformers that it runs; None where it runs another one."""
         return None
@@ -231,6 +249,15 @@ class Runner(ABC):
     @abstractmethod
     def open(self, reserve: int = ...) -> KVSequence:
         """An empty sequence with room for ``reserve`` positions; it grows on demand."""
+
+    def open_copy(self, source: Any, length: int, reserve: int, exact: bool = False) -> KVSequence:
+        """A sequence with copies of the first ``length`` positions of another one, and room for ``reserve``.
+
+        Only of a runner with the ability ``copied_prefix``. Neither sequence changes what the other holds. If
+        ``exact``, it takes no more memory than that, frees it when it is closed, and is only copied from; the runner
+        may give it up when it needs the memory, and its length is 0 from then on.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def capture(self, layers: tuple[int, ...] = ()) -> None:
@@ -315,52 +342,10 @@ class Runner(ABC):
         raise NotImplementedError(self.why_no_layer_ranges)
 
 
-@runtime_checkable
-class CopiesPrefix(Protocol):
-    """A runner with the ability ``copied_prefix``."""
-
-    def open(self, reserve: int = ...) -> KVSequence:
-        """As of ``Runner``."""
-        ...
-
-    def open_copy(self, source: Any, length: int, reserve: int, exact: bool = False) -> KVSequence:
-        """A sequence with copies of the first ``length`` positions of another one, and room for ``reserve``.
-
-        Neither of them changes what the other holds. If ``exact``, it takes no more memory than that, frees it when it
-        is closed, and is only copied from; the runner may give it up when it needs the memory, and its length is 0 from
-        then on.
-        """
-        ...
-
-
-class DraftRunner(Protocol):
+class DraftRunner(Runner):
     """Computes a draft model, which grows a forest level by level below the roots that one forward computes."""
 
-    @property
-    def device(self) -> torch.device:
-        """Where logits are."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of logits."""
-        ...
-
-    def open(self, reserve: int = ...) -> KVSequence:
-        """As of ``Runner``."""
-        ...
-
-    def forward(
-        self, sequences: Sequence[Any], pending: Sequence[Sequence[int]], draft: Draft, *, timed: Phase | None = None
-    ) -> Output:
-        """``Runner.prepare`` and ``Runner.run``.
-
-        Args:
-            sequences, pending, draft: as of ``Runner.prepare``.
-            timed: records the calls of the model.
-        """
-        ...
-
+    @abstractmethod
     def extend(
         self,
         sequences: Sequence[Any],
@@ -378,4 +363,3 @@ class DraftRunner(Protocol):
             token: ``[n]`` their tokens.
             timed: records the calls of the model.
         """
-        ...

@@ -10,7 +10,7 @@ from spec_lab.core.memory import readable
 from spec_lab.decode.capacity import most_cells, most_rows
 from spec_lab.decode.proposer import Proposer
 from spec_lab.propose.null import Null
-from spec_lab.runners.memory import Decoding, MemoryNeed, ModelMemory, StatesMemory, need, what_fits
+from spec_lab.runners.memory import Decoding, MemoryNeed, ModelMemory, need, what_fits
 from spec_lab.tasks.lab import Lab, Settings
 
 
@@ -31,7 +31,7 @@ def check_memory(lab: Lab, settings: Settings, prompts: Sequence[int], room: int
         ValueError: states what is needed, what is available, and which options fit.
     """
     lm = lab.target.lm
-    model = lm.memory if isinstance(lm, StatesMemory) else None
+    model = lm.memory
     room = memory.available(lm.device) if room is None else room
     if model is None or not prompts:
         return {}

@@ -8,7 +8,6 @@ import pytest
 
 from spec_lab.core.faults import PartError
 from spec_lab.core.limit import Limit
-from spec_lab.core.protocols import facts_of
 from spec_lab.policy.adaptive import adapt
 from spec_lab.policy.bandit import Bandit, Rewards
 from spec_lab.policy.costs import DraftCosts, Timing, draft_costs
@@ -156,11 +155,11 @@ def test_it_declares_what_the_proposer_does_and_records_the_policy(target):
     adaptive = adapt(proposer, Threshold(AdaEdl(), 0.3))
     for name in ("name", "drawn", "nodes", "branches", "requires", "sha256"):
         assert getattr(adaptive, name) == getattr(proposer, name)
-    facts = json.loads(json.dumps(facts_of(adaptive)))
+    facts = json.loads(json.dumps(dict(adaptive.facts)))
     assert facts.pop("policy") == {
         "name": "threshold", "rule": "adaedl", "factor": 0.2, "threshold": 0.3, "adapt": False, "depth": None,
     }  # fmt: skip
-    assert facts == facts_of(proposer)
+    assert facts == proposer.facts
 
 
 def test_a_policy_names_the_part_that_drafts(target, truth):
