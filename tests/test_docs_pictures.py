@@ -5,37 +5,17 @@ import pandas as pd
 import pytest
 
 from scripts.docs_pictures import (
-    ROOT,
     draw_acceptance,
-    draw_speedups,
     draw_tree,
     read_step,
     residual,
     tree_mask,
-    with_dark_scheme,
-    word,
 )
-from spec_lab.analysis.figures.palette import DARK_PAGE, PROPOSERS
 
 
 def test_rows_attend_to_their_ancestors_and_themselves_only():
     mask = tree_mask([-1, 0, 0, 1, 3])
     assert [set(np.flatnonzero(row)) for row in mask] == [{0}, {0, 1}, {0, 2}, {0, 1, 3}, {0, 1, 3, 4}]
-
-
-def test_a_proposer_has_its_colour_in_the_figure_of_speed_ups():
-    figure = draw_speedups(ROOT / "experiments" / "proposers" / "results.csv")
-    marks, labels = figure.axes[0].get_legend_handles_labels()
-    drawn = {label: mark[0].get_color() for mark, label in zip(marks, labels, strict=True)}
-    assert drawn["n-gram"] == PROPOSERS["ngram_chain"] and drawn["draft tree"] == PROPOSERS["draft_tree"]
-    assert len(drawn) == len({*drawn.values()}) == 5
-
-
-def test_a_picture_has_a_dark_background_in_the_dark_scheme():
-    svg = '<svg><style type="text/css">*{}</style><path style="fill: #ffffff; stroke: #123456"/></svg>'
-    dark = with_dark_scheme(svg)
-    assert f'[style*="fill: #ffffff"]{{fill:{DARK_PAGE}!important}}' in dark and dark.count("prefers-color-scheme") == 1
-    assert dark.replace(dark[dark.index("@media") : dark.index("</style>")], "") == svg
 
 
 def test_accepted_and_recovered_probabilities_add_up_to_p():
@@ -95,7 +75,3 @@ def test_pictures_show_tokens_with_their_probabilities(run):
     title = draw_acceptance(step, str, [(0, 1, "it was accepted")]).axes[0].get_title(loc="left")
     centre = draw_acceptance(step, str, [(0, 1, "it was accepted")]).axes[0].get_title()
     assert "min(1, 0.50 / 0.25) = 1.00" in title + centre
-
-
-def test_spaces_and_control_characters_are_visible():
-    assert word(" a\n") == "\u2423a\u23ce" and word("      ") == "6 spaces" and "\x1b" not in word("\x1b")

@@ -1,9 +1,7 @@
 """The check for a machine with a GPU: on a CPU, where it captures nothing, and with parts that crash or hang."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 import tomllib
@@ -12,7 +10,6 @@ from collections import Counter
 from pathlib import Path
 from weakref import ref
 
-import pytest
 import torch
 
 from experiments.gpu.check import rows
@@ -99,67 +96,6 @@ def test_a_crash_a_hang_and_an_error_leave_their_results_and_the_other_parts(tmp
     assert "code -6" in entries["cuda_tests"]["error"] and "3 seconds" in entries["blocking_calls"]["error"]
     assert entries["decoding"]["error"] == "no GPU" and entries["kv_growth"]["lines"] == ["all well"]
     assert 3 <= entries["blocking_calls"]["seconds"] < 10
-
-
-def test_parts_that_are_not_asked_for_are_not_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_check, "command", lambda part: [sys.executable, "-c", REPORTS + ENDS["kv_growth"]])
-    assert gpu_check.main(["--output", str(tmp_path), "--parts", "5,3"]) == 0
-    statuses = [entry["status"] for entry in read(tmp_path).values()]
-    assert statuses == ["done", "not run", "not run", "done", "not run", "done", "not run"]
-
-
-def test_without_the_device_no_further_part_is_run(tmp_path, monkeypatch, capsys):
-    print_it = """print('{"unavailable": "--device cuda: torch sees 0 GPUs"}', file=channel, flush=True)"""
-    monkeypatch.setattr(gpu_check, "command", lambda part: [sys.executable, "-c", REPORTS.split("for ")[0] + print_it])
-    assert gpu_check.main(["--output", str(tmp_path)]) == 1
-    statuses = [entry["status"] for entry in read(tmp_path).values()]
-    assert statuses == ["failed", "failed", *["not run"] * 5] and "sees 0 GPUs" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--parts", "7"], "'7'"),
-        (["--parts", "x"], "'x'"),
-        (["--device", "gpu"], "'gpu'"),
-        (["--device", "cpu"], "--output"),
-    ],
-)
-def test_wrong_options_are_named(arguments, named, capsys):
-    with pytest.raises(SystemExit) as error:
-        gpu_check.main(arguments)
-    assert error.value.code == 2 and named in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["file", "file/below", "full"])
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, name, capsys):
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "full" / "gpu_check.json").mkdir(parents=True)
-    with pytest.raises(SystemExit) as error:
-        gpu_check.main(["--output", str(tmp_path / name)])
-    assert error.value.code == 2 and f"(got {tmp_path / name}: " in capsys.readouterr().err
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_part_that_has_ended_is_not_waited_for_though_its_channel_is_open(tmp_path):
-    check, (part, *_) = gpu_check.Check(tmp_path / "gpu_check.json", "cpu"), gpu_check.PARTS
-    read, write = os.pipe()
-    with os.fdopen(read, "rb", buffering=0) as channel, os.fdopen(write, "wb", buffering=0) as sent:
-        sent.write(b'{"line": "all well"}\n{"ended": "done"}\n')
-        assert not check._listen(part, channel, time.monotonic() + 60)
-    assert (check.entries[part.name]["status"], check.entries[part.name]["lines"]) == ("done", ["all well"])
-
-
-def test_the_parts_end_within_seven_minutes():
-    assert sum(part.seconds for part in gpu_check.PARTS) <= gpu_check.TOTAL < 7 * 60
-
-
-def test_the_header_lists_the_large_files():
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    tracked = [name for name in names.split("\0") if name and (ROOT / name).is_file()]
-    large = {name for name in tracked if (ROOT / name).stat().st_size > 8_000_000}
-    _, _, listed = gpu_check.__doc__.partition("can be left behind:\n\n")
-    assert tracked and set(listed.partition("\n\n")[0].split()) == large
 
 
 def test_the_model_of_a_shape_is_freed_before_the_next_is_made(monkeypatch):

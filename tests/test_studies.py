@@ -1,39 +1,44 @@
-"""The studies: on tiny models each command runs its sweep, and its figure reads the results."""
+"""The studies: each command runs on tiny models with tiny settings, and its figure and tables read what it wrote."""
 
 import importlib
 import json
 import shutil
 import sys
-from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.utils import get_method
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-from experiments import plots, runs
+from experiments import runs
+from experiments.projection import measured, published
+from experiments.published_rules.measure import on_toys
+from experiments.training_free import lookup
+from scripts.zoo import repetitive, workloads
 from spec_lab.analysis import metrics
-from spec_lab.analysis.figures.palette import PROPOSERS, VERIFIERS
 from spec_lab.cli.main import conf, main, zoo
 from spec_lab.drafters.draft_model.train import DraftRecipe
 from spec_lab.drafters.hydra.train import HydraRecipe
 from spec_lab.models.target import Target
+from spec_lab.propose import Null
 from spec_lab.propose.step_costs import StepCosts
-from spec_lab.propose.trees import parse
+from spec_lab.text.conversations import chat
+from spec_lab.text.prompts import jsonl
 from tests import checkpoints
 from tests.drafters.eagle_heads import eagle3, written
+from tests.propose.lab import decode, draft_model, requests
+from tests.tiny import tiny_target
 
 ROOT = Path(__file__).parents[1]
 QUESTIONS = ROOT / "tests" / "data" / "questions.jsonl"
 SHORT = ["target.dtype=float32", "max_new_tokens=6", "warmup=0", "threads=1"]
 
-STUDIES = {
+SWEEPS = {
     "verifier_vs_temperature": (["verifier=token,typical", "sampling.temperature=0.3,1"], 2 * 2 * 2),
     "tree_shapes": (["arms.calibrated.max_nodes=2", "prompts=code"], 12),
     "draft_length": (["prompts=code", "arms.chain.depth=1,4"], 2 * 3),
@@ -41,41 +46,28 @@ STUDIES = {
     "proposers": (["prompts=code", "proposer.max_nodes=2"], 2 * 5),
     "spec_bench": ([f"prompts.path={QUESTIONS}", "proposer.max_nodes=2"], 5),
 }
-"""Overrides that keep its command small, and the number of rows of its results."""
-SHORT_RUN = ("verifier_vs_temperature", "batch_size")
+"""Studies that are an experiment: overrides that keep it small, and the number of rows of its results."""
 
-SHOWN = dict.fromkeys(STUDIES, "speedup") | {"batch_size": "block_speedup"}
-"""The beginning of its table."""
-
-PAIRED = {
-    "verifier_vs_temperature": ("expected_tau_beyond_token", "tau_beyond_token", "speed_over_token"),
-    "tree_shapes": ("tau_beyond_grown", "speed_over_grown"),
-    "draft_length": ("tau_beyond_depth_4", "speed_over_depth_4", "speed_over_chain"),
-    "batch_size": ("block_speedup_over_smallest", "tau_beyond_smallest"),
-    "proposers": ("tau_beyond_draft_chain", "speed_over_draft_chain", "speed_over_best_other"),
-    "spec_bench": ("speed_over_draft_chain",),
+COMMANDS = {
+    "training_free": ("--texts code --store store --limit 2 --new 8", 2 * 11),  # temperatures, arms
+    "hybrids": ("--texts code --limit 2 --new 8", 2 * 12),
+    "workloads": ("--texts code --arms ngram medusa union --limit 2 --new 8", 2 * 3),
+    "policies": ("--texts code --sizes 1 2 --limit 2 --new 8", 2 * 3 * 16),  # temperatures, workloads, arms
+    "drafters": ("--texts code --drafters trained --depth 2 --limit 2 --new 8", 2 * 2 * 2),  # ..., positions
+    "training_length": ("--heads heads --limit 2 --new 8", 2 * 2),
+    "eagle_trees": ("--nodes 4 8 --head heads/0.25 --limit 2 --new 8", None),
+    "engines": (
+        "--texts code --nodes 0 2 --batches 1 --context 8 --repeats 1 --engines transformers-float32 --limit 2 --new 6",
+        None,
+    ),
 }
-"""The comparison of A with B."""
+"""Studies with a command: its options, and the number of rows of its results where it is always the same."""
 
-EXPERIMENT = {name: name for name in STUDIES} | {"proposers": "proposers_by_workload"}
-
-
-@pytest.mark.parametrize("name", ["draft_length", "verifier_vs_temperature"])
-def test_a_figure_is_redrawn_from_the_results_without_the_runs(name, tmp_path, capsys):
-    kept = ROOT / "experiments" / name / "results.csv"
-    shutil.copy(kept, tmp_path)
-    table = importlib.import_module(f"experiments.{name}.figure").main(["--redraw", "--folder", str(tmp_path)])
-    assert len(table) > 1 and not capsys.readouterr().out
-    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-    assert {one.name for one in tmp_path.iterdir()} == {"results.csv", f"{name}.png"}
-    assert (tmp_path / "results.csv").read_bytes() == kept.read_bytes()
+EXPERIMENT = {name: name for name in SWEEPS} | {"proposers": "proposers_by_workload"}
 
 
-def test_proposers_and_verifiers_have_their_colours_and_other_lines_those_of_none():
-    found = plots.colours(["chain", "token", "static", "best first"])
-    assert found["chain"] == PROPOSERS["draft_chain"] and found["token"] == VERIFIERS["token"]
-    others = {found["static"], found["best first"]}
-    assert len({*found.values()}) == 4 and not others & {*PROPOSERS.values()}
+def study(name, part="measure"):
+    return importlib.import_module(f"experiments.{name}.{part}")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,6 +83,7 @@ def tiny_zoo(tmp_path_factory):
         costs = StepCosts({0: 1.0, 1: 1.1, 2: 1.2}, dict.fromkeys(range(3), 0.0), 10)
         patch.setattr("spec_lab.propose.calibrate.time_steps", lambda *given: costs)
         patch.setattr("spec_lab.tasks.benchmark.in_short", lambda *given: {"certified": None})
+        patch.setattr(runs, "ZOO", folder)
         yield folder
     OmegaConf.register_new_resolver("zoo", zoo, replace=True)
 
@@ -105,38 +98,84 @@ def command(monkeypatch, *arguments):
     return 0
 
 
-def figure_of(name):
-    return importlib.import_module(f"experiments.{name}.figure")
+def drawn(name, folder):
+    """The table of a study whose results are in ``here``, after its figure and the tables of its page are written."""
+    shutil.copy(ROOT / "experiments" / name / "README.md", folder)
+    table = study(name, "figure").main(["here", "--folder", str(folder)])
+    assert list(pd.read_csv(folder / "results.csv").columns) == list(table.columns)
+    assert (table["tau_pooled"].dropna() >= 1).all() and (table["speedup"].dropna() > 0).all()
+    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "<!-- end" in (folder / "README.md").read_text()
+    return table
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in SHORT_RUN else [pytest.mark.nightly]) for name in STUDIES]
+    "name", [pytest.param(name, marks=[] if name == "batch_size" else [pytest.mark.nightly]) for name in SWEEPS]
 )
-def test_a_study_sweeps_draws_and_writes_its_table(name, tmp_path, monkeypatch, capfd):
+def test_an_experiment_is_swept_and_drawn(name, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    small, rows = STUDIES[name]
+    small, rows = SWEEPS[name]
     limit = [] if name in ("batch_size", "spec_bench") else ["prompts.limit=2"]
-    assert command(monkeypatch, f"+experiment={EXPERIMENT[name]}", *SHORT, *small, *limit, "output_dir=here") == 0, (
-        capfd.readouterr().err
-    )
-    shutil.copy(ROOT / "experiments" / name / "README.md", tmp_path)
-    table = figure_of(name).main(["here", "--folder", str(tmp_path)])
-    assert list(pd.read_csv(tmp_path / "results.csv").columns) == list(table.columns)
+    given = (f"+experiment={EXPERIMENT[name]}", *SHORT, *small, *limit, "output_dir=here")
+    assert command(monkeypatch, *given) == 0, capfd.readouterr().err
+    table = drawn(name, tmp_path)
     assert len(table) == (rows if name != "spec_bench" else rows * table["task"].nunique())
-    assert (table["tau_pooled"] >= 1).all() and (table["speedup"].dropna() > 0).all() and table["speedup"].notna().any()
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    text = (tmp_path / "README.md").read_text()
-    shown = text.partition("<!-- results -->")[2].partition("<!-- end of results -->")[0]
-    assert plots.shown(dict(table[table["speedup"].notna()].iloc[0]), SHOWN[name]) in shown
-    assert "The baseline is at " in shown, "of the roofline"
-    for column in PAIRED[name]:
-        row = dict(table[table[column].notna()].iloc[0])
-        assert {f"{column}_low", f"{column}_high"} <= row.keys()
-        assert column.startswith(("tau", "speed_over_best")) or plots.shown(row, column) in shown
 
 
-@pytest.mark.parametrize("name", STUDIES)
+def trained(folder, number, write, texts):
+    """A drafter that ``write`` writes, and the log of its training."""
+    write(folder)
+    (folder / "training" / "0").mkdir(parents=True)
+    line = {"texts": texts, "seconds": 90.0 * (number + 1), "step": 1}
+    (folder / "training" / "0" / "learning.jsonl").write_text(json.dumps(line) + "\n")
+
+
+def drafters(tiny_zoo):
+    """What the commands read: trained drafters, EAGLE heads after two lengths of training, a corpus."""
+    target = Target.load(str(tiny_zoo / "target"), dtype="float32")
+    recipes = {"hydra": HydraRecipe(heads=2), "draft": DraftRecipe(hidden_size=16, layers=1, heads=2)}
+    for name, recipe in recipes.items():
+        module = recipe.begin(target, [], 0).module
+        trained(Path("trained", name), 0, lambda folder, r=recipe, m=module: r.write(m, target, folder, {}), 8)
+    for number, name in enumerate(("0.25", "0.0625")):
+        seeded = eagle3(32, 61, seed=number)
+        trained(Path("heads", name), number, lambda folder, head=seeded: written(folder, *head), int(64 * float(name)))
+    lines = (tiny_zoo / "prompts" / "code.jsonl").read_text().splitlines()
+    Path("corpus.jsonl").write_text("".join(json.dumps({"text": json.loads(line)["prompt"]}) + "\n" for line in lines))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_study_measures_and_draws(name, tiny_zoo, tmp_path, monkeypatch, capfd):
+    def run(arguments, check):
+        more = [] if name == "engines" else ["target.dtype=float32"]
+        assert check and command(monkeypatch, *arguments[3:], *more) == 0, capfd.readouterr().err
+
+    measure, (options, rows) = study(name), COMMANDS[name]
+    monkeypatch.setenv("SPEC_LAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    drafters(tiny_zoo)
+    for module in (runs, measure):
+        monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=run), raising=False)
+    monkeypatch.setattr(measure, "ZOO", tiny_zoo, raising=False)
+    if name == "training_free":  # a search finds nothing to skip in a model of two layers
+        monkeypatch.setitem(measure.ARMS, "skip", ("skip", {"skipped": "attn 1"}))
+        assert command(monkeypatch, "index", "corpus.jsonl", "store", "--tokenizer", str(tiny_zoo / "target")) == 0
+    measure.main(f"{options} --threads 1 --out here".split())
+    table = drawn(name, tmp_path)
+    assert rows in (None, len(table))
+
+
+@pytest.mark.parametrize("name", ["draft_length", "verifier_vs_temperature"])
+def test_a_figure_is_redrawn_from_the_results_without_the_runs(name, tmp_path):
+    kept = ROOT / "experiments" / name / "results.csv"
+    shutil.copy(kept, tmp_path)
+    assert len(study(name, "figure").main(["--redraw", "--folder", str(tmp_path)])) > 1
+    assert {file.name for file in tmp_path.iterdir()} == {"results.csv", f"{name}.png"}
+    assert (tmp_path / "results.csv").read_bytes() == kept.read_bytes()
+
+
+@pytest.mark.parametrize("name", SWEEPS)
 def test_a_study_names_its_command_and_is_a_small_delta(name):
     text = (ROOT / "experiments" / name / "README.md").read_text()
     assert f"python -m spec_lab +experiment={EXPERIMENT[name]}" in text
@@ -146,355 +185,126 @@ def test_a_study_names_its_command_and_is_a_small_delta(name):
     assert OmegaConf.load(config).name == EXPERIMENT[name]
 
 
-@pytest.mark.nightly
-def test_at_temperature_0_verifiers_are_swept_on_trees_of_the_likeliest_tokens(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    at_0 = ["sampling.temperature=0", "arms.tree.drawn=point", "verifier=token,traversal"]
-    assert (
-        command(monkeypatch, "+experiment=verifier_vs_temperature", *SHORT, *at_0, "prompts.limit=2", "output_dir=here")
-        == 0
-    )
-    table = plots.swept(tmp_path / "here")
-    assert set(table["temperature"]) == {0} and len(table) == 4
-    assert (
-        table.groupby("arm")["tau_pooled"].nunique() == 1
-    ).all()  # one-hot distributions: all verifiers accept the same
-
-
-def test_the_published_trees_of_the_study_have_as_many_nodes_as_the_grown_one():
-    with initialize_config_dir(conf(), version_base=None):
-        arms = compose("config", overrides=["+experiment=tree_shapes"]).arms
-    published = {name: one.tree for name, one in arms.items() if one.tree not in ("calibrated", "likeliest")}
-    assert [len(parse(tree)) for tree in published.values()] == [63] * 9
-    assert {name: one.max_nodes for name, one in arms.items() if one.tree == "likeliest"} == {
-        "grown_63": 63, "grown_25": 25,
-    }  # fmt: skip
-
-
-def test_all_proposers_by_workload_are_those_of_one_run():
-    with initialize_config_dir(conf(), version_base=None):
-        one, many = (
-            compose("config", overrides=[f"+experiment={name}"]) for name in ("proposers", "proposers_by_workload")
-        )
-    assert one.arms == many.arms and one.proposer == many.proposer
-    assert not any("experiment" in str(line) or line == "proposers" for line in defaults("proposers_by_workload"))
-
-
-def defaults(experiment):
-    """Its defaults list."""
-    return OmegaConf.load(Path(conf(), "experiment", f"{experiment}.yaml")).defaults
-
-
-# The same on several engines --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def engines():
-    return importlib.import_module("experiments.engines.measure")
-
-
-@pytest.mark.nightly
-def test_trained_drafters_are_compared_by_position(tiny_zoo, tmp_path, monkeypatch, capfd):
-    measure = importlib.import_module("experiments.drafters.measure")
-
-    def run(arguments, check):
-        assert check and command(monkeypatch, *arguments[3:]) == 0, capfd.readouterr().err
-
-    target = Target.load(str(tiny_zoo / "target"), dtype="float32")
-    for name, recipe in {
-        "hydra": HydraRecipe(heads=2),
-        "draft": DraftRecipe(hidden_size=16, layers=1, heads=2),
-    }.items():
-        folder = tmp_path / "drafters" / name
-        recipe.write(recipe.begin(target, [], 0).module, target, folder, {})
-        (folder / "training" / "0").mkdir(parents=True)
-        line = {"texts": 8, "seconds": 90.0, "step": 1}
-        (folder / "training" / "0" / "learning.jsonl").write_text(json.dumps(line) + "\n")
-    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(run=run))
-    monkeypatch.chdir(tmp_path)
-    short = "--limit 2 --new 8 --depth 2 --threads 1 --texts code --drafters drafters --out here"
-    measure.main(short.split())
-    shutil.copy(ROOT / "experiments" / "drafters" / "README.md", tmp_path)
-    table = figure_of("drafters").main(["here", "--folder", str(tmp_path)])
-    assert len(table) == 2 * 2 * 2  # temperatures, drafters, positions
-    assert table["accepted"].dropna().between(0, 1).all() and (table["seconds"] == 90).all()
-    assert table["step_cost"].to_numpy() == pytest.approx((table["tau_pooled"] / table["speedup"]).to_numpy())
-    assert (tmp_path / "drafters.png").read_bytes().startswith(b"\x89PNG")
-    assert "| Hydra | 0.01 M | 8 | 2 min |" in (tmp_path / "README.md").read_text()
-
-
-@pytest.mark.nightly
-def test_accepted_length_is_measured_and_estimated_by_tokens_of_training(tiny_zoo, tmp_path, monkeypatch, capfd):
-    measure = importlib.import_module("experiments.training_length.measure")
-
-    def run(arguments, check):
-        assert check and command(monkeypatch, *arguments[3:], "target.dtype=float32") == 0, capfd.readouterr().err
-
-    for number, name in enumerate(("0.25", "0.0625")):
-        folder = tmp_path / "heads" / name
-        written(folder, *eagle3(32, 61, seed=number))
-        (folder / "training" / "0").mkdir(parents=True)
-        line = {"texts": int(64 * float(name)), "seconds": 600 * float(name), "step": 1}
-        (folder / "training" / "0" / "learning.jsonl").write_text(json.dumps(line) + "\n")
-    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(run=run))
-    monkeypatch.setattr(measure, "ZOO", tiny_zoo)
-    monkeypatch.chdir(tmp_path)
-    measure.main("--limit 2 --new 8 --threads 1 --heads heads --out here".split())
-    shutil.copy(ROOT / "experiments" / "training_length" / "README.md", tmp_path)
-    table = figure_of("training_length").main(["here", "--folder", str(tmp_path)])
-    assert table["tokens_learned"].tolist() == [4 * 256, 16 * 256] * 2
-    assert (table["accepted_length"] - table["tau_pooled_raw"]).to_numpy() == pytest.approx(-1)
-    assert (table["estimated_length"] >= 0).all() and table["estimated_length"].max() > 0
-    assert (tmp_path / "training_length.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "README.md").read_text().count(" min | ") == 2
-
-
-@pytest.mark.nightly
-def test_trees_of_equal_size_are_compared(tiny_zoo, tmp_path, monkeypatch, capfd):
-    measure = importlib.import_module("experiments.eagle_trees.measure")
-
-    def run(arguments, check):
-        assert check and command(monkeypatch, *arguments[3:], "target.dtype=float32") == 0, capfd.readouterr().err
-
-    head = written(tmp_path / "head", *eagle3(32, 61))
-    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(run=run))
-    monkeypatch.chdir(tmp_path)
-    measure.main(f"--limit 2 --new 8 --threads 1 --nodes 4 8 --out here --head {head}".split())
-    shutil.copy(ROOT / "experiments" / "eagle_trees" / "README.md", tmp_path)
-    table = figure_of("eagle_trees").main(["here", "--folder", str(tmp_path)])
-    assert len(table) == 2 * 2 * 2 * len(figure_of("eagle_trees").ARMS)  # temperatures, verifiers, sizes
-    assert (table["nodes_per_step"] <= table["nodes"]).all()
-    assert (table.loc[table["arm"] == "eagle2", "speed_over_eagle2"].isna()).all()
-    assert (tmp_path / "eagle_trees.png").read_bytes().startswith(b"\x89PNG")
-    text = (tmp_path / "README.md").read_text()
-    assert text.count("| 1 | traversal |") == 6 + 5 and "| 0 | all | chain |" in text
-
-
-@pytest.mark.parametrize("nodes", [4, 8, 16, 32, 64])
-def test_static_trees_have_the_size_that_they_are_compared_at(nodes):
-    measure = importlib.import_module("experiments.eagle_trees.measure")
-    assert len(parse(measure.STATIC[nodes])) == nodes
-
-
-@pytest.mark.nightly
-def test_engines_are_measured_and_its_tables_state_what_a_step_may_cost(engines, tmp_path, monkeypatch, capfd):
-    def run(arguments, check):
-        assert check and command(monkeypatch, *arguments[3:]) == 0, capfd.readouterr().err
-
-    monkeypatch.setattr(engines, "subprocess", SimpleNamespace(run=run))
-    monkeypatch.chdir(tmp_path)
-    short = "--limit 2 --new 6 --threads 1 --texts code --nodes 0 2 --batches 1 --context 8 --repeats 1"
-    engines.main([*short.split(), "--out", "here", "--engines", "transformers-float32"])
-    shutil.copy(ROOT / "experiments" / "engines" / "README.md", tmp_path)
-    table = figure_of("engines").main(["here", "--folder", str(tmp_path)])
-    assert list(pd.read_csv(tmp_path / "results.csv").columns) == list(table.columns)
-    assert (tmp_path / "engines.png").read_bytes().startswith(b"\x89PNG")
-    nodes = table[table["part"] == "cost"]
-    assert nodes["nodes"].tolist() == [0, 2] and nodes["over_no_nodes"].iloc[0] == 1
-    ours = table[table["arm"].isin(figure_of("engines").OURS)]
-    assert len(ours) == 5 + len(engines.SIZES)
-    assert (
-        ours["tau_pooled"] / (ours["step_over_baseline"] + ours["draft_over_baseline"])
-    ).to_numpy() == pytest.approx(ours["speedup"].to_numpy(), rel=0.1)
-    assert (ours["highest_step"] + ours["draft_over_baseline"]).to_numpy() == pytest.approx(ours["tau_pooled"])
-    slow = ours[
-        ~(ours["speedup_low"] > 1) & (ours["nodes_per_step"] > 0) & ours["arm"].isin(figure_of("engines").NEEDED)
-    ]
-    shown = (tmp_path / "README.md").read_text().partition("### Break-even")[2].partition("<!-- end")[0]
-    assert shown.count("\n| transformers, float32 |") == len(slow)
-    for row in slow.to_dict("records"):
-        assert f"{plots.shown(row)} | {row['tau_pooled']:.2f} |" in shown
-
-
-def test_every_engine_has_the_same_proposers_and_llama_cpp_its_own_decoding_too(engines, tmp_path):
+def test_every_engine_has_the_same_proposers(tmp_path):
+    engines, arms = study("engines"), set()
     chosen = SimpleNamespace(out=tmp_path, threads=1, limit=1, new=4, texts=["code"])
-    arms, peers = {}, {}
     for engine in engines.ENGINES:
         with initialize_config_dir(conf(), version_base=None):
-            found = compose("config", overrides=engines.options("proposers", engine, chosen))
-        arms[engine] = {name: {**one, "path": ""} for name, one in found.arms.items()}
-        peers[engine] = set(found.peers)
-        for peer in found.peers.values():
-            get_method(peer._target_)
-        if own := engines.files(engine, tmp_path / "files"):
-            assert found.target.path == str(own["target"])
-            assert {found.arms[name].path for name in engines.DRAFTING} == {str(own["draft"])}
-    assert (
-        len({json.dumps(OmegaConf.to_container(OmegaConf.create(one)), sort_keys=True) for one in arms.values()}) == 1
-    )
-    for engine, found in peers.items():
-        own = {"generate", *engines.OWN} if engine.startswith(engines.LLAMA) else set()
-        assert found == {"loop"} | own
+            config = compose("config", overrides=engines.options("proposers", engine, chosen))
+        own = {name: {**arm, "path": ""} for name, arm in config.arms.items()}
+        arms.add(json.dumps(OmegaConf.to_container(OmegaConf.create(own)), sort_keys=True))
+    assert len(arms) == 1
 
 
-# Inputs of figures -------------------------------------------------------------------------------------------------
+# Studies that measure without the command line
 
 
-def rows(arm, tokens, seconds, prompts_a_group=1):
-    """Requests of an arm: their tokens, and the seconds of the groups that they were decoded in."""
-    number = np.arange(len(tokens))
-    group = number // prompts_a_group
-    return pd.DataFrame({
-        "arm": arm, "request": number, "group": group, "sequence": 0, "finish": "length", "prefill_tokens": 1,
-        "prompt": [f"prompt {one}" for one in number], "decode_tokens": tokens, "prefill_seconds": 0.1,
-        "decode_seconds": pd.Series(seconds).groupby(group).sum()[group].to_numpy(),
-    })  # fmt: skip
+@pytest.mark.nightly
+def test_batching_and_the_draft_s_share_are_measured(tiny_zoo):
+    target, draft = (Target.load(str(tiny_zoo / name)) for name in ("target", "draft"))
+    prompts = tiny_zoo / "prompts" / "code.jsonl"
+    speeds = study("batching").measure(target, str(tiny_zoo / "medusa"), prompts, batch=2, limit=4, new=6)
+    assert len(speeds) == 2 and (speeds > 0).all(axis=None)
+    steps = study("draft_share").measure(target, draft, prompts, limit=2, new=6)
+    assert list(steps.columns) == ["target", "draft"] and len(steps) == 2 and (steps > 0).all(axis=None)
 
 
-def test_the_speed_up_of_a_block_does_not_depend_on_how_its_prompts_were_put_together():
-    random = np.random.default_rng(0)
-    tokens, plain = np.full(64, 32), np.full(64, 1.0)
-    seconds = plain / random.choice(
-        [0.8, 1.5, 8.0], 64
-    )  # a few prompts repeat themselves, and prompt lookup makes them very fast
-    every = {
-        size: pd.concat([rows("ngram", tokens, seconds, size), rows("baseline", tokens, plain, size)])
-        for size in (1, 2, 4, 8, 16)
-    }
-    of_blocks = [figure_of("batch_size").block_speedups(one, "ngram").tolist() for one in every.values()]
-    expected = [16 / seconds[start : start + 16].sum() for start in range(0, 64, 16)]
-    for found in of_blocks:
-        assert found == pytest.approx(expected)
-    of_groups = [metrics.walltime_speedup_paired(one, "ngram").mean() for one in every.values()]
-    assert of_groups[0] > 1.3 * of_groups[-1]  # the same rows, and a "gain that falls with the batch"
+@pytest.mark.nightly
+def test_gpu_times_both_ways_of_running_a_step_on_the_same_model(tmp_path, monkeypatch):
+    """On the CPU, where nothing is captured."""
+    given = "--device cpu --shapes tiny --dtype float32 --batches 1 2 --contexts 20 --nodes 0 5 --steps 8 --repeats 2"
+    monkeypatch.setattr("sys.argv", ["measure.py", *given.split(), "--out", str(tmp_path)])
+    study("gpu").main()
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (tmp_path / "forward.png").stat().st_size and not results["left_out"]
+    decoding, forwards = pd.DataFrame(results["decoding"]), pd.DataFrame(results["forwards"])
+    assert len(decoding) == 4 and (decoding["tokens_per_second"] > 0).all() and decoding["overhead"].between(0, 1).all()
+    assert len(forwards) == 8 and (forwards["seconds"] > 0).all() and set(forwards["nodes"]) == {0, 5}
 
 
-def test_blocks_that_would_hold_other_prompts_are_refused_and_a_short_last_one_is_left_out():
-    block_speedups = figure_of("batch_size").block_speedups
-    ones = np.ones(20)
-    both = [pd.concat([rows("ngram", ones, ones, size), rows("baseline", ones, ones, size)]) for size in (1, 5)]
-    assert block_speedups(both[0], "ngram").index.tolist() == [0]
-    with pytest.raises(ValueError, match="blocks of 16 prompts"):
-        block_speedups(both[1], "ngram")
-    with pytest.raises(ValueError, match=r"groups \[3\]"):
-        block_speedups(both[0].assign(finish=np.where(both[0]["request"] == 3, "nan", "length")), "ngram")
+def test_host_work_is_the_time_of_a_step_outside_module_calls():
+    host = study("overhead", "host")
+    target, proposer = tiny_target(), draft_model("1x1")
+    table = host.measure(target, {"baseline": Null(), "chain": proposer}, [(1, 2, 3), (4, 5)], 6)
+    assert list(table.index) == ["baseline", "chain"] and (table > 0).all().all()
+    _, steps = decode(target, proposer, requests(new=6))
+    for info, following in pairwise(steps):
+        found, seconds = host.host_seconds(info, following), info.seconds()
+        outside = seconds["whole"] - seconds["target_forward"] - seconds["propose_forward"]
+        assert found["whole"] == pytest.approx(outside + following.began - info.ended, abs=1e-4)
 
 
-def steps_of(arm, emitted):
-    """Decode steps of an arm: for each prompt the tokens of each of its steps."""
-    usual = {"arm": arm, "prefill": False, "finish": "", "nodes": 4, "forced": 0, "accepted": 0, "forced_accepted": 0}
-    return pd.DataFrame([
-        usual | {"request": number, "group": number, "emitted_kept": one, "emitted": one, "expected_emitted": one + 0.5}
-        | {"forced_emitted": 0, "forced_emitted_kept": 0}
-        for number, own in enumerate(emitted) for one in own
-    ])  # fmt: skip
+@pytest.mark.nightly
+def test_long_context_measures_every_way_at_every_length(monkeypatch):
+    module = study("long_context")
+    monkeypatch.setattr(module, "LENGTHS", (20, 700))
+    ways = ("autoregressive", f"tree of {module.TREE.nodes}", "n-grams, 4", "draft model, 4")
+    options = dict(layers=1, hidden=64, vocabulary=61, dtype="float32", steps=4, longest=700, cpu=True, ways=ways)
+    frame = module.measure(SimpleNamespace(**options))
+    assert list(frame["way"]) == [*ways, *ways] and (frame[["step", "forward"]] > 0).all(axis=None)
 
 
-def run_of(arm, emitted, seconds):
-    """A run of an arm and a baseline of one second per prompt."""
-    tokens = [sum(own) for own in emitted]
-    requests = pd.concat([rows(arm, tokens, seconds), rows("baseline", tokens, np.ones(len(tokens)))])
-    return metrics.Tables(pd.DataFrame(), steps_of(arm, emitted), requests)
+@pytest.mark.parametrize(("kind", "words", "right"), [("quiet", "rrd", 2), ("loaded", "rdn", 2)])
+def test_the_study_of_the_verdict_counts_which_are_right(tmp_path, monkeypatch, capsys, kind, words, right):
+    verdict, names = study("verdict"), {"r": "reliable", "d": "doubtful", "n": "not reliable"}
+    found = iter(words)
+
+    def measure(out, way, prompts, seed, seconds, options):
+        return {"run": out.name, "way": way, "verdict": names[next(found)], "speedup": 1.5, "reasons": "why"}
+
+    monkeypatch.setattr(verdict, "measure", measure)
+    table = verdict.main([f"--{kind}", "--runs", "3", "--ways", "all", "stop", "--out", str(tmp_path)])
+    assert table["way"].tolist() == (["quiet"] * 3 if kind == "quiet" else ["all", "stop", "all"])
+    assert f"right: {right} of 3" in capsys.readouterr().out and len(pd.read_csv(tmp_path / "results.csv")) == 3
 
 
-def test_arms_of_two_runs_are_paired_prompt_by_prompt():
-    easy_and_hard = [[1, 1, 1, 1], [2, 2], [4], [8]]
-    one = run_of("a", easy_and_hard, [0.5, 0.25, 0.125, 0.1])
-    other = run_of("a", [[each + 1 for each in own] for own in easy_and_hard], [0.25, 0.125, 0.0625, 0.05])
-    better = plots.tau_beyond((other, "a"), (one, "a"))
-    assert better == pytest.approx((1, 1, 1))  # taus of prompts are 1 to 8, yet every one has one more
-    assert plots.tau_beyond((one, "a"), (other, "a"), "expected_tau").mean == pytest.approx(-1)
-    assert plots.speedup_over((other, "a"), (one, "a")) == pytest.approx((2, 2, 2))
-    both = pd.concat([one.requests, other.requests.query("arm == 'a'").assign(arm="b", decode_tokens=8)])
-    assert plots.speed_over(both, "a", "b").mean == pytest.approx(np.prod([4, 4, 4, 8]) ** 0.25 / 8 / 2)
+@pytest.mark.parametrize(("threads", "cores"), [(1, 1), (2, 2), (1, 8), (6, 8), (16, 16)])
+def test_some_busy_processes_are_enough_that_a_run_is_not_reliable(threads, cores):
+    machine = metrics.Resources(threads, cores)
+    groups = pd.DataFrame({"tokens": 1, "seconds": 1.0, "slowness": 0.0, "same_forwards": True}, index=range(8))
+    other = float(study("verdict").few(threads, cores))
+    assert metrics.timing_verdict({"a": groups.assign(other_cores=other)}, machine).word != "reliable"
 
 
-def test_seconds_of_a_training_leave_its_pauses_out(tmp_path):
-    save_file({"a": torch.zeros(2, 3), "b": torch.zeros(5)}, tmp_path / "model.safetensors")
-    (tmp_path / "training" / "0").mkdir(parents=True)
-    times = {10: 30.0, 20: 50.0, 40: 1000.0, 50: 1020.0}  # slow at first, and paused between steps 20 and 40
-    lines = [json.dumps({"step": step, "seconds": seconds, "tokens": 7 * step}) for step, seconds in times.items()]
-    (tmp_path / "training" / "0" / "learning.jsonl").write_text("\n".join(lines[:1]))
-    assert runs.trained(tmp_path)["seconds"] == 30
-    (tmp_path / "training" / "0" / "learning.jsonl").write_text("\n".join(lines))
-    found = runs.trained(tmp_path)
-    assert (found["parameters"], found["tokens"], found["seconds"]) == (11, 350, 100)
+def test_lookups_are_measured_with_and_without_a_store(tmp_path):
+    for folder, functions in (("text", 40), ("packages", 20)):
+        (tmp_path / folder).mkdir()
+        text = "".join(f"def function_{one}(argument):\n    return argument + {one}\n\n\n" for one in range(functions))
+        (tmp_path / folder / "module.py").write_text(text)
+    given = ["--own", "40", "80", "--store", "150", "--steps", "5", "--evict", "1", "--out", str(tmp_path)]
+    table = lookup.main([*given, "--text", str(tmp_path / "text"), "--packages", str(tmp_path / "packages")])
+    assert len(table) == 9 and (table["p10"] > 0).all()
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "lookup.csv"), table)
 
 
-def test_the_fastest_of_a_run_is_ahead_of_the_next(tmp_path, monkeypatch):
-    seconds = {"speculative": [0.5, 0.5, 0.5], "draft_chain": [0.8, 1.0, 0.8], "ngram_chain": [0.05, 2.0, 2.0]}
-    every = [rows(arm, [8, 8, 8], own) for arm, own in seconds.items()] + [rows("baseline", [8, 8, 8], [1.0] * 3)]
-    steps = pd.concat([steps_of(arm, [[4, 4]] * 3) for arm in seconds])
-    monkeypatch.setattr(metrics, "load", lambda run: metrics.Tables(pd.DataFrame(), steps, pd.concat(every)))
-    table = pd.DataFrame({"arm": ["medusa", "draft_chain", "ngram_chain"], "recorded": list(seconds)})
-    found = {row["arm"]: row for row in figure_of("proposers").versus_others(tmp_path, table)}
-    assert [found[arm]["best_other"] for arm in found] == ["ngram_chain", "medusa", "medusa"]
-    assert found["medusa"]["speed_over_best_other"] == pytest.approx((0.05 * 2 * 2) ** (1 / 3) / 0.5)
-    assert found["medusa"]["speed_over_draft_chain"] == pytest.approx((0.8 * 1.0 * 0.8) ** (1 / 3) / 0.5)
-    assert "speed_over_draft_chain" not in found["draft_chain"]
+@pytest.mark.nightly
+def test_enumeration_finds_which_published_rules_are_lossless():
+    found = on_toys(0.5).set_index("rule")["largest"]
+    assert found[["token verification", "sample and match"]].max() < 1e-12
+    assert found[["typical acceptance", "paths drawn apart", "bonus from raw logits"]].min() > 0.1
 
 
-def test_an_invalid_pair_is_refused():
-    one, other = (run_of("a", emitted, [1.0] * len(emitted)) for emitted in ([[1], [2]], [[1], [2], [3]]))
-    for paired in (plots.tau_beyond, plots.speedup_over):
-        with pytest.raises(ValueError, match="different prompts"):
-            paired((one, "a"), (other, "a"))
-    together = replace(one, requests=one.requests.assign(group=0))
-    with pytest.raises(ValueError, match="batch_size"):
-        plots.speedup_over((one, "a"), (together, "a"))
+# Tables that follow from recorded results, and prompts that follow from scripts
 
 
-def test_a_missing_reference_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics, "load", lambda folder: None)
-    table = pd.DataFrame(
-        [{"run": "r", "arm": "chain", "recorded": "chain", "verifier_name": "match", "temperature": 1}]
-    )
-    with pytest.raises(ValueError, match="'verifier_name': 'token'"):
-        plots.versus(tmp_path, table, ("temperature", "verifier_name"), {"verifier_name": "token"}, "token")
+def test_the_tables_of_projections_are_recomputed():
+    readme, frame = (published.HERE / "README.md").read_text(), published.results()
+    kept = pd.read_csv(published.HERE / "published_results.csv", keep_default_na=False)
+    for name in ("projected", "error", "unexplained"):
+        assert pd.to_numeric(kept[name]).to_numpy() == pytest.approx(frame[name].to_numpy(), rel=1e-3, abs=1e-3)
+    assert (frame["projected"] <= frame["bound"] * (1 + 1e-9)).all()
+    points, lengths = (pd.read_csv(measured.HERE / name) for name in ("measured.csv", "lengths.csv"))
+    texts = published.by_table(frame), published.rows_of(frame), published.baselines(frame), measured.by_run(points)
+    texts += measured.points(points), measured.chains(lengths), measured.earlier(pd.read_csv(measured.EARLIER))
+    assert [text for text in texts if text not in readme] == []
 
 
-def test_spec_bench_refuses_groups_of_several_prompts_and_categories_it_does_not_know():
-    check = figure_of("spec_bench").check
-    requests = pd.DataFrame({"group": [0, 0, 1], "request": [0, 0, 1], "workload": ["qa", "qa", "humanities"]})
-    check(requests)
-    with pytest.raises(ValueError, match="group 0 .*2 prompts.*batch_size=1"):
-        check(requests.assign(group=0))
-    with pytest.raises(ValueError, match=r"\['trivia'\].*translation, "):
-        check(requests.assign(workload=["qa", "qa", "trivia"]))
-    with pytest.raises(ValueError, match="no finished prompt"):
-        check(requests.iloc[:0])
-
-
-def test_spec_bench_s_categories_are_six_tasks():
-    study = figure_of("spec_bench")
-    assert len(study.MT_BENCH) == 8 and len(study.TASK) == 13
-    assert set(study.TASK.values()) == set(study.TASKS) - {"all"}
-
-
-def test_spec_bench_reports_how_many_prompts_were_decoded():
-    decoded = figure_of("spec_bench").decoded
-    table = pd.DataFrame({"task": ["qa", "qa", "rag"], "prompts": [80, 80, 80], "decoded": [77, 78, 80]})
-    assert decoded(table, "qa") == "77-78 of 80" and decoded(table, "rag") == "80 of 80"
-
-
-def test_every_part_of_a_readme_has_marks_of_its_own(tmp_path):
-    (tmp_path / "README.md").write_text(
-        "<!-- cost -->\nold\n<!-- end of cost -->\n<!-- results -->\n<!-- end of results -->"
-    )
-    plots.fill(tmp_path / "README.md", "new", "cost")
-    assert (
-        (tmp_path / "README.md").read_text().startswith("<!-- cost -->\nnew\n<!-- end of cost -->\n<!-- results -->\n<")
-    )
-
-
-def test_figures_refuse_runs_that_do_not_belong_together(tmp_path):
-    with pytest.raises(ValueError, match="does not exist"):
-        plots.swept(tmp_path / "none")
-    with pytest.raises(ValueError, match="2 runs .*{'arm': 'a'}"):
-        plots.row_where(pd.DataFrame({"arm": ["a", "a"]}), arm="a")
-    (tmp_path / "README.md").write_text("no marks")
-    with pytest.raises(ValueError, match="<!-- results -->"):
-        plots.fill(tmp_path / "README.md", "table")
-
-
-def test_a_study_states_the_baseline_s_share_of_the_roofline_over_all_its_runs(tmp_path):
-    assert plots.baseline_share(tmp_path) == plots.NO_SHARE
-    for number, (share, memory) in enumerate([(0.152, 1.0), (0.118, 0.9), (None, None)]):
-        (tmp_path / str(number)).mkdir()
-        baseline = {"memory_bound_steps": memory}
-        summary = {"baseline_roofline_share": share, "arms": {"baseline": baseline}}
-        (tmp_path / str(number) / "summary.json").write_text(json.dumps(summary))
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "summary.json").write_text('{"arms": {}}')
-    assert plots.baseline_share(tmp_path) == "The baseline is at 12 to 15 % of its machine's memory roofline."
-    assert "at 15 % of its machine's memory" in plots.baseline_share(tmp_path / "0")
+@pytest.mark.parametrize("name", ["repetitive", *workloads.WORKLOADS])
+def test_the_bundled_workloads_are_those_that_their_scripts_write(name):
+    if name == "repetitive":
+        assert repetitive.FILE.read_text() == repetitive.text()
+        return
+    file = workloads.FOLDER / f"{name}.jsonl"
+    assert file.read_text() == workloads.text(name)
+    prompts = chat(str(file), template="none") if name == "dialogue" else jsonl(zoo(f"workloads/{name}.jsonl"))
+    assert len(prompts) == workloads.COUNT and {prompt.workload for prompt in prompts} == {name}
