@@ -10,15 +10,12 @@ import pytest
 from rich.console import Console
 
 from spec_lab.analysis import metrics
-from spec_lab.analysis.compare import as_frame, compare, show
+from spec_lab.analysis.compare import compare, show
 from spec_lab.analysis.text import WIDE
 from spec_lab.core.request import BROKEN
 from spec_lab.results import sweep
 from spec_lab.results.schema import SCHEMAS
 from spec_lab.results.writer import Recorder
-from spec_lab.tasks import benchmark
-from spec_lab.tasks.serve import serve
-from tests.labs import Repeat, lab, settings
 
 EMPTY = {"string": "", "int64": 0, "double": 0.0, "bool": False, "list<item: int64>": []}
 
@@ -106,12 +103,6 @@ def shown(comparison, width: int = 100, verbose: bool = False) -> str:
     return text.getvalue()
 
 
-def test_of_runs_of_older_versions_the_baseline_s_share_of_the_roofline_is_unknown(tmp_path):
-    found = compare([write(tmp_path / "a", taus(8)), write(tmp_path / "b", taus(8), baseline=False)])
-    assert "baseline at an unknown share" in found.described["A"]
-    assert "baseline" not in found.described["B"], "it has none"
-
-
 # Which changes are significant -------------------------------------------------------------------------------------
 
 
@@ -189,18 +180,6 @@ def test_the_speed_up_is_shown_as_in_the_run_and_its_geometric_mean_is_tested(tm
     assert (pooled.verdict, tested.verdict) == ("not tested", "not significant")
 
 
-def test_tokens_per_second_are_shown_and_never_tested(tmp_path):
-    a = write(tmp_path / "a", taus(12))
-    b = write(tmp_path / "b", 2 * taus(12), threads=2)
-    other = {"processor": "two", "cores": 2, "gpus": [], "system": "x"}
-    c = write(tmp_path / "c", 2 * taus(12), machine=other)
-    found = compare([a, a.parent / "b", c])
-    raw = [figure(found, "tokens_per_second", pair) for pair in (0, 1)]
-    assert [one.verdict for one in raw] == ["not tested", "not tested"]
-    assert [one.why for one in raw] == ["different threads", "different machines"]
-    assert raw[0].other == metrics.tokens_per_second(metrics.load(b).requests, "speculative")
-
-
 # What is paired with what ------------------------------------------------------------------------------------------
 
 
@@ -262,12 +241,6 @@ def test_without_a_baseline_acceptance_is_compared_and_speed_is_not(tmp_path):
     assert words(found)["tau_pooled"] == "significant"
 
 
-def test_arms_of_the_same_name_are_compared_beside_the_main_ones(tmp_path):
-    a = write(tmp_path / "a", taus(9), arms=["speculative", "ngram", "medusa"])
-    b = write(tmp_path / "b", taus(9), arms=["speculative", "ngram"])
-    assert [pair.arms for pair in compare([a, b]).pairs] == [("speculative", "speculative"), ("ngram", "ngram")]
-
-
 def test_arms_that_only_one_run_has_are_not_compared_with_others_in_their_place(tmp_path):
     a = write(tmp_path / "a", taus(9), arms=["chain", "tree"])
     b = write(tmp_path / "b", taus(9), arms=["tree", "words"])
@@ -275,30 +248,6 @@ def test_arms_that_only_one_run_has_are_not_compared_with_others_in_their_place(
     assert [pair.arms for pair in compare([a, write(tmp_path / "c", taus(9), arms=["words"])]).pairs] == [
         ("chain", "words")
     ]
-
-
-def test_runs_with_different_proposers_pair_by_key_and_show_both_names(tmp_path):
-    a, b = (write(tmp_path / name, taus(9), proposers={"speculative": {"name": name}}) for name in ("medusa", "ngram"))
-    found = compare([a, b])
-    assert found.pairs[0].arms == ("speculative", "speculative") and found.pairs[0].names == ("medusa", "ngram")
-    assert "B compared with A: ngram with medusa" in shown(found) and "speculative" not in shown(found)
-    row = as_frame(found).iloc[0]
-    assert (row["reference_arm"], row["reference_name"], row["other_name"]) == ("speculative", "medusa", "ngram")
-
-
-def test_draft_trees_that_differ_are_named_as_options(tmp_path):
-    folders = []
-    for tree in ("0", "0 0.0"):
-        facts = {arm: {"name": "medusa", "tree": tree} for arm in ("speculative", "second")}
-        folders.append(write(tmp_path / str(len(tree)), taus(9), proposers=facts))
-    assert [one.key for one in compare(folders).configuration] == ["proposer.tree", "arms.second.tree"]
-
-
-def test_one_run_alone_has_its_arms_compared(tmp_path):
-    found = compare([write(tmp_path / "a", taus(9), arms=["speculative", "ngram"])])
-    assert [pair.arms for pair in found.pairs] == [("speculative", "ngram")]
-    assert "ngram compared with toy" in shown(found)
-    assert words(found)["tau_pooled"] == "identical"
 
 
 def test_an_unfinished_run_counts_with_its_finished_groups_and_says_so(tmp_path):
@@ -331,17 +280,6 @@ def test_a_sweep_stands_for_its_finished_runs_the_first_as_reference(tmp_path):
     assert "failed" in found.notes[0] and "depth=3" in found.notes[0]
 
 
-def test_of_a_sweep_runs_without_drafts_are_left_out_and_named(tmp_path):
-    folder = make_sweep(tmp_path / "s", {"k=1": 1, "k=2": 1, "k=3": 1})
-    bare = folder / sweep.folder_name(["k=1"])
-    (bare / "manifest.json").write_text(
-        json.dumps(json.loads((bare / "manifest.json").read_text()) | {"arms": ["baseline"]})
-    )
-    found = compare([folder])
-    assert [one.name for one in found.runs] == ["k=2", "k=3"]
-    assert [str(bare) in note and "baseline only" in note for note in found.notes] == [True]
-
-
 @pytest.mark.nightly
 def test_two_sweeps_are_paired_by_overrides(tmp_path):
     a = make_sweep(tmp_path / "a", {"depth=1": 1, "depth=2": 1.2, "depth=4": 1})
@@ -354,12 +292,6 @@ def test_two_sweeps_are_paired_by_overrides(tmp_path):
     assert [(one.key, one.values) for one in found.provenance] == [
         ("threads", (("1", ("A1", "A2")), ("2", ("B2", "B1"))))
     ]
-
-
-def test_sweeps_without_common_overrides_are_refused(tmp_path):
-    a, b = make_sweep(tmp_path / "a", {"depth=1": 1}), make_sweep(tmp_path / "b", {"depth=2": 1})
-    with pytest.raises(ValueError, match="none can be paired"):
-        compare([a, b])
 
 
 # What is shown ----------------------------------------------------------------------------------------------------
@@ -375,24 +307,6 @@ def test_what_differs_between_the_runs_is_named_and_where_results_go_is_not(tmp_
     ]
     assert [one.key for one in found.provenance] == ["commit"]
     assert "proposer.depth" in shown(found)
-
-
-def test_the_table_fits_a_hundred_columns_and_the_frame_has_every_number(tmp_path):
-    tau = taus(16)
-    found = compare([write(tmp_path / "a", tau), write(tmp_path / "b", 1.5 * tau * noise(16, 1), arms=["speculative"])])
-    table = [
-        line
-        for line in shown(found).splitlines()
-        if line.strip().startswith(("speed-up, geometric mean", "tau", "expected tau"))
-    ]
-    assert len(table) == 3 and all(line.rstrip().endswith("significant") for line in table)
-    frame = as_frame(found).set_index("figure")
-    assert list(frame.index) == [one.figure for one in found.pairs[0].changes]
-    assert frame.loc["tau_pooled", "verdict"] == "significant"
-    assert frame.loc["tau_pooled", "change"] == pytest.approx(
-        frame.loc["tau_pooled", "other_value"] - frame.loc["tau_pooled", "reference_value"]
-    )
-    assert frame.loc["speedup", "other_folder"] == str(tmp_path / "b")
 
 
 def test_what_cannot_be_compared_is_refused_by_name(tmp_path):
@@ -418,43 +332,4 @@ def test_what_cannot_be_compared_is_refused_by_name(tmp_path):
         compare([a, only], level=95)
 
 
-def test_a_finished_run_of_a_task_without_groups_is_refused_with_what_to_use_instead(tmp_path):
-    a, out = write(tmp_path / "a", taus(8)), tmp_path / "served"
-    config = {"task": {"_target_": "spec_lab.tasks.serve.serve"}}
-    assert serve(lab(), settings(out, max_new_tokens=4), config, Console(quiet=True)) == 0
-    for given in ([a, out], [out, a], [out]):
-        with pytest.raises(ValueError, match=r"served is one of spec_lab\.tasks\.serve.*summary\.json.*task=benchmark"):
-            compare(given)
-
-
-@pytest.mark.nightly
-def test_runs_of_the_lab_are_compared(tmp_path):
-    folders = [tmp_path / "two", tmp_path / "four"]
-    for folder, depth in zip(folders, (2, 4), strict=True):
-        texts = [f"prompt {letter}" for letter in "abcdefgh"]
-        benchmark.run(
-            lab(texts, proposer=Repeat(depth)), settings(folder, batch_size=1), {"depth": depth}, Console(quiet=True)
-        )
-    found = compare(folders)
-    assert all("baseline at " in one and "% of its machine's" in one for one in found.described.values())
-    assert "of its machine's" in " ".join(shown(found, WIDE * 2).split())
-    assert words(found)["nodes_per_step"] == "significant"
-    assert found.pairs[0].identical == 1.0  # greedy: the draft cannot matter
-    assert [one.key for one in found.configuration] == ["depth"]
-    assert figure(found, "tau_pooled").other == json.loads((folders[1] / "summary.json").read_text())["tau_pooled"]
-
-
 # Verdicts on times ---------------------------------------------------------------------------------------------------
-
-
-def test_the_verdict_on_each_run_stands_above_all_changes(tmp_path):
-    """Runs of an older version have no times of forwards and no load: their rows allow the rest."""
-    few, apart = write(tmp_path / "few", [2.0] * 4), write(tmp_path / "apart", [1.0, 6.0] * 8)
-    comparison = compare([few, apart])
-    words = {label: verdict.word for label, verdict in comparison.verdicts.items()}
-    assert words == {"A": "doubtful", "B": "doubtful"}
-    console = Console(file=io.StringIO(), width=100)
-    show(comparison, console)
-    printed = " ".join(console.file.getvalue().split())
-    assert printed.index("A: Verdict: doubtful: 4 groups") < printed.index("B: Verdict: doubtful: the speed-up of toy")
-    assert printed.index("geometric mean: it depends") < printed.index("compared with A")

@@ -1,15 +1,11 @@
 """Every figure as it is drawn, with awkward data: nothing is clipped, nothing overlaps, ticks show true values."""
 
-import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
 from spec_lab.analysis import figures
-from spec_lab.analysis.figures.palette import DARK_PAGE, GREY, SHADES, VERIFIERS, contrast, dashes, on_dark
-from spec_lab.analysis.figures.ticks import number_axis
-from tests.analysis.drawn import faults, raster, shown_texts, swept, tables
+from tests.analysis.drawn import faults, swept, tables
 
 LONG = ["a_proposer_with_a_rather_long_name_" * 2 + end for end in "ab"]
 TWELVE = [f"draft_depth_{number}" for number in range(12)]
@@ -64,33 +60,6 @@ def test_the_figures_of_a_training(lines, depth):
     assert [*figures.training_figures(curve(lines, depth, False))] == ["learning"] and figures.training_figures(
         []
     ) == {}
-
-
-def certificate(pairs: int, samples: int, name: str = "draft_chain") -> dict:
-    sizes = np.unique(np.geomspace(min(100, samples), samples, 40).astype(int)).tolist()
-    falling = [float(size**-0.5) for size in sizes]
-    test = {"name": "joint distribution of four tokens", "samples": samples, "p_value": 0.5, "detectable": 0.01}
-    return {
-        "pairs": [{"proposer": f"{name}{number}", "drawn": "iid", "verifier": f"verifier{number}",
-                   "sampled": [test, test | {"name": "mode", "detectable": 0.2}]} for number in range(pairs)],
-        "convergence": {"sizes": sizes, "expected": falling, "control": [0.4] * len(sizes), "pairs": [
-            {"verifier": f"{name}{number}", "lossless": number % 2 == 0,
-             "distances": [(1 + number / 9) * x for x in falling]}
-            for number in range(pairs)]},
-    }  # fmt: skip
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("pairs", "samples", "name"), [(1, 500, "token"), (12, 100_000, "token"), (2, 10_000, LONG[0])]
-)
-def test_the_figures_of_a_certificate(pairs, samples, name):
-    drawn = figures.certificate_figures(certificate(pairs, samples, name))
-    assert [*drawn] == ["convergence", "detectable"]
-    assert {name: found for name, figure in drawn.items() if (found := faults(figure))} == {}
-    for axis in (drawn["convergence"].axes[0].xaxis, drawn["convergence"].axes[0].yaxis):  # logarithmic
-        low, high = axis.get_view_interval()
-        assert sum(low <= float(tick.get_loc()) <= high for tick in axis.get_major_ticks()) >= 2
 
 
 def changes(rows: int, name: str = "medusa") -> pd.DataFrame:
@@ -176,86 +145,4 @@ def test_a_fault_is_found():
 # Ticks -------------------------------------------------------------------------------------------------------------
 
 
-def ticks(values: list[float], log: bool = True) -> list[str]:
-    """The texts of the ticks of an axis with these values."""
-    figure = plain()
-    axes = figure.axes[0]
-    axes.clear()
-    axes.plot(values, range(len(values)))
-    number_axis(axes, values, log=log)
-    raster(figure)
-    shown = {text.get_text() for text in shown_texts(figure)}
-    return [tick.label1.get_text() for tick in axes.xaxis.get_major_ticks() if tick.label1.get_text() in shown]
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [([0, 0.5, 1], ["0", "0.5", "1"]), ([0.5], ["0.5"]), ([0.25, 0.5], ["0.25", "0.5"]), ([1, 2, 4], ["1", "2", "4"]),
-     ([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"]),
-     ([0.001, 0.01, 0.1, 1], ["0.001", "0.01", "0.1", "1"])],
-)  # fmt: skip
-def test_ticks_stand_at_the_values_and_show_them(values, expected):
-    assert ticks(values) == expected
-
-
-def test_an_axis_of_whole_numbers_has_whole_ticks():
-    for values in ([*range(1, 101)], [1, 2, 3, 50], [1, 40]):
-        assert all(float(text) % 1 == 0 for text in ticks(values, log=False)), values
-
-
-def test_a_sweep_over_temperatures_shows_one_half():
-    table = swept([0, 0.5, 1], ["medusa"]).rename(columns={"proposer.depth": "sampling.temperature"})
-    left, right = figures.lines(table, ["sampling.temperature"], "sampling.temperature").axes
-    raster(left.figure)
-    for axes in (left, right):
-        assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "0.5", "1"]
-    options = figures.sweep_figures(table, ["sampling.temperature"])["tau_speedup_sampling.temperature"].axes[0]
-    assert [text.get_text().rpartition("=")[2] for text in options.get_legend().get_texts()] == ["0", "0.5", "1"]
-
-
 # Colours -----------------------------------------------------------------------------------------------------------
-
-
-def colour_in(figure: Figure, label: str) -> str:
-    """The colour of the line or points with this label."""
-    for axes in figure.axes:
-        for handle, text in zip(*axes.get_legend_handles_labels(), strict=True):
-            if text == label:
-                return (handle[0] if isinstance(handle, ErrorbarContainer) else handle).get_color()
-    raise AssertionError(f"nothing has the label {label}")
-
-
-@pytest.mark.nightly
-def test_an_arm_has_one_colour_in_all_figures_whatever_stands_beside_it():
-    for arm in ("eagle3", "my_proposer", "draft_depth_7"):
-        for others in ([], ["medusa"], TWELVE, ["a", "b", "c", "d", "e"]):
-            arms = list(dict.fromkeys([arm, *others]))
-            run = tables(arms)
-            sweep = figures.sweep_figures(swept([1, 2, 4], arms), ["proposer.depth"])
-            frame = pd.DataFrame([{"arm": one, "ttft": 0.1, "tpot": 0.1} for one in arms])
-            drawn = [figures.acceptance(run), figures.cost(run), figures.latency(frame)]
-            if others:
-                drawn.append(sweep["tau_speedup_arm"])
-            assert {colour_in(figure, arm) for figure in drawn} == {figures.colour(arm)}, (arm, others)
-
-
-def test_arms_of_one_colour_differ_in_their_dashes():
-    names = [f"arm{number}" for number in range(200)]
-    styles = [(figures.colour(name), dash) for name, dash in dashes(names).items()]
-    assert len(set(styles)) > 150
-    same = next(
-        other
-        for other in names[1:]
-        if figures.colour(other) in {figures.colour(one) for one in names[: names.index(other)]}
-    )
-    first = next(one for one in names if figures.colour(one) == figures.colour(same))
-    assert dashes([first, same])[first] != dashes([first, same])[same]
-
-
-def test_series_are_legible_on_white_and_on_a_dark_page():
-    series = [*figures.PROPOSERS.values(), *figures.COLOURS, *VERIFIERS.values(), *SHADES, GREY, figures.BASELINE]
-    series += [figures.colour(f"arm{number}") for number in range(200)]
-    for one in series:
-        assert contrast(one, "#ffffff") >= 3, one
-        assert contrast(on_dark(one), DARK_PAGE) >= 4.5, one
-    assert contrast("#000000", "#ffffff") == pytest.approx(21) and on_dark("#ffffff") == "#ffffff"

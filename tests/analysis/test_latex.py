@@ -1,7 +1,6 @@
 """LaTeX tables of sweeps."""
 
 import pandas as pd
-import pytest
 
 from spec_lab.analysis.latex import latex_table
 
@@ -26,17 +25,3 @@ def test_characters_of_options_that_latex_reads_are_escaped():
     table = rows({"run": "a", "prompts.path": "a_b&c"}, {"run": "b", "prompts.path": "50%$x{y}"})
     text = latex_table(table, ["prompts.path"])
     assert r"a\_b\&c" in text and r"50\%\$x\{y\}" in text
-
-
-def test_what_a_run_lacks_is_empty():
-    table = rows({"run": "a", "proposer.depth": 2}, {"run": "b"}).drop(columns=["speedup_low", "speedup_high"])
-    text = latex_table(table, ["proposer.depth"])
-    assert [line for line in text.splitlines() if line.endswith(r"\\")][1:] == [
-        r"2 & 1.50 & 2.25 & 25.1\% \\", r" & 1.50 & 2.25 & 25.1\% \\"
-    ]  # fmt: skip
-
-
-def test_a_sweep_without_figures_is_refused():
-    table = pd.DataFrame([{"run": "a", "arm": "certificate", "certified": "exact"}])
-    with pytest.raises(ValueError, match="speedup"):
-        latex_table(table, [])

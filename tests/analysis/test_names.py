@@ -10,9 +10,7 @@ from rich.console import Console
 
 from spec_lab.analysis import figures, metrics
 from spec_lab.analysis.metrics import sweeps
-from spec_lab.analysis.names import arm_names, names_in_manifest, renamed, with_names
-from spec_lab.cli.sweep_tables import print_results
-from spec_lab.results import sweep
+from spec_lab.analysis.names import arm_names, names_in_manifest
 from spec_lab.tasks.benchmark import run
 from tests.labs import Repeat, lab, settings
 
@@ -57,16 +55,6 @@ def test_rows_and_summary_keep_the_key_and_figures_show_the_name(tmp_path, monke
     assert labels == ["repeat", "longer"]
 
 
-@pytest.mark.nightly
-def test_named_rows_have_the_figures_of_their_keys(tmp_path, monkeypatch):
-    ran(tmp_path, monkeypatch)
-    tables = metrics.load(tmp_path)
-    named = with_names(tables, NAMES)
-    assert metrics.summarise(named, "repeat")["tau_pooled"] == metrics.summarise(tables, "speculative")["tau_pooled"]
-    assert set(tables.steps["arm"]) == {*NAMES}  # the given rows are as they were
-    assert renamed({"speculative": 1, "other": 2}, NAMES) == {"repeat": 1, "other": 2}
-
-
 def swept() -> pd.DataFrame:
     rows = [("a", "speculative", "medusa"), ("a", "baseline", "none"), ("b", "speculative", "ngram"),
             ("c", "speculative", "ngram"), ("c", "ngram", "ngram"), ("d", None, np.nan)]  # fmt: skip
@@ -81,30 +69,3 @@ def test_the_rows_of_a_sweep_are_named_run_by_run():
     assert sweeps.compared_arms(swept()) == ["medusa", "ngram", "speculative"]
     without = swept().drop(columns="proposer_name")
     assert sweeps.named(without) is without
-
-
-def test_an_option_that_tells_the_arms_apart_is_not_repeated_by_their_names():
-    one_each = swept()[lambda table: table["run"].isin(["a", "b"])]
-    assert sweeps.over_sweep(one_each, ["proposer"])["label"].tolist() == ["proposer=medusa", "proposer=ngram"]
-    assert [*sweeps.tau_and_speedup(one_each, ["proposer"])[1]] == ["proposer"]
-    assert sweeps.over_sweep(swept(), ["proposer"])["label"].tolist()[2:] == [
-        "speculative, proposer=x", "ngram, proposer=x",
-    ]  # fmt: skip
-
-
-def test_points_of_an_option_that_chooses_the_proposer_have_its_colour():
-    one_each = swept()[lambda table: table["run"].isin(["a", "b"])]
-    points = figures.tau_and_speedup(one_each, ["proposer"], "proposer").axes[0].lines[1:]
-    assert [point.get_color() for point in points] == [figures.PROPOSERS["medusa"], figures.PROPOSERS["ngram"]]
-
-
-@pytest.mark.nightly
-def test_the_table_of_a_sweep_shows_the_names(tmp_path, monkeypatch):
-    sweep.plan(tmp_path, [["seed=1"]])
-    folder = tmp_path / sweep.folder_name(["seed=1"])
-    ran(folder, monkeypatch)
-    sweep.end(folder, ["seed=1"], "", 0, 1.0)
-    console = Console(file=StringIO(), width=120)
-    print_results(tmp_path, console)
-    text = console.file.getvalue()
-    assert "repeat" in text and "longer" in text and "speculative" not in text

@@ -75,19 +75,6 @@ def test_of_a_model_that_completes_texts_blocks_are_no_answers(done, tmp_path):
     assert [json.loads(line)["completion"] for line in lines.splitlines()] == ["    a"] * 2
 
 
-def test_broken_groups_are_left_out(done, tmp_path):
-    table = load(done).requests
-    broken = iter([*["nan"], *["stop"] * len(table)])
-    here = changed(done, tmp_path / "out", finish=lambda _: next(broken))
-    assert {file.name for file in write_samples(here)} == {f"{arm}.json" for arm in ("speculative", "baseline")}
-
-
-def test_two_arms_never_share_a_file(done, tmp_path):
-    here = changed(done, tmp_path / "out", arm={"speculative": "a b", "baseline": "a_b"}.get)
-    with pytest.raises(ValueError, match=r"the arms 'a b' and 'a_b' would both be written to HumanEval-a_b\.jsonl"):
-        write_samples(here)
-
-
 @pytest.mark.nightly
 def test_the_command_prints_the_files_and_refuses_other_runs(done, tmp_path, capsys):
     console = Console(file=StringIO(), width=300)

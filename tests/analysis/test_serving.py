@@ -1,17 +1,11 @@
 """Throughput, latencies, goodput and speed-ups of a served stream, checked by hand, and their table."""
 
-import io
-import re
-
 import numpy as np
 import pandas as pd
 import pytest
-from rich.console import Console
 
-from spec_lab.analysis import figures
 from spec_lab.analysis.metrics import speedup
-from spec_lab.analysis.serving import draw, latencies, print_summary, serving_verdict, summarise
-from spec_lab.analysis.text import WIDE
+from spec_lab.analysis.serving import serving_verdict, summarise
 
 
 def frame(*rows):
@@ -65,17 +59,6 @@ def test_requests_without_a_further_token_have_no_time_per_further_token_and_are
     assert np.isnan(list(alone["tpot"].values())).all() and alone["goodput"] == pytest.approx(2 / 1)
 
 
-def test_the_figure_shows_every_arm_also_one_without_further_tokens(tmp_path):
-    one, two = ("a", 0, 0.0, 0.0, 1.0, 1.0, 1), ("b", 0, 0.0, 0.0, 1.0, 3.0, 2)
-    rows = frame(one, two, ("b", 1, 0.0, 0.0, 1.0, 1.0, 1))
-    (file,) = draw(rows, tmp_path / "figures")
-    assert file.stat().st_size > 5_000
-    first, further = figures.latency(latencies(rows)).axes
-    assert [text.get_text() for text in further.get_legend().get_texts()] == ["a", "b"]
-    places = [[sorted({*line.get_xdata()} - {-np.inf}) for line in axes.get_lines()] for axes in (first, further)]
-    assert places == [[[1000.0], [1000.0]], [[], [2000.0]]]
-
-
 def pair(base, own):
     """Segments of one request each: (seconds, tokens) of the baseline and of an arm."""
     rows = [("draft", n, 0.0, 0.0, 0.1, seconds, tokens) for n, (seconds, tokens) in enumerate(own)]
@@ -94,13 +77,6 @@ def test_the_speed_up_is_a_ratio_of_sums_over_the_baseline_paired_by_segments():
         pair([(20.0, 20), (4.0, 20), (12.0, 20)], [(8.0, 20), (4.0, 20), (6.0, 20)]), ["draft", "baseline"], 1, 1
     )
     assert doubled["draft"]["speedup"] == pytest.approx(speedup, nan_ok=True)
-
-
-def test_equal_speed_ups_have_an_interval_of_no_width_whatever_their_segments():
-    found = summarise(
-        pair([(1.0 + n, 9) for n in range(8)], [(0.5 + n / 2, 9) for n in range(8)]), ["draft", "baseline"], 1, 1
-    )
-    assert tuple(found["draft"]["speedup"].values()) == pytest.approx((2.0, 2.0, 2.0))
 
 
 def test_where_outputs_differ_in_length_the_speed_up_is_still_the_ratio_of_tokens_per_second():
@@ -128,27 +104,6 @@ def test_a_segment_without_tokens_does_not_undo_the_others():
     assert found["draft"]["tokens_per_second"] == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize(("width", "verbose", "more"), [(80, False, False), (80, True, True), (WIDE, False, True)])
-def test_the_parts_of_the_time_to_the_first_token_are_shown_if_verbose_or_on_a_wide_terminal(width, verbose, more):
-    rows = frame(("a", 0, 0.0, 0.123, 1.0, 2.0, 5), ("a", 1, 0.0, 0.123, 1.0, 2.0, 5))
-    summary = {"experiment": "x", "arrivals": "all", "broken_segments": 0, "arms": summarise(rows, ["a"], 1, 1)}
-    console = Console(file=io.StringIO(), width=width)
-    print_summary(summary, console, verbose)
-    shown = console.file.getvalue()
-    headings = " ".join(shown.split())
-    assert headings.count("TTFT") > 1 and headings.count("TPOT") > 1
-    assert ("queue" in shown and "123" in shown and "877" in shown) is more
-    assert "TTFT" in shown and "…" not in shown and all(len(line.rstrip()) <= width for line in shown.splitlines())
-
-
-def test_the_table_keeps_an_interval_on_one_line_at_80_columns():
-    rows = pair([(10.0, 900), (2.0, 920)] * 4, [(4.0, 900), (2.0, 900)] * 4)
-    summary = {"experiment": "x", "arrivals": "all", "broken_segments": 0}
-    console = Console(file=io.StringIO(), width=80)
-    print_summary({**summary, "arms": summarise(rows, ["draft", "baseline"], 1, 1)}, console)
-    assert re.search(r"\d\.\d\d \[\d\.\d\d, \d\.\d\d\]", console.file.getvalue())
-
-
 @pytest.mark.parametrize(
     ("slow", "load", "word"), [(1.0, 0.0, "reliable"), (9.0, 0.0, "not reliable"), (1.0, 1.5, "not reliable")]
 )
@@ -160,17 +115,3 @@ def test_the_verdict_is_that_of_a_benchmark_segment_by_segment(slow, load, word)
     assert any("not recorded" in reason for reason in serving_verdict(rows, manifest).reasons)
     few = serving_verdict(rows[rows["segment"] < 3].assign(other_cores=0.0), manifest)
     assert few.word == "doubtful" and "3 segments" in few.reasons[0]
-
-
-def test_the_verdict_stands_above_the_table():
-    rows = pair([(10.0, 900)], [(4.0, 900)])
-    summary = {
-        "experiment": "x",
-        "arrivals": "all",
-        "broken_segments": 0,
-        "verdict": "doubtful",
-        "verdict_reasons": ["a"],
-    }
-    console = Console(file=io.StringIO(), width=80)
-    print_summary({**summary, "arms": summarise(rows, ["draft", "baseline"], 1, 1)}, console)
-    assert console.file.getvalue().startswith("Verdict: doubtful: a.\n")

@@ -53,23 +53,6 @@ def test_a_trace_that_cannot_be_used_is_refused_by_its_option_and_line(tmp_path,
     assert re.search(named, str(refused.value))
 
 
-def test_the_last_line_of_a_trace_may_end_without_a_newline_and_further_lines_are_not_read(tmp_path):
-    file = tmp_path / "trace.txt"
-    for content in ("0\n1.5", "0\r\n1.5\r\n", "0\n1.5\n\nthe end"):
-        file.write_bytes(content.encode())
-        assert arrival_times("file", 2, 1.0, str(file), 0) == [0.0, 1.5]
-
-
-def test_a_missing_trace_is_refused_by_its_option(tmp_path):
-    with pytest.raises(OSError, match=r"task\.trace.*missing"):
-        arrival_times("file", 3, 1.0, str(tmp_path / "missing"), 0)
-    with pytest.raises(ValueError, match=r"task\.trace.*folder"):
-        arrival_times("file", 3, 1.0, str(tmp_path), 0)
-    for trace in (None, "", 5):
-        with pytest.raises(ValueError, match=r"task\.arrivals=file .*task\.trace"):
-            arrival_times("file", 3, 1.0, trace, 0)
-
-
 def test_only_time_between_arrivals_of_one_segment_counts_as_waiting():
     day = MAX_WAIT
     check_waits([0.0, day, 1e12, 1e12], 2, "file", 1.0, "trace")  # one day within segments, and any time between them

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from io import StringIO
-from shutil import copytree
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,19 +12,15 @@ import torch
 from rich.console import Console
 
 from spec_lab.analysis import metrics
-from spec_lab.analysis.report.run_page import page
 from spec_lab.core.roofline import Roofline
 from spec_lab.propose import Null
-from spec_lab.results.manifest import begun_trees
 from spec_lab.results.schema import DRAFT_COLUMNS
 from spec_lab.results.writer import load_token_texts
-from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.tasks.benchmark import margins, run
 from spec_lab.tasks.lab import Decoded, Loop
-from spec_lab.verify import Gumbel, Lenient, Match, Token
+from spec_lab.verify import Gumbel, Match
 from tests.labs import TEXTS, Letters, Repeat, lab, settings
 from tests.propose.lab import draft_model
-from tests.tasks.certify.parts import Claims
 
 CONFIG = {"target": {"path": "tiny"}, "tracker": {"api_key": "hush"}, "max_new_tokens": 12}
 
@@ -80,14 +75,6 @@ def test_rows_count_the_text_each_token_releases(done):
         assert len(one.ends) == len(one.tokens) == len(one.text) and list(one.ends) == list(range(1, len(one.text) + 1))
 
 
-def test_verbose_prints_more_columns_and_is_the_same_run(done, tmp_path):
-    console, out = quiet(), tmp_path / "out"
-    copytree(done[0], out)
-    assert run(lab(), settings(out, warmup=4, verbose=True), CONFIG | {"verbose": True}, console) == 0
-    assert "untruncated tau" in console.file.getvalue() and "untruncated tau" not in done[1]
-    assert metrics.load(out).requests.equals(metrics.load(done[0]).requests), "nothing is decoded again"
-
-
 def test_record_drafts_adds_the_drafted_tokens_of_every_arm_and_changes_nothing_else(done, tmp_path):
     assert run(lab(), settings(tmp_path / "out", warmup=4, record="drafts"), CONFIG, quiet()) == 0
     plain, recorded = metrics.load(done[0]), metrics.load(tmp_path / "out")
@@ -101,25 +88,6 @@ def test_record_drafts_adds_the_drafted_tokens_of_every_arm_and_changes_nothing_
     assert texts == {token: Letters().decode([token]) for token in occurring} and load_token_texts(done[0]) == {}
     assert recorded.steps["nodes"].sum() > 0
     pd.testing.assert_frame_equal(recorded.steps[[*plain.steps.columns]], plain.steps)
-
-
-def test_a_run_is_not_resumed_with_another_record_option(tmp_path):
-    own = settings(tmp_path / "out", record="drafts")
-    assert run(lab(TEXTS[:2]), own, CONFIG | {"record": "drafts"}, quiet()) == 0
-    before = (tmp_path / "out" / "steps.parquet").read_bytes()
-    with pytest.raises(ValueError, match="record: 'drafts' there, 'none' here"):
-        run(lab(TEXTS[:2]), settings(tmp_path / "out", record="none"), CONFIG | {"record": "none"}, quiet())
-    assert run(lab(TEXTS[:2]), own, CONFIG | {"record": "drafts"}, quiet()) == 0
-    assert (tmp_path / "out" / "steps.parquet").read_bytes() == before and load_token_texts(tmp_path / "out")
-
-
-@pytest.mark.parametrize(("change", "drafts"), [({}, True), ({"max_new_tokens": 2**15 // 10 + 1}, False)])
-def test_a_small_run_records_its_drafts_by_itself(tmp_path, change, drafts):
-    """Five prompts and two arms: at most 3276 new tokens each."""
-    own = settings(tmp_path, record="auto", **change)
-    assert lab().most_tokens(own) == 10 * own.max_new_tokens
-    assert own.with_record(lab().most_tokens(own)).recording.drafts == drafts
-    assert not own.recording.drafts and settings(tmp_path, record="none").with_record(0).record == "none"
 
 
 def test_greedy_arms_agree(done):
@@ -175,48 +143,10 @@ def certified(tmp_path, **parts):
     return {name: arm["certified"] for name, arm in summary["arms"].items()}, " ".join(console.file.getvalue().split())
 
 
-@pytest.mark.nightly
-def test_a_run_certifies_its_own_pairs(tmp_path):
-    found, printed = certified(tmp_path, proposer=draft_model("1x1"), more_proposers={"longer": Repeat(4)})
-    assert found == dict.fromkeys(["speculative", "longer", "baseline"], "quick")
-    assert "certified by enumeration: draft_model, longer, baseline;" in printed
-    assert json.loads((tmp_path / "summary.json").read_text())["certificate"]["worst_tv"] < 1e-12
-
-
-@pytest.mark.nightly
-def test_a_lossy_verifier_is_named_and_not_certified(tmp_path):
-    found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Lenient(0.5))
-    assert found == {"speculative": None, "baseline": "quick"}
-    assert "lossy: draft_model; verifier 'lenient'" in printed
-
-
-@pytest.mark.nightly
-def test_a_false_claim_is_reported_with_its_counterexample_and_the_run_is_kept(tmp_path):
-    found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Claims())
-    assert found == {"speculative": None, "baseline": "quick"}
-    assert "NOT lossless: draft_model; verifier 'mine'" in printed and ": after [] token " in printed
-
-
 def test_a_pair_that_cannot_be_enumerated_is_not_certified(tmp_path):
     found, printed = certified(tmp_path, proposer=draft_model("1x1", "gumbel"), verifier=Gumbel())
     assert found == {"speculative": None, "baseline": "quick"}
     assert "not certified: draft_model;" in printed and "Gumbel noise cannot be enumerated" in printed
-
-
-@pytest.mark.nightly
-def test_a_verifier_that_fails_on_toys_does_not_lose_the_run(tmp_path):
-    class Narrow(Claims):
-        def __call__(self, draft, p):
-            assert p.shape[-1] == 61, "another vocabulary"
-            return Token()(draft, p)
-
-    found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Narrow())
-    assert found == {"speculative": None, "baseline": "quick"}
-    assert (
-        "not certified: draft_model;" in printed
-        and "verifier 'mine' raised" in printed
-        and "on a toy draft drawn iid" in printed
-    )
 
 
 def test_the_manifest_records_the_run_and_hides_secrets(done):
@@ -224,13 +154,6 @@ def test_the_manifest_records_the_run_and_hides_secrets(done):
     assert manifest["config"]["tracker"]["api_key"] == "***"
     assert manifest["config"]["max_new_tokens"] == 12
     assert {"seed", "commit", "versions", "weights_sha256", "prompts_sha256", "machine", "threads"} <= set(manifest)
-
-
-def test_the_table_names_the_arms_and_the_directory(done):
-    out, printed = done
-    for word in ("repeat", "baseline", "tokens/s", "acceptance rate", "survival", "target: module calls"):
-        assert word in printed
-    assert str(out) in printed
 
 
 def test_time_inside_and_outside_the_phases_adds_up(done):
@@ -360,43 +283,6 @@ def test_a_proposer_that_raises_is_named_and_the_finished_groups_are_kept(tmp_pa
     assert metrics.load(tmp_path / "here").requests["group"].nunique() == 3
 
 
-def test_a_run_that_fails_before_its_first_group_leaves_no_manifest(tmp_path):
-    with pytest.raises(ValueError, match="proposer 'repeat' raised KeyError"):
-        run(lab(TEXTS[2:], proposer=Fails()), settings(tmp_path / "here"), {"name": "toy"}, quiet())
-    assert not (tmp_path / "here").exists()
-    assert run(lab(TEXTS[2:]), settings(tmp_path / "here", seed=1), {"name": "toy", "seed": 1}, quiet()) == 0
-
-
-class Fails(Repeat):
-    """Raises at once."""
-
-    def propose(self, batch):
-        raise KeyError("lost")
-
-
-class Later(Repeat):
-    """Raises in the second step, and has chosen its tree by timing."""
-
-    steps = 0
-
-    @property
-    def facts(self):
-        return {"tree": "0 0.0"}
-
-    def propose(self, batch):
-        self.steps += 1
-        if self.steps == 2:
-            raise KeyError("lost")
-        return super().propose(batch)
-
-
-def test_a_run_that_fails_in_its_first_group_keeps_the_tree_it_chose(tmp_path):
-    out = tmp_path / "here"
-    with pytest.raises(ValueError, match="proposer 'repeat' raised KeyError"):
-        run(lab(TEXTS[2:], proposer=Later()), settings(out), {"name": "toy"}, quiet())
-    assert begun_trees(out, {"name": "toy"}) == {"speculative": "0 0.0"}
-
-
 def test_another_run_in_the_same_directory_is_refused(done):
     out, _ = done
     with pytest.raises(ValueError, match=r"config\.max_new_tokens: 12 there, 13 here"):
@@ -405,23 +291,6 @@ def test_another_run_in_the_same_directory_is_refused(done):
         run(lab(texts=("other",)), settings(out), CONFIG, quiet())
     with pytest.raises(ValueError, match=r"\(arms: "):
         run(lab(), settings(out, baseline=False), CONFIG, quiet())
-
-
-@pytest.mark.nightly
-def test_a_proposer_that_has_chosen_another_tree_since_is_refused(tmp_path):
-    """As a tree calibrated by timing may be if it is not read from the manifest."""
-
-    class Calibrated(Repeat):
-        def __init__(self, depth: int) -> None:
-            super().__init__(depth)
-            self.facts = {"tree": " ".join([".".join("0" * level) for level in range(1, depth + 1)]), "seconds": depth}
-
-    assert run(lab(proposer=Calibrated(2)), settings(tmp_path), CONFIG, quiet()) == 0
-    with pytest.raises(ValueError, match=r"proposers.speculative.tree: '0 0.0' there, '0 0.0 0.0.0' here"):
-        run(lab(proposer=Calibrated(3)), settings(tmp_path), CONFIG, quiet())
-    again = Calibrated(2)
-    again.facts["seconds"] = 7  # a different measurement does not identify another run
-    assert run(lab(proposer=again), settings(tmp_path), CONFIG, quiet()) == 0
 
 
 def test_a_finished_run_is_not_decoded_again(done, monkeypatch):
@@ -515,31 +384,6 @@ def test_a_request_with_nan_logits_is_named_and_the_others_finish(tmp_path, caps
     assert len(json.loads((tmp_path / "summary.json").read_text())["errors"]) == 2
 
 
-def test_a_group_with_a_failed_request_is_left_out_of_speeds_with_a_note_in_the_table(tmp_path):
-    one = lab()
-    seen = {token for request in one.requests(settings(tmp_path)) for token in request.tokens}
-    assert run(one, settings(tmp_path / "plain", baseline=False), CONFIG, quiet()) == 0
-    seen |= {token for tokens in metrics.load(tmp_path / "plain").requests["tokens"] for token in tokens}
-    poison = next(token for token in range(32, 61) if token not in seen)
-    with torch.no_grad():
-        one.target.lm.model.get_input_embeddings().weight[poison] = float("nan")
-    broken, console = replace(one.prompts[3], text="n" + chr(poison)), quiet()
-    assert run(replace(one, prompts=[*one.prompts[:3], broken]), settings(tmp_path / "out"), CONFIG, console) == 0
-    requests = metrics.load(tmp_path / "out").requests
-    whole = requests[(requests["arm"] == "speculative") & (requests["group"] == 0)]
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    speed = whole["decode_tokens"].sum() / whole["decode_seconds"].max()
-    assert summary["tokens_per_second"] == pytest.approx(speed)
-    assert summary["identical_outputs"] == 1
-    assert (summary["broken_groups"], summary["groups"]) == (1, 2)
-    assert "In 1 of 2 groups a request broke: they are left out of speeds" in console.file.getvalue()
-
-
-def test_the_largest_seed_decodes(tmp_path):
-    assert run(lab(temperature=1.0), settings(tmp_path, seed=2**63 - 1, baseline=False), CONFIG, quiet()) == 0
-    assert set(metrics.load(tmp_path).requests["seed"]) == {2**63 - 1}
-
-
 def test_a_prompt_longer_than_the_context_is_named_before_anything_runs(tmp_path):
     with pytest.raises(ValueError, match="prompt 'p1' .*300 tokens .*256"):
         run(lab(texts=("x", "y" * 300)), settings(tmp_path / "out"), CONFIG, quiet())
@@ -576,21 +420,6 @@ def test_wrong_types_are_refused_by_name(tmp_path, change, message):
         settings(tmp_path, **change)
 
 
-@pytest.mark.nightly
-def test_each_pair_is_enumerated_once_in_a_process(tmp_path, monkeypatch):
-    seen = []
-
-    def counted(proposer, verifier, constrained):
-        seen.append((proposer.drawn, verifier.name))
-        return {"certified": None}
-
-    monkeypatch.setattr("tests.labs.CERTIFICATES", {})
-    monkeypatch.setattr("spec_lab.tasks.benchmark.in_short", counted)
-    for number, drawn in enumerate(["iid", "iid", "without"]):
-        certified(tmp_path / str(number), proposer=draft_model("2", drawn))
-    assert seen == [("iid", "token"), ("point", "match"), ("without", "token")]
-
-
 # The roofline --------------------------------------------------------------------------------------------------------
 
 
@@ -608,34 +437,3 @@ def test_a_run_measures_the_limits_of_the_machine_and_every_arm_s_share_of_them(
         assert 0 < own["roofline_share_end_to_end"]["mean"] < own["roofline_share"]["mean"]
         assert own["baseline_roofline_share"] == summary["arms"]["baseline"]["roofline_share"]["mean"]
     assert "baseline at " in printed and "this machine's" in printed
-
-
-def test_a_resumed_run_keeps_the_limits_from_when_it_began(done, tmp_path):
-    out = tmp_path / "out"
-    copytree(done[0], out)
-    (out / "summary.json").unlink()
-    assert run(lab(), settings(out, warmup=4), CONFIG, quiet()) == 0
-    before, after = (json.loads((folder / "summary.json").read_text()) for folder in (done[0], out))
-    assert after["roofline"] == before["roofline"]
-
-
-def test_where_the_runner_does_not_state_its_work_the_share_is_unknown(tmp_path, monkeypatch):
-    monkeypatch.setattr(CausalLM, "work", None)
-    console = quiet()
-    assert run(lab(), settings(tmp_path / "out"), CONFIG, console) == 0
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["roofline"] is None and summary["baseline_roofline_share"] is None
-    assert "roofline is unknown" in console.file.getvalue()
-
-
-@pytest.mark.nightly
-def test_a_run_of_an_older_version_has_no_roofline_and_is_resumed_without(done, tmp_path):
-    out, console = tmp_path / "out", quiet()
-    copytree(done[0], out)
-    manifest = json.loads((out / "manifest.json").read_text())
-    del manifest["roofline"]
-    (out / "manifest.json").write_text(json.dumps(manifest))
-    assert run(lab(), settings(out, warmup=4), CONFIG, console) == 0
-    assert json.loads((out / "summary.json").read_text())["roofline_share"]["mean"] is None
-    assert "roofline is unknown" in console.file.getvalue()
-    assert "unknown" in page(out)

@@ -2,7 +2,6 @@
 
 import io
 import json
-import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,8 +9,6 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from spec_lab.analysis.tracking import Files
-from spec_lab.cli.main import main
 from spec_lab.constrain import AppliedConstraint, ConstraintError
 from spec_lab.constrain.potential import explore
 from spec_lab.constrain.protocol import tokens_of
@@ -22,7 +19,7 @@ from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.tasks.certify.significance import chi_square
 from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, table_models
-from spec_lab.tasks.constraint_distance import scores, tables, task
+from spec_lab.tasks.constraint_distance import scores, task
 from spec_lab.tasks.constraint_distance.distance import Sampler, distances, estimate, exact
 from spec_lab.tasks.constraint_distance.scores import rows_after
 from spec_lab.tasks.constraint_distance.task import measure
@@ -169,13 +166,6 @@ def sampler_toy():
     return RandomToy(5, support=2, plain=True)
 
 
-def test_attempts_are_limited():
-    sampler = sampler_of(batch=16)
-    assert len(sampler.given_valid(400, 40)) < 40 and sampler.attempts == 40
-    found = estimate(sampler_of(batch=16), 40, 40)
-    assert found["global_samples"] < 40 == found["attempts"] and found["stopped_by_attempts"]
-
-
 @pytest.mark.nightly
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["rejection", "expected_futures"])
@@ -233,26 +223,6 @@ def test_a_run_leaves_a_table_a_summary_and_a_figure(tmp_path):
     assert json.loads((tmp_path / "manifest.json").read_text())["arms"] == ["constraint_distance"]
 
 
-@pytest.mark.nightly
-def test_too_many_outputs_are_sampled(tmp_path):
-    code, printed = run(tmp_path / "sampled", toy_lab(max_prefixes=2), samples=60, attempts=20_000)
-    run(tmp_path / "exact")
-    for row, whole in zip(*(summary_of(tmp_path / name)["prompts"] for name in ("sampled", "exact")), strict=True):
-        assert row["method"] == "sampled" and row["sampler"] == "rejection" and row["local_samples"] == 60
-        assert row["z_lower"] <= whole["z"] * 1.0001 and whole["z"] <= row["z_upper"] * 1.0001
-        assert row["tv"]["low"] - 0.15 < whole["tv"] < row["tv"]["high"] + 0.15
-    assert code == 0 and max(map(len, printed.splitlines()[:-1])) <= 80
-    assert "rejection" in printed and "95 % bootstrap intervals" in " ".join(printed.split())
-    run(tmp_path / "again", toy_lab(max_prefixes=2), samples=60, attempts=20_000)
-    assert summary_of(tmp_path / "again")["prompts"] == summary_of(tmp_path / "sampled")["prompts"]
-
-
-def test_a_prompt_without_valid_outputs_has_an_entry_that_says_so(tmp_path):
-    code, printed = run(tmp_path, toy_lab([(5, 6), (6, 7)]))
-    assert code == 0 and "no output that the constraint allows ends" in " ".join(printed.split())
-    assert [row["method"] for row in summary_of(tmp_path)["prompts"]] == ["none", "none"]
-
-
 def interrupted_at(monkeypatch, name, number):
     """Let the ``number``-th call of a function of the task, from 1, be interrupted; returns the calls."""
     calls, right = [], getattr(task, name)
@@ -265,19 +235,6 @@ def interrupted_at(monkeypatch, name, number):
 
     monkeypatch.setattr(task, name, interrupted)
     return calls
-
-
-def test_a_resumed_run_uploads_all_prompts(tmp_path, monkeypatch):
-    class Sent(Files):
-        def group(self, number, figures):
-            sent.append(number)
-
-    sent = []
-    one = replace(toy_lab(), tracker=Sent())
-    interrupted_at(monkeypatch, "exact", 2)
-    assert run(tmp_path, one)[0] == 130 and sent == [0]
-    sent.clear()
-    assert run(tmp_path, one)[0] == 0 and sent == [0, 1]
 
 
 @pytest.mark.nightly
@@ -296,18 +253,6 @@ def test_a_resumed_run_keeps_the_prompts_that_were_finished(tmp_path, monkeypatc
     assert summary_of(tmp_path / "here")["prompts"] == summary_of(tmp_path / "whole")["prompts"]
     assert run(tmp_path / "here", toy_lab(max_prefixes=most), **options)[0] == 0
     assert len(calls) == 5  # of a finished run nothing is measured again
-
-
-def test_values_that_json_lacks_survive_a_resume(tmp_path):
-    """Masked outputs that do not end make KL(local || global) infinite; nothing valid makes all estimates NaN."""
-    one = toy_lab([(5, 2), (6, 7, 8, 9, 2)])
-    nothing = toy_lab([(5, 6, 7, 8, 9, 2)])
-    assert run(tmp_path / "inf", one)[0] == run(tmp_path / "inf", one)[0] == 0
-    assert all(row["kl_local"] is None for row in summary_of(tmp_path / "inf")["prompts"])
-    kept = [one["kl_local"] for one in tables.entries(tables.parts(tmp_path / "inf")).values()]
-    assert kept == [np.inf, np.inf]
-    options = dict(method="sampled", samples=2, attempts=4)
-    assert run(tmp_path / "nan", nothing, **options)[0] == run(tmp_path / "nan", nothing, **options)[0] == 0
 
 
 @pytest.mark.one_in(4)
@@ -354,14 +299,3 @@ def test_what_has_no_distance_is_refused_in_one_sentence(tmp_path, parts, option
         run(tmp_path / "out", toy_lab(**parts), **options)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.nightly
-def test_the_experiment_runs(tmp_path, monkeypatch, capsys):
-    """With the bundled models: the tiny ones have no token that ends a text."""
-    monkeypatch.chdir(tmp_path)
-    short = ["constraint.pattern=' (one|two)'", "max_new_tokens=4", "prompts.limit=2", "output_dir=here"]
-    monkeypatch.setattr(sys, "argv", ["spec-lab", "+experiment=constraint_distance", *short])
-    main()
-    assert "constraint_distance: regex, masked token by token" in " ".join(capsys.readouterr().out.split())
-    assert len(summary_of(tmp_path / "here")["prompts"]) == 2

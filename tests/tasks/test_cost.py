@@ -1,18 +1,13 @@
 """Costs of steps: timing, predictions by hand-made numbers, and the study."""
 
-import importlib
-import inspect
 import io
 import json
-import sys
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from omegaconf import OmegaConf
 from rich.console import Console
 
 from spec_lab.analysis import metrics
@@ -20,11 +15,9 @@ from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.projection import measured_forwards
 from spec_lab.analysis.projection.costs import measured
 from spec_lab.cli.commands import command
-from spec_lab.cli.main import conf, main
 from spec_lab.core.grid import Grid
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.core.roofline import AttentionWork, ForwardWork, MachineLimits, Roofline
 from spec_lab.decode.sequence import Batch
 from spec_lab.propose import Null
 from spec_lab.tasks.benchmark import run
@@ -34,12 +27,10 @@ from spec_lab.tasks.cost.tables import COST, NEWER, PARTS
 from spec_lab.tasks.cost.timing import Fixed, binary_tree, room, texts, time_arms
 from spec_lab.tasks.lab import Loop
 from spec_lab.verify import Token
-from tests import checkpoints
 from tests.labs import Repeat, lab, settings
 from tests.propose.lab import draft_model
 from tests.tiny import tiny_target
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8]]
 
 
@@ -153,15 +144,6 @@ def test_measure_leaves_a_full_grid_of_rows_a_summary_and_a_figure(tmp_path):
     assert float(Cost.of(frame).nodes(nodes=5, batch=2, context=8)) == pytest.approx(median)
 
 
-def test_the_printed_table_shows_the_name_of_the_proposer(tmp_path):
-    console = quiet()
-    measure(lab(), settings(tmp_path / "out"), {}, console, nodes=[2], batches=[1], contexts=[8], repeats=1, steps=1)
-    text = console.file.getvalue()
-    assert lab().proposer.name in text and "baseline" in text and "speculative" not in text
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert text.startswith(f"Verdict: {summary['verdict']}") and len(load(tmp_path / "out")["other_cores"]) == 4
-
-
 def costs(slow: int | None = None, load: float = 0.0) -> pd.DataFrame:
     """Three repeats of two arms at six places, with 2 % of noise; one measurement may take three times as long."""
     noise, rows = np.random.default_rng(0), []
@@ -192,13 +174,6 @@ def test_a_repeat_is_compared_with_the_others_of_its_place():
     usual = frame.groupby("context")["whole"].transform(show.median_of_others)
     assert usual[:3].tolist() == pytest.approx([1.35, 1.25, 1.1])
     assert show.median_of_others(pd.Series([2.0])).tolist() == [2.0]
-
-
-def test_rows_of_older_runs_are_read(tmp_path):
-    whole = dict.fromkeys(("batch", "context", "turn"), 0) | dict.fromkeys((*PARTS, "target_forward", "whole"), 1.0)
-    row = {"id": "1", "arm": "chain", "fixed": False, "nodes": 2.0, **whole}
-    pd.DataFrame([row]).to_parquet(tmp_path / "cost.parquet")
-    assert load(tmp_path)["nodes"].tolist() == [2.0]
 
 
 @pytest.mark.nightly
@@ -234,56 +209,10 @@ def test_invalid_options_are_refused(tmp_path, options, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_every_option_is_in_the_config_with_its_default():
-    options = {
-        one.name: one.default for one in inspect.signature(measure).parameters.values() if one.kind is one.KEYWORD_ONLY
-    }
-    config = OmegaConf.to_container(OmegaConf.load(Path(conf(), "task", "cost.yaml")))
-    assert config == {"_target_": "spec_lab.tasks.cost.measure"} | {
-        name: list(value) if isinstance(value, tuple) else value for name, value in options.items()
-    }
-
-
-def test_of_long_prompts_the_middle_is_left_out(tmp_path, monkeypatch):
-    seen = []
-
-    def watched(target, prompts, *given):
-        seen.append([len(one) for one in prompts])
-        return texts(target, prompts, *given)
-
-    monkeypatch.setattr("spec_lab.tasks.cost.task.texts", watched)
-    few = SMALL | dict(batches=[1], contexts=[8], repeats=1)
-    assert measure(lab(), settings(tmp_path / "out", max_prompt_tokens=4), {}, quiet(), **few) == 0
-    assert seen == [[4, 4, 4, 3, 1]]
-
-
 def test_the_reserved_cells_hold_every_node_accepted_in_every_step():
     target = tiny_target()
     arms = arms_of(target, four=Repeat(4), none=Null())
     assert room(arms, steps=2) == 5 * 5  # warming up, two timed, one that ends the second; then a draft
-
-
-def test_an_arm_with_the_name_of_a_fixed_tree_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"arms\.nodes 2"):
-        measure(lab(more_proposers={"nodes 2": Repeat()}), settings(tmp_path), {}, quiet(), **SMALL)
-
-
-@pytest.mark.nightly
-def test_the_experiment_is_one_command(tmp_path, monkeypatch):
-    folder = checkpoints.zoo(tmp_path / "zoo")
-    options = [
-        f"target.path={folder / 'target'}", f"proposer.path={folder / 'medusa'}", "proposer.tree=2x1",
-        f"arms.draft_chain.path={folder / 'draft'}", f"prompts.path={folder / 'prompts' / 'prose.jsonl'}",
-        "task.nodes=[0,2]", "task.batches=[1]", "task.contexts=[8,16]", "task.repeats=1", "task.steps=2",
-        "output_dir=here",
-    ]  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["spec_lab", "+experiment=cost_of_nodes", *options])
-    main()
-    assert set(load("here")["arm"]) == {
-        "nodes 0", "nodes 2", "speculative", "draft_chain", "ngram_chain", "baseline",
-    }  # fmt: skip
-    assert json.loads(Path("here/summary.json").read_text())["rounds"] == 2
 
 
 # Prediction --------------------------------------------------------------------------------------------------------
@@ -448,105 +377,3 @@ def test_costs_with_a_hole_are_refused(tmp_path):
 
 
 # The study ---------------------------------------------------------------------------------------------------------
-
-
-STUDY = ROOT / "experiments" / "cost_of_nodes"
-
-
-def study():
-    return importlib.import_module("experiments.cost_of_nodes.measure")
-
-
-def no_models(*given, **options):
-    raise AssertionError("a model is loaded")
-
-
-@pytest.mark.nightly
-def test_the_study_compares_every_method_with_its_prediction_and_reads_it_again(tmp_path, monkeypatch):
-    (tmp_path / "README.md").write_text((STUDY / "README.md").read_text())
-    arguments = [
-        "--out", f"{tmp_path / 'out'}", "--folder", f"{tmp_path}", "--zoo", f"{checkpoints.zoo(tmp_path / 'zoo')}",
-        "--dtype", "float32", "--threads", "1", "--limit", "2", "--new", "5", "--repeats", "1", "--runs", "2",
-        "--nodes", "0", "2", "10", "--batches", "1", "2", "--contexts", "8", "48", "--near", "8", "48",
-        "--trees", "3", "--depths", "2",
-    ]  # fmt: skip
-    study().main(arguments)
-    table = pd.read_csv(tmp_path / "results.csv")
-    assert len(table) == 2 * 3 and set(table["method"]) == {"medusa 3", "draft_chain 2", "ngram"}
-    assert np.isfinite(table[["speedup_mean_of_groups", "predicted_mean_of_groups", "error"]]).all(axis=None)
-    exact = study().results(tmp_path / "out")
-    assert (exact["error"] - (exact["predicted_over_measured"] - 1)).abs().max() < 0.001
-    for name in ("error", "predicted_over_measured"):  # four digits are written
-        np.testing.assert_allclose(table[name], exact[name], rtol=5.01e-4)
-    cost, run = Cost.of(load(tmp_path / "out" / "cost-1")), metrics.load(tmp_path / "out" / "run-1-2")
-    both = predicted_and_measured(cost, run, "ngram")
-    error = np.exp(np.log(both["predicted"] / both["measured"]).mean()) - 1
-    (found,) = table.loc[(table["temperature"] == 1) & (table["method"] == "ngram"), "error"]
-    assert found == pytest.approx(error, rel=0.01)
-    assert (table.loc[table["method"] == "medusa 3", "nodes_per_step"] <= 3).all()
-    text = (tmp_path / "README.md").read_text()
-    assert text.count("| medusa 3 |") == 2 and "n = 10" in text and " of 6 predictions are within 10 %" in text
-    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("cost.png", "predicted.png"))
-
-    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")}
-    (tmp_path / "again").mkdir()
-    monkeypatch.setattr("spec_lab.models.target.Target.load", no_models)
-    monkeypatch.setattr("spec_lab.results.manifest.claim", no_models)
-    study().main(["--read", f"{tmp_path / 'out'}", "--folder", f"{tmp_path / 'again'}"])
-    assert (tmp_path / "again" / "results.csv").read_text() == (tmp_path / "results.csv").read_text()
-    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")} == before
-
-
-def test_methods_are_sorted_by_family_and_size():
-    methods = ["ngram", "medusa 10", "medusa 4", "draft_chain 2"]
-    assert sorted(methods, key=study().by_size) == ["draft_chain 2", "medusa 4", "medusa 10", "ngram"]
-
-
-def test_reading_where_nothing_was_measured_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="run-TEMPERATURE-BATCH"):
-        study().main(["--read", f"{tmp_path}", "--folder", f"{tmp_path}"])
-
-
-def test_a_prediction_is_within_a_bound_only_if_its_whole_interval_is():
-    rows = [
-        {"method": name, "predicted_over_measured_low": low, "predicted_over_measured_high": high, "error": mean - 1}
-        | {"within": study().within(mean, mean), "surely_within": study().within(low, high)}
-        | {"temperature": 0, "batch": 1, "nodes_per_step": 4.0, "expected_tau": 2.0, "predicted_mean_of_groups": 1.5}
-        | {f"speedup_mean_of_groups{end}": value for end, value in {"": 1.5, "_low": 1.4, "_high": 1.6}.items()}
-        for name, low, mean, high in (
-            ("sure", 0.97, 1.02, 1.06), ("unsure", 0.85, 1.02, 1.25), ("off", 1.12, 1.2, 1.3),
-            ("one group", np.nan, 1.0, np.nan),
-        )
-    ]  # fmt: skip
-    text = study().compared(pd.DataFrame(rows))
-    assert "3 of 4 predictions are within 10 % of the measurement; for 1 the whole interval is." in text
-    assert "+2.0 % [-15.0 %, +25.0 %]" in text and "Only the cost is predicted" in text
-
-
-EXPERIMENT = ("experiment", "cost_of_nodes.yaml")
-
-
-def test_the_experiment_has_the_study_s_first_part():
-    config, task = (OmegaConf.load(Path(conf(), *place)) for place in (EXPERIMENT, ("task", "cost.yaml")))
-    usual = study().options().parse_args([])
-    assert config.threads == usual.threads
-    for name in ("nodes", "batches", "contexts", "repeats"):
-        assert task[name] == getattr(usual, name), name
-
-
-def test_the_baseline_s_share_of_the_roofline_is_stated_for_every_batch_size_and_context():
-    """A forward of one token each needs 10 s for weights and 1 s for each position of each sequence."""
-    limits = MachineLimits(1.0, 1.0, 1, 1.0, 1.0, "float32", None, None, 1, 1, None, 0.0)
-    roofline = Roofline(ForwardWork(10, 0, 0, (AttentionWork(1, 0),)), limits)
-    each = dict.fromkeys(PARTS, 1.0) | {"context": 4}
-    rows = [
-        each | {"arm": f"nodes {nodes}", "fixed": fixed, "nodes": nodes, "batch": batch, "target_forward": took}
-        for fixed, batch, nodes, took in (
-            (True, 1, 0, 50.0), (True, 1, 0, 30.0), (True, 2, 0, 80.0), (True, 2, 8, 1.0), (False, 1, 0, 1.0),
-        )
-    ]  # fmt: skip
-    found = show.summarise(pd.DataFrame(rows), roofline)["baseline"]
-    assert [(one["batch"], one["context"], one["roofline_share"]["mean"]) for one in found] == [
-        (1, 4, (10 + 5) / 40), (2, 4, (10 + 2 * 5) / 80),
-    ]  # fmt: skip
-    assert show.summarise(pd.DataFrame(rows))["baseline"] == []

@@ -1,6 +1,5 @@
 """Generation as a call and on the terminal: events add up to the text, and every token has an origin."""
 
-import io
 import subprocess
 import sys
 from collections import defaultdict
@@ -9,29 +8,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import spec_lab
-from spec_lab.analysis.tracking import Files
 from spec_lab.cli.main import quote_prompt
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.constrain.load import regex
-from spec_lab.constrain.vocabulary import Vocabulary, text_bytes
+from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.probabilities import Sampling
 from spec_lab.decode.prefix_cache import PrefixCache
 from spec_lab.decode.sequence import ORIGINS
 from spec_lab.models.target import Target
-from spec_lab.propose.ngram import Ngram
-from spec_lab.tasks.generation import Dropped, net
-from spec_lab.tasks.lab import Lab
-from spec_lab.tasks.stream import stream
-from spec_lab.text.detokenizer import Finish, Held, Rules, Text, Withdrawn, plain
+from spec_lab.tasks.generation import Dropped
+from spec_lab.text.detokenizer import Finish, Rules, Text, Withdrawn, plain
 from spec_lab.text.prompts import Prompt
-from spec_lab.verify import Token, Traversal
-from tests.labs import Repeat, settings
+from spec_lab.verify import Traversal
+from tests.labs import Repeat
 from tests.tiny import tiny_target
 
 END = 60
@@ -289,60 +283,12 @@ def test_invalid_arguments_are_refused_at_the_call(target, prompts, options, nam
         spec_lab.generate(prompts, target, **{"vocabulary": VOCABULARY} | options)
 
 
-def test_a_branch_that_comes_and_goes_within_a_step_is_not_streamed():
-    first, second = Text("ab", 1, (0.0,)), Text("c", 2, (0.0, 0.0))
-    assert net([first, second, Withdrawn("c", 2)]) == [first]
-    assert net([second, Withdrawn("abc", 3), Held("x"), Held("")]) == [Withdrawn("ab", 1), Held("")]
-    assert net([Withdrawn("c", 2), first]) == [Withdrawn("c", 2), first]
-
-
 def test_importing_the_package_imports_nothing_heavy():
     code = "import sys, spec_lab; assert 'torch' not in sys.modules and 'generate' in spec_lab.__all__"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
 
 
 # On the terminal --------------------------------------------------------------------------------------------------
-
-
-def show(target, tmp_path, prompt="the cat", terminal=False, **parts):
-    """(exit code, output, the line of figures)."""
-    console = Console(file=io.StringIO(), force_terminal=terminal, color_system="truecolor" if terminal else None)
-    errors = Console(file=io.StringIO(), width=200)
-    usual = dict(proposer=Repeat(3), verifier=Token(), sampling=Sampling(), prompts=[], tracker=Files(), pieces=PIECES)
-    lab = Lab(target, **usual | parts)
-    code = stream(lab, settings(tmp_path / "out"), {}, console, errors, prompt=prompt)
-    return code, console.file.getvalue(), errors.file.getvalue()
-
-
-def test_without_a_terminal_the_text_alone_is_printed(target, tmp_path):
-    code, printed, figures = show(target, tmp_path)
-    text, tokens = check(decode_events("the cat", target, max_new_tokens=12)[0, ()])
-    assert (code, printed) == (0, text)
-    accepted = sum(token.origin == "accepted" for token in tokens) / len(tokens)
-    assert figures.startswith(f"{len(tokens)} tokens in ") and f"accepted {accepted:.0%}, forced 0%, " in figures
-
-
-def test_on_a_terminal_tokens_are_shaded_by_origin_and_control_characters_harmless(target, tmp_path):
-    pieces = [b"\x1b[2J" if piece == b"a" else piece for piece in PIECES]
-    code, printed, _ = show(target, tmp_path, terminal=True, pieces=pieces, prompt="ababab")
-    assert code == 0
-    assert "\x1b[2J" not in printed
-    assert printed.startswith("\x1b[2mababab\x1b[0m") and printed.endswith("\n")
-    assert "48;2;183;228;176m" in printed or "48;2;148;211;140m" in printed
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_forks_follow_under_headings(target, tmp_path, terminal):
-    applied = AppliedConstraint(ControllerConstraint(lambda request: Forking(), len(PIECES)))
-    events = decode_events("the cat", target, constraint=applied, max_new_tokens=12)
-    first, other = (output_of(events[0, branch])[0] for branch in ((), (0, 1)))
-    code, printed, figures = show(target, tmp_path, applied=applied, terminal=terminal)
-    assert code == 0
-    if terminal:
-        assert printed.count("── fork 0.1 ──") == 1 and "\x1b[9;31m" in printed
-    else:
-        assert printed == f"{first}\n── fork 0.1 ──\n{other}"
-    assert figures.rstrip().endswith("; length, length")
 
 
 @pytest.mark.parametrize(
@@ -371,17 +317,6 @@ def test_a_prompt_with_special_characters_is_literal(text):
     assert OmegaConf.to_container(config, resolve=True)["task"]["prompt"] == text
 
 
-def test_options_other_than_the_prompt_are_left_to_hydra():
-    for option in (
-        "prompts.limit=2",
-        "stop_strings=[a,b]",
-        "+experiment=stream",
-        "task.prompt='a \"b\"'",
-        "task.prompt=null",
-    ):
-        assert quote_prompt(option) == option
-
-
 @pytest.mark.nightly
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
@@ -401,28 +336,6 @@ def test_the_command_line_prints_the_text_and_writes_no_files(cli, tmp_path, bun
     assert printed == output_of(list(alone))[0] != ""
     assert errors.splitlines()[-1].split(" in ")[0].endswith(" tokens")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["+experiment=stream"], "task.prompt has no default: give task.prompt=... on the command line"),
-        (["task=stream"], "task.prompt has no default: give task.prompt=... on the command line"),
-    ],
-)
-def test_the_task_requires_a_prompt(cli, tmp_path, options, named):
-    code, _, errors = cli(*options)
-    assert code == 1 and f"spec_lab: {named}" in errors
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_bundled_model(bundled):
-    options = dict(max_new_tokens=12, token_healing=True, stop_strings=("\n\n",))
-    events = list(spec_lab.generate(PROMPT, bundled, Ngram.load(bundled), **options))
-    alone = list(spec_lab.generate(PROMPT, bundled, **options))
-    assert output_of(events)[0] == output_of(alone)[0] != ""
-    assert ids(output_of(events)[1]) == ids(output_of(alone)[1])
-    assert any(token.origin == "accepted" for token in output_of(events)[1])
 
 
 def words_tokenizer(decoder):
@@ -446,25 +359,3 @@ def test_text_requires_no_constraint_engine(decoder):
     stop = next(one.id for one in tokens if 0 < one.id < 41)
     stopped, _ = output_of(decode_events("w3.w1.", target, vocabulary=None, stop_strings=[f"w{stop - 1}."])[0, ()])
     assert stopped == text[: text.index(f"w{stop - 1}.")]
-
-
-def test_a_constraint_that_the_tokenizer_does_not_allow_is_refused_in_plain_words():
-    target = replace(tiny_target(), tokenizer=words_tokenizer(decoders.Fuse()), stops=frozenset({42}))
-    with pytest.raises(ValueError, match="cannot be constrained: its tokenizer has the decoder Fuse, .*leave out"):
-        spec_lab.generate("w3.", target, banned_strings=["w4"])
-    with pytest.raises(ValueError, match="has no eos_token_id"):
-        spec_lab.generate("w3.", replace(target, stops=frozenset()), banned_strings=["w4"])
-
-
-@pytest.mark.parametrize("decoder", [None, decoders.WordPiece()], ids=["none", "WordPiece"])
-def test_tokens_without_bytes_of_their_own_are_refused_in_plain_words(decoder):
-    target = replace(tiny_target(), tokenizer=words_tokenizer(decoder))
-    kind = "none" if decoder is None else "WordPiece"
-    with pytest.raises(ValueError, match=f"has the decoder {kind}; supported are"):
-        spec_lab.generate("w3.", target)
-    with pytest.raises(ValueError, match="no fast tokenizer, which text requires"):
-        spec_lab.generate("w3.", replace(target, tokenizer=Bytes()))
-
-
-def test_the_bytes_for_text_are_those_for_constraints(bundled):
-    assert text_bytes(bundled) == Vocabulary.of(bundled).bytes

@@ -10,13 +10,12 @@ import pytest
 from rich.console import Console
 
 from spec_lab.analysis import metrics
-from spec_lab.analysis.tracking import Files
 from spec_lab.propose import Null
 from spec_lab.tasks import groups
 from spec_lab.tasks.benchmark import run
 from spec_lab.tasks.lab import Decoded, Loop
 from spec_lab.verify import Match
-from tests.labs import Repeat, lab, settings
+from tests.labs import lab, settings
 
 TEXTS = tuple(f"prompt {number}" for number in range(10))
 
@@ -120,26 +119,6 @@ def test_a_run_that_was_interrupted_while_it_repeated_a_group_resumes(tmp_path, 
     assert summary["repeated_groups"] == {"3": 1, "7": 1}
 
 
-class Logged(Files):
-    """Keeps the numbers of the groups that were logged while decoding."""
-
-    def __init__(self) -> None:
-        self.groups: list[int] = []
-
-    def group(self, number, figures) -> None:
-        self.groups.append(number)
-
-
-@pytest.mark.parametrize("repeat", [False, True])
-def test_a_group_that_may_be_repeated_is_not_logged_before_the_end(tmp_path, monkeypatch, repeat):
-    """The tracker logs at its end what it has not logged before, from the last rows: one point for a group."""
-    monkeypatch.setattr(groups, "other_load", lambda began, ended: 0.0)
-    parts = replace(lab(TEXTS, proposer=Null(), peers={"timed": Timed([3])}), tracker=Logged())
-    own = settings(tmp_path, batch_size=1, baseline=False, max_new_tokens=4)
-    assert run(parts, own, {"target": {}}, Console(file=StringIO()), repeat_disturbed=repeat) == 0
-    assert parts.tracker.groups == ([] if repeat else list(range(10)))
-
-
 def test_rows_of_every_table_are_those_of_the_last_attempt(tmp_path, monkeypatch):
     """Of a real arm: its forwards are counted once, and none of the first attempt is left."""
     monkeypatch.setattr(groups, "other_load", lambda began, ended: 0.0)
@@ -158,22 +137,3 @@ def test_rows_of_every_table_are_those_of_the_last_attempt(tmp_path, monkeypatch
     )
     took = tables.requests[tables.requests["group"] == 2].set_index("arm")
     assert (took["prefill_seconds"] + took["decode_seconds"]).to_dict() == pytest.approx(spans.to_dict())
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [({"prefix_cache": 256}, "prefix_cache"), ({}, "learns"), ({"repeat_disturbed": 1}, "true or false")],
-)
-def test_what_a_repetition_would_profit_from_is_refused_before_anything_is_decoded(tmp_path, changes, named):
-    class Learns(Repeat):
-        name = "learns"
-        shared_store = "tokens of earlier answers"
-
-        def forget(self) -> None:
-            pass
-
-    repeat = changes.pop("repeat_disturbed", True)
-    parts = lab(proposer=Learns() if named == "learns" else Repeat())
-    with pytest.raises(ValueError, match=f"task.repeat_disturbed.*{named}"):
-        run(parts, settings(tmp_path / "out", batch_size=1, **changes), {}, repeat_disturbed=repeat)
-    assert not (tmp_path / "out").exists()

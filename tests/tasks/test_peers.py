@@ -1,10 +1,8 @@
 """transformers' generation and the project's loop on the same tiny checkpoint in float64."""
 
 import json
-import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from spec_lab.analysis import metrics
@@ -86,24 +84,6 @@ def test_a_stop_token_stops_a_peer(folder, name):
     assert (free.finish, stopped.finish) == ("length", "stop")
 
 
-@pytest.mark.parametrize("name", ["greedy", "bare", "assisted"])
-def test_a_token_id_that_the_target_does_not_have_is_refused_by_name(folder, name):
-    lab = build(folder, Sampling())
-    (request,) = lab.requests(settings(folder))[:1]
-    with pytest.raises(ValueError, match="token id 61.* 61 tokens"):
-        lab.peers[name].decode([replace(request, tokens=(1, 61))])
-
-
-@pytest.mark.nightly
-def test_without_a_rounds_table_there_are_no_phases(folder, tmp_path):
-    lab = build(folder, Sampling())
-    alone = Lab(lab.target, lab.proposer, lab.verifier, lab.sampling, lab.prompts[:1], lab.tracker, peers=lab.peers)
-    assert run(alone, settings(tmp_path, batch_size=1, max_new_tokens=8), {}) == 0
-    tables = metrics.load(tmp_path)
-    assert math.isnan(metrics.overhead(tables.rounds, "greedy"))
-    assert np.isnan(metrics.interval(metrics.walltime_speedup_paired(tables.requests, "greedy")).low)
-
-
 def test_the_bare_loop_refuses_what_it_cannot_do(folder):
     target = Target.load(str(folder / "target"), dtype="float64")
     with pytest.raises(ValueError, match=r"sampling\.temperature only"):
@@ -160,18 +140,3 @@ def test_drafts_are_counted_in_whole_tokens(folder, wrong):
         Generate.lookup(target, Sampling(), 0, tokens=wrong)
     with pytest.raises(ValueError, match="max_ngram .*1 or more"):
         Generate.lookup(target, Sampling(), 0, max_ngram=wrong)
-
-
-def test_drafts_have_an_upper_bound(folder):
-    target = Target.load(str(folder / "target"), dtype="float64")
-    with pytest.raises(ValueError, match="tokens .*1024.* 1025"):
-        Generate.lookup(target, Sampling(), 0, tokens=1025)
-    with pytest.raises(ValueError, match="max_ngram .*64.* 65"):
-        Generate.lookup(target, Sampling(), 0, max_ngram=65)
-
-
-def test_a_draft_with_other_tokens_is_refused(folder, tmp_path):
-    checkpoints.checkpoint(tmp_path / "other", vocab_size=70)
-    target = Target.load(str(folder / "target"), dtype="float64")
-    with pytest.raises(ValueError, match="70 tokens"):
-        Generate.assisted(target, Sampling(), 0, str(tmp_path / "other"))

@@ -14,14 +14,6 @@ REQUEST = Request(0, "one", (1, 2, 3), Sampling(), 5, frozenset({7}))
 
 
 @pytest.mark.parametrize(
-    "arm", [LlamaLoop, LlamaGenerate.plain, LlamaGenerate.lookup], ids=["loop", "generate", "lookup"]
-)
-def test_a_target_of_transformers_is_refused(arm):
-    with pytest.raises(ValueError, match="target=gguf"):
-        arm(tiny_target(), Sampling(), 0)
-
-
-@pytest.mark.parametrize(
     ("arm", "sampling", "named"),
     [
         (LlamaGenerate.plain, Sampling(repetition_penalty=1.2), "sampling.repetition_penalty"),
@@ -36,12 +28,6 @@ def test_a_target_of_transformers_is_refused(arm):
 def test_sampling_that_llama_cpp_does_otherwise_is_refused(arm, sampling, named):
     with pytest.raises(ValueError, match=named):
         arm(tiny_target(), sampling, 0)
-
-
-@pytest.mark.parametrize("options", [{"tokens": 0}, {"tokens": 2000}, {"max_ngram": True}], ids=str)
-def test_wrong_options_of_lookup_are_refused_by_name(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        LlamaGenerate.lookup(tiny_target(), Sampling(), 0, **options)
 
 
 @pytest.mark.parametrize(
@@ -64,19 +50,6 @@ def test_a_kv_cache_has_room_for_the_longest_request_and_grows_with_longer_ones(
     for length, new, made in ((3, 5, 1), (60, 180, 1), (60, 999, 2), (60, 4, 2)):
         assert llama.for_requests([request(length, new), request(2, 1)]) == made
     assert sizes == [256, 512], "the target's context of 256 tokens limits the third request"
-
-
-def test_a_kv_cache_that_could_not_be_made_is_made_later():
-    def make(size):
-        if size > 256:
-            raise MemoryError
-        return size
-
-    llama = GrowingLlama(tiny_target(), make, 500)
-    with pytest.raises(MemoryError):
-        llama.for_requests([request(3, 3)])
-    llama.more = 0
-    assert llama.for_requests([request(3, 3)]) == 256
 
 
 class Counts:

@@ -2,8 +2,6 @@
 
 import io
 import json
-import sys
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import pandas as pd
@@ -12,7 +10,6 @@ import torch
 from rich.console import Console
 
 from spec_lab.analysis.metrics import SCHEMA_VERSION
-from spec_lab.cli.main import main
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.core.randomness import CounterDraws
@@ -25,8 +22,7 @@ from spec_lab.tasks import serve as module
 from spec_lab.tasks.lab import Loop
 from spec_lab.tasks.serve import ROOFLINE, SERVED, TIMING, serve, serve_segment
 from spec_lab.verify import Match, Token, Traversal
-from tests import checkpoints
-from tests.labs import TEXTS, Repeat, lab, settings
+from tests.labs import TEXTS, lab, settings
 from tests.propose.lab import COLD, WARM, draft_model
 from tests.tiny import tiny_target
 
@@ -141,13 +137,6 @@ def test_an_idle_loop_sleeps_until_the_next_arrival(time, plain):
     rows = time.serve(plain, requests([2, 1]), [0.5, 10.0])
     assert time.slept == [0.5, 7.5]
     assert columns(rows, "admitted", "end") == [(0.5, 2.5), (10.0, 11.0)]
-
-
-def test_a_sleep_that_ends_early_is_continued(monkeypatch, plain):
-    time = Time(monkeypatch, oversleep=0.5)
-    (row,) = time.serve(plain, requests([1]), [8.0])
-    assert row["arrival"] == 8 and row["admitted"] >= 8 - 1e-9
-    assert len(time.slept) > 3
 
 
 def test_a_request_is_admitted_when_its_prompt_begins_to_be_computed(time, plain):
@@ -339,42 +328,6 @@ def test_a_segment_with_a_broken_request_is_left_out_of_every_arm_and_the_error_
     assert capsys.readouterr().err.count("request 'request 3'") == 2
 
 
-def test_where_every_segment_is_broken_no_figure_is_stated(tmp_path):
-    out, console = tmp_path / "out", quiet()
-    assert run(out, console, poisoned(tmp_path, 0, 2, 4)) == 0
-    summary = json.loads((out / "summary.json").read_text())
-    assert (summary["broken_segments"], summary["segments"]) == (3, 3)
-    for found in summary["arms"].values():
-        assert found["requests"] == found["tokens"] == 0
-        assert (
-            found["tokens_per_second"] is found["goodput"] is found["ttft"]["p50"] is found["speedup"]["mean"] is None
-        )
-    assert "3 of 3 segments" in " ".join(console.file.getvalue().split())
-
-
-def test_arrivals_more_than_a_day_apart_are_refused_by_the_line_of_the_trace(tmp_path):
-    file = tmp_path / "trace.txt"
-    file.write_text("0\n5\n1e12\n")
-    with pytest.raises(ValueError, match=r"task\.trace: line 3 of .*trace\.txt is 1e\+12.*86400 s"):
-        run(tmp_path / "out", requests=3, segment=3, arrivals="file", trace=str(file))
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("rate", [1e-9, 5e-324])
-def test_a_rate_whose_arrivals_take_more_than_a_day_is_refused(tmp_path, rate):
-    with pytest.raises(ValueError, match=r"task\.rate is .*86400 s"):
-        run(tmp_path / "out", arrivals="poisson", rate=rate)
-    assert not (tmp_path / "out").exists()
-
-
-def test_without_a_baseline_no_speed_up_is_stated(tmp_path):
-    console = quiet()
-    assert run(tmp_path / "out", console, lab(more_proposers={"other": Repeat(1)}), {"baseline": False}) == 0
-    arms = json.loads((tmp_path / "out" / "summary.json").read_text())["arms"]
-    assert list(arms) == ["repeat", "other"]
-    assert {end for arm in arms.values() for end in arm["speedup"].values()} == {None}
-
-
 def test_arrivals_count_from_the_start_of_their_segment(tmp_path):
     trace = tmp_path / "trace.txt"
     trace.write_text("0\n0.01\n5.0\n5.02\n9.0\n")
@@ -405,24 +358,6 @@ def test_finished_segments_stay_and_the_rest_is_served_after_an_interruption(tmp
     assert set(after["segment"]) == {0, 1, 2} and len(after) == 10
 
 
-class Bar:
-    """Stands in for Progress."""
-
-    def __init__(self, total, unit, **_):
-        self.total, self.unit, self.count = total, unit, 0
-
-    def update(self, count=1):
-        self.count += count
-
-
-def test_progress_counts_the_requests_of_all_arms_and_reaches_its_total(tmp_path, monkeypatch):
-    bars = []
-    monkeypatch.setattr(module, "Progress", lambda **given: bars.append(Bar(**given)) or nullcontext(bars[-1]))
-    run(tmp_path / "out", requests=5)
-    (bar,) = bars
-    assert (bar.unit, bar.total, bar.count) == ("request", 2 * 5, 2 * 5)
-
-
 def test_every_arm_warms_up_with_a_full_batch_of_short_requests(tmp_path, monkeypatch):
     """As the benchmark does: memory for a batch is allocated before anything is measured."""
     seen = []
@@ -436,18 +371,6 @@ def test_every_arm_warms_up_with_a_full_batch_of_short_requests(tmp_path, monkey
         seen.clear()
         run(tmp_path / str(batch), changes={"warmup": 2, "batch_size": batch}, segment=5)
         assert seen[:2] == [(ids, {2}, {0.0})] * 2 and [new for _, new, _ in seen[2:]] == [{4}, {4}]
-
-
-def test_what_a_proposer_learned_in_the_warm_up_is_forgotten(tmp_path, monkeypatch):
-    forgetful = []
-    monkeypatch.setattr(Loop, "forget", lambda arm: forgetful.append(arm.proposer.name))
-    run(tmp_path / "out", changes={"warmup": 2})
-    assert len(forgetful) == 2  # once for each arm
-
-
-def test_warming_up_leaves_no_rows(tmp_path):
-    assert run(tmp_path / "out", changes={"warmup": 2}) == 0
-    assert len(pd.read_parquet(tmp_path / "out" / "served.parquet")) == 2 * len(TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -476,33 +399,3 @@ def test_invalid_options_are_refused_before_anything_is_written(tmp_path, option
     with pytest.raises(ValueError, match=named):
         run(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-
-
-def test_peers_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="peers.*'theirs'"):
-        run(tmp_path / "out", parts=lab(peers={"theirs": None}))
-
-
-@pytest.mark.nightly
-def test_the_experiment_is_one_command_and_a_finished_run_serves_nothing_again(tmp_path, monkeypatch):
-    folder = checkpoints.zoo(tmp_path / "zoo")
-    options = [
-        f"target.path={folder / 'target'}", f"proposer.path={folder / 'medusa'}", "proposer.tree=2x1",
-        f"prompts.path={folder / 'prompts' / 'code.jsonl'}", "task.arrivals=poisson", "task.rate=200",
-        "task.requests=5", "task.segment=2", "max_new_tokens=5", "batch_size=2", "output_dir=here",
-    ]  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["spec_lab", "+experiment=serve_trace", *options])
-    main()
-    rows = pd.read_parquet("here/served.parquet")
-    assert {arm: sorted(own["request"]) for arm, own in rows.groupby("arm")} == {
-        "medusa": [*range(5)], "baseline": [*range(5)],
-    }  # fmt: skip
-    assert json.loads((tmp_path / "here" / "summary.json").read_text())["rate"] == 200
-
-    def nothing(*_):
-        raise AssertionError("a segment is served again")
-
-    monkeypatch.setattr(module, "serve_segment", nothing)
-    main()
-    pd.testing.assert_frame_equal(pd.read_parquet("here/served.parquet"), rows)

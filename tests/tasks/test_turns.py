@@ -1,9 +1,7 @@
 """Conversations in a run: whose answers later turns continue, what rows record, and what is refused."""
 
 import json
-import logging
 from dataclasses import replace
-from hashlib import sha256
 from io import StringIO
 
 import pandas as pd
@@ -12,17 +10,14 @@ import torch
 from rich.console import Console
 
 from spec_lab.analysis import metrics
-from spec_lab.analysis.report.run_page import page
-from spec_lab.propose import Null
 from spec_lab.results.manifest import begun
-from spec_lab.results.schema import CHECK_COLUMNS, TURN_COLUMNS
 from spec_lab.tasks.benchmark import run
 from spec_lab.tasks.lab import Lab
 from spec_lab.tasks.serve import serve
 from spec_lab.tasks.verifier_study.task import study_verifiers
 from spec_lab.text.chat_template import ChatTemplate
 from spec_lab.text.prompts import Prompt
-from tests.labs import Letters, lab, settings
+from tests.labs import lab, settings
 
 CONFIG = {"target": {"path": "tiny"}, "max_new_tokens": 12}
 CHATS = (
@@ -114,47 +109,10 @@ def test_only_the_last_answer_of_a_conversation_is_checked(done):
     assert "by the checker contains" in printed
 
 
-def test_how_many_answers_the_limit_ended_is_printed(done):
-    out, printed = done
-    answers = {key[1:]: row for key, row in rows(out).items() if key[0] == "speculative"}
-    cut = [key for key, row in answers.items() if row["finish"] == "length"]
-    continued = [key for key in cut if (key[0], key[1] + 1) in answers]
-    summary = json.loads((out / "summary.json").read_text())
-    limit = settings(out).max_new_tokens
-    assert summary["answers"] == {
-        "limit": limit, "answers": len(answers), "cut": len(cut), "continued": len(continued)
-    }  # fmt: skip
-    assert cut and continued
-    assert f"{len(cut)} of {len(answers)} answers ended at max_new_tokens={limit}; later turns continue" in printed
-
-
-@pytest.mark.nightly
-def test_the_report_shows_conversations(done):
-    shown = page(done[0])
-    assert "checker contains" in shown and "a, turn 3" in shown
-
-
 def test_the_manifest_records_what_a_conversation_became(done):
     facts = begun(done[0])
     assert facts["chat"] == {"conversations": 4, "turns": 3, "template": "none"}
     assert len(facts["prompt_tokens_sha256"]) == 64 and facts["sampling"]["top_p"] == 1.0
-
-
-def test_the_manifest_records_every_template_of_the_conversations():
-    template = "{% if tools %}a{% endif %}{{ messages[0].content }}"
-    own = ChatTemplate(template), ChatTemplate(template + " ")
-    prompts = [Prompt(str(place), "x", template=one) for place, one in enumerate([*own, *own])]
-    hashes = sorted(sha256(one.source.encode()).hexdigest() for one in own)
-    for order in (prompts, prompts[::-1]):
-        assert chats(order).chat_facts()["template_sha256"] == ", ".join(hashes)
-
-
-@pytest.mark.nightly
-def test_greedy_and_lossless_outputs_are_those_of_the_baseline_in_every_turn(tmp_path):
-    assert run(chats(), settings(tmp_path), CONFIG, quiet()) == 0
-    assert json.loads((tmp_path / "summary.json").read_text())["identical_outputs"] == 1
-    table = metrics.load(tmp_path).requests
-    assert (table.groupby("request")["prompt"].nunique() == 1).all()
 
 
 def test_all_arms_may_continue_the_baselines_answers(tmp_path):
@@ -174,20 +132,6 @@ def test_the_next_turn_continues_the_reply(tmp_path, monkeypatch):
     first = found["baseline", "a", 1]
     reply = f"({len(first['text'])}, {len(first['prompt'])})"
     assert found["baseline", "a", 2]["prompt"] == f"{first['prompt']}{reply}\n\non the mat"
-
-
-@pytest.mark.nightly
-def test_outputs_after_other_prompts_are_not_compared(tmp_path):
-    one = chats([replace(CHATS[0], later=("on the mat",))], temperature=1.0)
-    assert run(one, settings(tmp_path), CONFIG, quiet()) == 0
-    table = metrics.load(tmp_path).requests
-    assert metrics.identical_outputs(table, "speculative") == 0
-    same = table.assign(tokens=[[1]] * len(table))
-    assert metrics.identical_outputs(same, "speculative") == 1
-    alike = same.assign(prompt="x")
-    alike.loc[alike["turn"] == 2, "tokens"] = pd.Series([[2], [3]], index=alike.index[alike["turn"] == 2])
-    assert metrics.identical_outputs(alike, "speculative") == 0.5
-    assert metrics.identical_outputs(alike.assign(prompt=range(len(alike))), "speculative") != 1
 
 
 @pytest.mark.nightly
@@ -214,14 +158,6 @@ def test_a_resumed_run_continues_with_the_next_group(tmp_path, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_runs_without_conversations_have_no_columns_of_them(tmp_path):
-    assert run(lab(), settings(tmp_path), CONFIG, quiet()) == 0
-    tables = metrics.load(tmp_path)
-    assert not {*TURN_COLUMNS, *CHECK_COLUMNS} & {*tables.requests, *tables.rounds}
-    assert "chat" not in begun(tmp_path)
-
-
-@pytest.mark.nightly
 def test_a_broken_turn_has_no_next_one_and_its_group_is_left_out(tmp_path):
     one = chats(CHATS[2:])
     poison = 60
@@ -233,23 +169,6 @@ def test_a_broken_turn_has_no_next_one_and_its_group_is_left_out(tmp_path):
     assert found["baseline", "d", 1]["finish"] == "nan" and ("baseline", "d", 2) not in found
     assert ("baseline", "c", 2) in found
     assert json.loads((tmp_path / "summary.json").read_text())["broken_groups"] == 1
-
-
-class Growing(Letters):
-    """An answer of this tokenizer has more tokens when it is read again."""
-
-    def encode(self, words: str) -> list[int]:
-        return super().encode(words) * (1 + 5 * ("why" in words))
-
-
-def test_a_later_turn_that_does_not_fit_after_all_is_recorded(tmp_path, monkeypatch, capsys):
-    one = chats(CHATS[:1])
-    one = replace(one, target=replace(one.target, tokenizer=Growing(), context=70))
-    monkeypatch.setattr(Lab, "_last_turn", lambda *_: 0)
-    assert run(one, settings(tmp_path), CONFIG, quiet()) == 0
-    last = rows(tmp_path)["baseline", "a", 3]
-    assert last["finish"] == "stuck" and "the context holds 70" in last["error"] and len(last["tokens"]) == 0
-    assert "prompt 'a, turn 3'" in capsys.readouterr().err
 
 
 def test_the_memory_of_a_run_is_that_of_the_last_turns(tmp_path):
@@ -284,13 +203,6 @@ def test_turns_that_may_not_fit_the_context_are_refused_before_anything_runs(tmp
     replace(small).check_later_turns(settings(tmp_path, max_prompt_tokens=40))
 
 
-def test_invalid_histories_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"task\.history must be one of own, baseline"):
-        run(chats(), settings(tmp_path), CONFIG, quiet(), history="recorded")
-    with pytest.raises(ValueError, match=r"task\.history=baseline requires .*baseline=true"):
-        run(chats(), settings(tmp_path, baseline=False), CONFIG, quiet(), history="baseline")
-
-
 def test_other_tasks_refuse_several_turns(tmp_path):
     one = chats(verifiers={})
     with pytest.raises(
@@ -299,10 +211,3 @@ def test_other_tasks_refuse_several_turns(tmp_path):
         serve(one, settings(tmp_path), CONFIG, quiet())
     with pytest.raises(ValueError, match="task=verifier_study decodes one answer"):
         study_verifiers(one, settings(tmp_path, batch_size=1), CONFIG, quiet())
-
-
-def test_a_tokenizer_without_a_template_is_reported(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        one = chats(CHATS[:1], proposer=Null())
-        one.requests(settings(tmp_path))
-    assert "has no chat template: messages are plain text" in caplog.text

@@ -2,7 +2,6 @@
 
 import io
 import json
-import sys
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,11 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from omegaconf import OmegaConf
 from rich.console import Console
 
-from spec_lab.cli.main import main, zoo
-from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.proposer import Requires
@@ -25,7 +21,6 @@ from spec_lab.tasks.verifier_study import pooled, study_verifiers
 from spec_lab.tasks.verifier_study.recorded import drafts_along, of_prompt, pairs, positions, proposers_of, sample
 from spec_lab.verify import Gumbel, KSeq, Lenient, Match, Token, Traversal
 from spec_lab.verify.transport import transport_bound
-from tests import checkpoints
 from tests.labs import Repeat, lab, settings
 from tests.propose.lab import decode, draft_model, emitted, path_tokens, plain_probabilities
 
@@ -257,35 +252,6 @@ def test_a_verifier_that_supports_no_proposer_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_proposer_that_no_verifier_supports_is_refused(tmp_path):
-    one = recorded_lab(more_proposers=proposers(iid="2", gumbel="2"), verifiers={"token": Token()})
-    with pytest.raises(ValueError, match="'gumbel' draws 'gumbel'"):
-        study_verifiers(one, one_at_a_time(tmp_path), {}, quiet())
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "words"),
-    [
-        ({"batch_size": 2}, {}, "batch_size must be 1 .got 2."),
-        ({}, {"every": 0}, "task.every must be a whole number of 1 or more, not 0"),
-        ({}, {"repeats": True}, "task.repeats must be a whole number"),
-    ],
-)
-def test_options_are_checked(tmp_path, changes, options, words):
-    with pytest.raises(ValueError, match=words):
-        study_verifiers(recorded_lab(), one_at_a_time(tmp_path, **changes), {}, quiet(), **options)
-
-
-def test_without_a_proposer_there_is_nothing_to_verify(tmp_path):
-    with pytest.raises(ValueError, match="no proposer drafts: .*proposer@arms"):
-        study_verifiers(recorded_lab(more_proposers={}), one_at_a_time(tmp_path), {}, quiet())
-
-
-def test_a_proposer_refuses_a_sampling_that_it_does_not_support(tmp_path):
-    with pytest.raises(ValueError, match="at temperature 0"):
-        study_verifiers(recorded_lab(temperature=0.0), one_at_a_time(tmp_path), {}, quiet())
-
-
 def test_without_more_parts_the_main_verifier_verifies_the_main_proposer(tmp_path):
     one = lab(texts=("the cat",), temperature=1.0, verifier=Lenient(0.5))
     assert study_verifiers(one, one_at_a_time(tmp_path), {}, quiet(), repeats=1) == 0
@@ -298,24 +264,6 @@ def test_without_more_parts_the_main_verifier_verifies_the_main_proposer(tmp_pat
 
 
 # Files of a run ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_the_summary_names_pairs_left_out_and_sampled_outcomes(done):
-    _, out, output = done
-    summary = json.loads((out / "summary.json").read_text())
-    left = {(pair["proposer"], pair["verifier"]) for pair in summary["left_out"]}
-    assert left == {
-        ("iid", "gumbel"), ("without", "kseq"), ("without", "gumbel"), ("point", "kseq"), ("point", "gumbel"),
-        ("gumbel", "token"), ("gumbel", "traversal"), ("gumbel", "kseq"),
-    }  # fmt: skip
-    kinds = {name: one["kind"] for each in summary["proposers"].values() for name, one in each["verifiers"].items()}
-    assert kinds == dict.fromkeys(ONES, pooled.EXACT) | {"gumbel": pooled.OUTCOME}
-    assert summary["proposers"]["gumbel"]["compared_with"] == "match"
-    assert summary["requests"] == 5 and summary["tokens"] == 45 and summary["positions"] == 15
-    assert "gumbel (drawn gumbel): token, traversal, kseq" in " ".join(output.split())
-    assert "gumbel *" in output and "*: a sampled outcome" in output
-    assert max(map(len, output.splitlines()[:-1])) <= 80  # the last names a folder
 
 
 def test_a_run_leaves_manifest_tables_and_figures(done):
@@ -332,27 +280,6 @@ def test_a_run_leaves_manifest_tables_and_figures(done):
 
 def test_the_cells_are_given_back(done):
     assert held(done[0]) == 0
-
-
-def test_the_cells_are_given_back_where_a_verifier_fails(tmp_path):
-    class Fails(Token):
-        def __call__(self, draft, p):
-            raise ZeroDivisionError
-
-    one = recorded_lab(verifiers={"fails": Fails()}, more_proposers=proposers(iid="2x1", without="2"))
-    with pytest.raises(ValueError, match="verifier 'token' raised ZeroDivisionError"):
-        study_verifiers(one, one_at_a_time(tmp_path), {}, quiet())
-    assert held(one) == 0
-
-
-@pytest.mark.nightly
-def test_the_run_depends_on_the_seed_alone(done, tmp_path):
-    same, other = tmp_path / "same", tmp_path / "other"
-    assert study_verifiers(recorded_lab(), one_at_a_time(same, warmup=4), {}, quiet(), every=3, repeats=2) == 0
-    assert study_verifiers(recorded_lab(), one_at_a_time(other, seed=1), {}, quiet(), every=3, repeats=1) == 0
-    first, again, differs = (load(out).drop(columns=TIMES) for out in (done[1], same, other))
-    pd.testing.assert_frame_equal(first, again)
-    assert not first["expected_accepted"].equals(differs["expected_accepted"])
 
 
 @pytest.mark.nightly
@@ -373,35 +300,6 @@ def test_a_run_goes_on_where_it_was_interrupted(done, tmp_path, monkeypatch, cap
     assert study_verifiers(one, one_at_a_time(tmp_path), {}, quiet(), every=3, repeats=1) == 0
     assert asked == ["p0", "p1", "p2", "p2", "p3", "p4"]
     pd.testing.assert_frame_equal(load(tmp_path).drop(columns=TIMES), load(done[1]).drop(columns=TIMES))
-
-
-@pytest.mark.nightly
-def test_a_draft_at_broken_logits_is_left_out_and_named(tmp_path, monkeypatch, capsys):
-    one = recorded_lab(
-        texts=("the cat", "a b"), more_proposers=proposers(iid="2", point="2"), verifiers={"token": Token()}
-    )
-    lm, drawn = one.target.lm, []
-    prepare, run = lm.prepare, lm.run
-
-    def prepared(paths, pending, draft, prefill):
-        drawn[:] = [draft.drawn] if draft.shape.nodes else []
-        return prepare(paths, pending, draft, prefill)
-
-    def breaking(pack):
-        output = run(pack)
-        if drawn == ["iid"]:
-            output.logits[0, 0] = torch.nan
-        return output
-
-    monkeypatch.setattr(lm, "prepare", prepared)
-    monkeypatch.setattr(lm, "run", breaking)
-    assert study_verifiers(one, one_at_a_time(tmp_path), {}, quiet(), repeats=1) == 0
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert "request 'p0', position 8, iid: the target's logits are NaN or infinite" in summary["errors"][0]
-    assert "iid: the target's logits are NaN" in capsys.readouterr().err
-    assert summary["proposers"]["iid"]["drafts"] == 0 and summary["proposers"]["iid"]["verifiers"] == {}
-    assert summary["proposers"]["point"]["drafts"] == 4
-    assert held(one) == 0
 
 
 # Figures -----------------------------------------------------------------------------------------------------------
@@ -441,52 +339,4 @@ def test_pooled_numbers_equal_those_by_hand():
     assert token["share_of_forward"] == pytest.approx(0.01)
 
 
-def test_an_interval_covers_the_truth_about_as_often_as_its_level():
-    rng, covered = np.random.default_rng(1), 0
-    for _ in range(200):
-        size = rng.integers(1, 6, 30)
-        request = np.repeat(np.arange(30), size)
-        value = pd.Series(rng.normal(0.0, 1.0, 30)[request] + rng.normal(0.0, 0.3, len(request)))
-        _, low, high = pooled.ratio(pd.DataFrame({"request": request}), value)
-        covered += low <= 0.0 <= high
-    assert 0.86 < covered / 200 < 0.99
-
-
-def test_a_share_of_nothing_is_no_number():
-    rows = pd.DataFrame({"request": [0, 1]})
-    nothing = pooled.ratio(rows, pd.Series([0.0, 0.0]), pd.Series([0.0, 0.0]))
-    assert np.isnan(nothing).all()
-
-
-def test_a_draft_without_nodes_accepts_nothing(tmp_path):
-    class Nothing(Repeat):
-        def propose(self, batch):
-            return empty(1)
-
-    one = recorded_lab(texts=("the cat", "a b"), proposer=Nothing(), more_proposers={}, verifiers={"token": Token()})
-    assert study_verifiers(one, one_at_a_time(tmp_path), {}, quiet(), repeats=1) == 0
-    rows = load(tmp_path)
-    assert (rows[["expected_accepted", "first_level", "bound", "nodes"]] == 0).all(axis=None)
-    assert json.loads((tmp_path / "summary.json").read_text())["proposers"]["speculative"]["bound"]["mean"] == 0
-
-
 # The command line --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_the_experiment_runs(tmp_path, monkeypatch, capsys):
-    folder = checkpoints.zoo(tmp_path / "zoo")
-    OmegaConf.register_new_resolver("zoo", lambda name: str(folder / name), replace=True)
-    monkeypatch.chdir(tmp_path)
-    short = ["target.dtype=float64", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "output_dir=here"]
-    monkeypatch.setattr(sys, "argv", ["spec-lab", "+experiment=verifier_zoo", *short])
-    try:
-        main()
-    finally:
-        OmegaConf.register_new_resolver("zoo", zoo, replace=True)
-    assert "verifier_zoo: 2 prompts" in capsys.readouterr().out
-    summary = json.loads((tmp_path / "here" / "summary.json").read_text())
-    assert {each["drawn"] for each in summary["proposers"].values()} == {"iid", "without", "point", "gumbel"}
-    assert len(summary["proposers"]) == 5 and summary["requests"] == 2
-    names = {name for each in summary["proposers"].values() for name in each["verifiers"]}
-    assert names == {"token", "traversal", "match", "kseq", "gumbel", "cascade", "lenient", "typical", "relaxed"}

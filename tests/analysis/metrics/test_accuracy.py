@@ -74,18 +74,6 @@ def test_tables_without_checkers_have_none():
     assert math.isnan(share.mean) and math.isnan(change.mean) and math.isnan(cut)
 
 
-def test_a_sentence_states_it_for_each_checker():
-    arms = {arm: {"accuracy": metrics.accuracy(THRICE, arm)} for arm in ("speculative", "baseline")} | {"old": {}}
-    (line,) = accuracy_notes(arms)
-    assert line.startswith("Share of 12 answers that are correct, by the checker number [95 %]: speculative 50.0%")
-    assert "(-25.0% [" in line and "baseline 75.0%" in line and "old" not in line
-    assert (
-        "whose code parses"
-        in accuracy_notes({"a": {"accuracy": {"python_syntax": arms["baseline"]["accuracy"]["number"]}}})[0]
-    )
-    assert accuracy_notes({"a": {}}) == []
-
-
 @pytest.mark.parametrize("turns", [1, 2])
 def test_the_turns_of_a_conversation_are_one_prompt_of_their_group(requests, turns):
     table = pd.concat([requests.assign(turn=turn + 1) for turn in range(turns)], ignore_index=True)

@@ -41,18 +41,6 @@ def output(text: str, ends, steps, *more, prompt_tokens=10) -> Tables:
 # Of a run ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.nightly
-def test_speed_ups_are_those_of_the_metrics(tables):
-    each, means = frames.throughput(tables), frames.speedups(tables)
-    assert list(means["arm"]) == ["speculative", "longer"]
-    for arm in means["arm"]:
-        paired = metrics.walltime_speedup_paired(tables.requests, arm)
-        np.testing.assert_allclose(each[each["arm"] == arm]["speedup"].dropna(), paired)
-        assert means.set_index("arm").loc[arm, "mean"] == metrics.speedup(tables.requests, arm).mean
-        assert means.set_index("arm").loc[arm, "groups"] == len(paired) == 2  # the third group is short
-    assert each[each["arm"] == "baseline"]["speedup"].isna().all()
-
-
 def test_depths_carry_survival_and_conditional_of_drafting_arms_only(tables):
     frame = frames.by_depth(tables)
     assert set(frame["arm"]) == {"speculative", "longer"}
@@ -60,14 +48,6 @@ def test_depths_carry_survival_and_conditional_of_drafting_arms_only(tables):
         curve = getattr(metrics, kind)(metrics.decode_steps(tables.steps, arm))
         np.testing.assert_allclose(own["value"], curve)
         assert list(own["depth"]) == list(range(1, len(curve) + 1))
-
-
-def test_shares_of_tokens_add_up_to_tau(tables):
-    frame = frames.tokens_per_step(tables)
-    for arm, own in frame.groupby("arm"):
-        tau = metrics.tau_pooled(metrics.decode_steps(tables.steps, arm))
-        assert own["share"].sum() == pytest.approx(1)
-        assert (own["tokens"] * own["share"]).sum() == pytest.approx(tau) == own["tau"].iloc[0]
 
 
 def test_phases_add_up_to_the_decode_time(tables):
@@ -107,11 +87,6 @@ def test_of_a_large_tree_the_likeliest_nodes_are_kept_with_their_parents():
     assert list(frame["path"]) == [(), (0,), (1,), (0, 0)]
 
 
-def test_no_tree_without_nodes_or_steps():
-    assert len(frames.accepted_tree(pd.DataFrame([step([])]))) == 0
-    assert len(frames.accepted_tree(pd.DataFrame([step([0])]).iloc[:0], drafted=[(0,)])) == 0
-
-
 def test_nothing_gives_empty_frames_with_their_columns(tables):
     nothing = Tables(tables.rounds.iloc[:0], tables.steps.iloc[:0], tables.requests.iloc[:0])
     for make in (frames.throughput, frames.speedups, frames.by_depth, frames.tokens_per_step, frames.time_by_phase):
@@ -130,11 +105,6 @@ def test_spans_tell_accepted_from_the_one_after_them():
     ]  # fmt: skip
 
 
-def test_spans_are_cut_where_the_output_was():
-    steps = [step([0, 0], context=10, accepted_kept=2, emitted_kept=2)]  # a stop token among the accepted
-    assert frames.spans(output("AB", [1, 2], steps), 0, "speculative") == [Span("AB", "accepted", 1)]
-
-
 def test_spans_know_forced_tokens_before_within_and_after_a_step():
     steps = [
         step([0], context=12, forced_accepted_kept=1, forced_emitted_kept=1),  # two were forced before it
@@ -143,17 +113,6 @@ def test_spans_know_forced_tokens_before_within_and_after_a_step():
     assert frames.spans(output("abCDEFgh", range(1, 9), steps), 0, "speculative") == [
         Span("ab", "forced", -1), Span("C", "forced", 1), Span("D", "bonus", 1), Span("E", "accepted", 2),
         Span("F", "bonus", 2), Span("gh", "forced", 2),
-    ]  # fmt: skip
-
-
-def test_spans_know_which_accepted_tokens_were_forced_where_it_is_recorded():
-    origins = ["accepted", "forced", "accepted", "recovered"]
-    steps = [step([0, 0, 0], context=10, forced_accepted_kept=1, forced_emitted_kept=1)]
-    given = output("ABCD", [1, 2, 3, 4], steps)
-    assert frames.spans(given, 0, "speculative")[0] == Span("ABC", "accepted", 1)
-    recorded = Tables(given.rounds, given.steps.assign(emitted_origins=[origins]), given.requests)
-    assert frames.spans(recorded, 0, "speculative") == [
-        Span("A", "accepted", 1), Span("B", "forced", 1), Span("C", "accepted", 1), Span("D", "bonus", 1),
     ]  # fmt: skip
 
 
@@ -181,18 +140,6 @@ def test_letters_of_several_tokens_belong_to_the_one_that_completes_them():
     assert frames.spans(output("éZ!", [0, 1, 2], steps), 0, "speculative") == [
         Span("é", "accepted", 1), Span("Z!", "bonus", 1),
     ]  # fmt: skip
-
-
-def test_without_ends_or_steps_nothing_is_claimed():
-    given = output("AB", [1, 2], [step([0], context=10)])
-    old = Tables(given.rounds, given.steps, given.requests.drop(columns="ends"))
-    peer = Tables(given.rounds, given.steps.iloc[:0], given.requests)
-    assert frames.spans(old, 0, "speculative") == frames.spans(peer, 0, "speculative") == [Span("AB", "unknown", -1)]
-
-
-def test_an_unknown_sequence_is_refused():
-    with pytest.raises(ValueError, match="no sequence 7 of request 0"):
-        frames.spans(output("A", [1], [step(context=10)]), 0, "speculative", 7)
 
 
 def test_spans_of_a_real_run_are_its_texts(tables):
@@ -224,13 +171,6 @@ def test_what_varies_is_named_and_the_fastest_comes_first():
     assert list(sweeps.over_sweep(table, keys)["label"]) == ["proposer=a, depth=4", "proposer=a, depth=2", "proposer=b"]
 
 
-def test_keys_that_end_alike_are_named_in_full():
-    table = swept({"proposer.temperature": 0.5, "sampling.temperature": 1})
-    assert sweeps.labels(table, ["proposer.temperature", "sampling.temperature"]) == [
-        "proposer.temperature=0.5, sampling.temperature=1"
-    ]
-
-
 def test_a_line_for_each_setting_and_seeds_are_one_point():
     table = swept(
         {"k": 1, "p": "a", "seed": 0, "speedup": 2.0, "speedup_low": 1.7, "speedup_high": 2.3},
@@ -243,32 +183,3 @@ def test_a_line_for_each_setting_and_seeds_are_one_point():
     assert frame[["line", "x", "value", "runs"]].to_numpy().tolist() == [["p=a", 1.0, 2.0, 2], ["p=a", 2.0, 3.0, 1]]
     np.testing.assert_allclose(frame["low"], [1.6, 2.5])  # of seeds that agree, not narrower than their own
     np.testing.assert_allclose(frame["high"], [2.5, 3.5])
-
-
-def test_a_point_has_no_interval_where_one_of_its_runs_has_none():
-    bounds = {"speedup_low": 1.0, "speedup_high": 2.0}
-    table = swept({"k": 1, "seed": 0} | bounds, {"k": 1, "seed": 1}, {"k": 2, "seed": 0} | bounds)
-    frame = sweeps.by_option(table, ["k", "seed"], "k", ["speedup"])
-    assert frame["low"].isna().tolist() == [True, False]
-    assert sweeps.by_option(table[["run", "arm", "k", "speedup"]], ["k"], "k", ["speedup"])["low"].isna().all()
-
-
-def test_rows_of_a_sweep_are_coloured_in_one_order():
-    table = swept(
-        {"arm": "speculative", "k": 10, "speedup": 1.0}, {"arm": "draft", "k": 10, "speedup": 3.0},
-        {"arm": "speculative", "k": 9, "speedup": 2.0}, {"arm": "draft", "speedup": 4.0}, {"arm": "baseline", "k": 1},
-        {"arm": None, "speedup": np.nan}, {"arm": "draft", "k": 7, "tau_pooled": np.nan},
-    )  # fmt: skip
-    frame, shades = sweeps.tau_and_speedup(table, ["k"])
-    assert frame["speedup"].tolist() == [4.0, 3.0, 2.0, 1.0]
-    assert list(shades["arm"].cat.categories) == ["speculative", "draft"]  # not the fastest first
-    assert list(shades["k"].cat.categories) == ["k=9", "k=10", "k not set"]  # 9 before 10
-    assert shades["k"].tolist() == ["k not set", "k=10", "k=9", "k=10"]
-    assert [len(one) for one in sweeps.tau_and_speedup(table[["run", "arm"]], [])] == [0, 1]  # tasks without figures
-
-
-def test_of_many_lines_the_best_stay_the_same_for_every_value():
-    rows = [{"k": k, "p": p, "speedup": p + k / 10, "tau_pooled": -p} for p in range(5) for k in (1, 2)]
-    frame = sweeps.by_option(swept(*rows), ["k", "p"], "k", max_lines=2)
-    assert set(frame["line"]) == {"p=3", "p=4"}
-    assert set(frame["what"]) == {"tau_pooled", "speedup"}

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from spec_lab.analysis import metrics
-from spec_lab.analysis.roofline_text import limits_in_words, roofline_notes, share_in_words
+from spec_lab.analysis.roofline_text import share_in_words
 from spec_lab.core.roofline import AttentionWork, ForwardWork, MachineLimits, Roofline
 
 LIMITS = MachineLimits(
@@ -82,25 +82,3 @@ def test_an_arm_s_share_names_the_resource_that_bounds_most_steps():
     for share, text in ((0.0123, "1.2 %"), (0.999, "100 %"), (1.25, "125 %")):
         assert text in share_in_words({"roofline_share": {"mean": share}, "memory_bound_steps": 1.0})
     assert "unknown" in share_in_words({}), "a summary of an older version"
-
-
-def test_the_notes_begin_with_the_baseline_and_state_the_limits():
-    figures = metrics.roofline_figures(tables(), "speculative", ROOFLINE)
-    shares, limits = roofline_notes({"toy": figures, "peer": {}, "baseline": figures}, ROOFLINE.facts())
-    assert shares.startswith("baseline at 65 %") and "; toy at 65 %" in shares and "peer" not in shares
-    assert limits_in_words(ROOFLINE.facts()) in limits and "32 MiB" in limits
-
-
-@pytest.mark.parametrize(("fits", "size"), [(True, 2**25), (False, 2**25), (None, None)])
-def test_the_limits_state_whether_the_weights_fit_the_cache(fits, size):
-    facts = ROOFLINE.facts()
-    facts["limits"] |= {"fits_cache": fits, "cache_bytes": size}
-    words = {True: "fit", False: "exceed", None: "unknown"}
-    assert words[fits] in limits_in_words(facts)
-
-
-def test_limits_that_were_measured_on_a_busy_machine_are_marked():
-    facts = ROOFLINE.facts()
-    facts["limits"]["other_load"] = 1.6
-    assert "1.6 cores" in roofline_notes({}, facts)[-1]
-    assert "1.6" not in " ".join(roofline_notes({}, ROOFLINE.facts()))

@@ -5,7 +5,6 @@ import pandas as pd
 import pytest
 
 from spec_lab.analysis import metrics
-from spec_lab.analysis.text import verdict_line
 from spec_lab.results.writer import Tables
 
 MANIFEST = {"threads": 2, "machine": {"cores": 2}, "config": {}}
@@ -136,13 +135,6 @@ def test_a_machine_that_is_slow_for_many_groups_in_mixed_order_is_named(share):
     assert found.word != "reliable" and "spread" in found.kinds
 
 
-def test_where_the_load_was_not_recorded_the_verdict_says_so():
-    found = verdict(run(other_cores=np.nan))
-    assert found.word == "reliable" and found.kinds == ("unchecked",)
-    older = run()
-    assert verdict(Tables(older.rounds, older.steps, older.requests.drop(columns="other_cores"))) == found
-
-
 @pytest.mark.parametrize(("groups", "reasons"), [(7, 1), (8, 0)])
 def test_fewer_than_eight_groups_are_doubtful_and_have_no_interval(groups, reasons):
     tables = run(groups=groups)
@@ -228,13 +220,3 @@ def test_waiting_for_token_masks_is_no_disturbance():
         tables.rounds.loc[slow, column] *= 10
     tables.requests.loc[tables.requests["group"] == 7, "decode_seconds"] *= 10
     assert metrics.disturbed(metrics.units_of_run(tables), CORES) == []
-
-
-def test_names_of_arms_are_those_that_readers_see():
-    found = metrics.run_verdict(run(slow={("speculative", 4): 9.0}), MANIFEST, {"speculative": "medusa"})
-    assert "group 4 of medusa" in found.reasons[0] and not any("speculative" in reason for reason in found.reasons)
-
-
-def test_a_verdict_as_text():
-    assert verdict_line({"verdict": "reliable", "verdict_reasons": []}) == "Verdict: reliable."
-    assert verdict_line({"verdict": "doubtful", "verdict_reasons": ["a", "b"]}) == "Verdict: doubtful: a; b."

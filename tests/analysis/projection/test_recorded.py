@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from unittest.mock import Mock
 
 import numpy as np
@@ -14,20 +13,15 @@ from spec_lab.analysis.metrics.intervals import resampled_sums
 from spec_lab.analysis.projection import (
     Deployment,
     break_even,
-    draw,
-    measured_deployment,
     measured_forwards,
-    notes,
     project,
     recorded,
     write,
 )
 from spec_lab.analysis.projection.acceptance import of_steps
-from spec_lab.analysis.projection.costs import ConstantForward, measured
 from spec_lab.analysis.projection.drafting import Drafting
 from spec_lab.analysis.projection.run_costs import forwards_of
 from spec_lab.cli.commands import command
-from spec_lab.results import sweep
 from spec_lab.tasks.benchmark import run
 from tests.analysis.metrics.tables import steps
 from tests.labs import Repeat, lab, settings
@@ -154,15 +148,6 @@ class Rising:
         return np.broadcast_to(1.0 + 0.01 * np.asarray(rows) * batch, np.broadcast(rows, batch, context).shape)
 
 
-def test_files_of_an_earlier_projection_are_removed_and_foreign_ones_stay(tmp_path):
-    (tmp_path / "speedup_mine.png").write_bytes(b"not of a projection")
-    first, second = (write(*small_projection(name), tmp_path) for name in ("one", "two"))
-    assert {file.name for file in first} - {file.name for file in second} == {"speedup_one.png", "speedup_one.svg"}
-    there = {file.name for file in tmp_path.iterdir()}
-    assert there == {file.name for file in second} | {"speedup_mine.png", "projection.json"}
-    assert json.loads((tmp_path / "projection.json").read_text())["files"] == [file.name for file in second]
-
-
 def test_files_of_an_interrupted_projection_are_removed_by_the_next(tmp_path, monkeypatch):
     write(*small_projection("one"), tmp_path)
     with monkeypatch.context() as patched:
@@ -172,22 +157,6 @@ def test_files_of_an_interrupted_projection_are_removed_by_the_next(tmp_path, mo
     assert (tmp_path / "speedup_one.png").exists(), "nothing is removed before the new files are there"
     last = write(*small_projection("three"), tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {file.name for file in last} | {"projection.json"}
-
-
-@pytest.mark.parametrize("listed", ["../other.png", "/tmp/best.png", "notes.csv", "speedup_a/b.png", "best.png\n"])
-def test_a_list_with_other_files_is_refused_and_nothing_is_removed(tmp_path, listed):
-    (tmp_path / "projection.json").write_text(json.dumps({"files": [listed]}))
-    with pytest.raises(ValueError, match="projection.json is no list of a projection's files .* --out"):
-        write(*small_projection("one"), tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["projection.json"]
-
-
-@pytest.mark.nightly
-def test_a_design_without_its_draft_model_is_left_out_and_said(folder, tmp_path, capsys):
-    assert command(["project", str(folder), *OPTIONS, "--lengths", "2", "--out", str(tmp_path)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Left out: model: the size of the draft model is required; choose it with --draft MODEL." in said
-    assert set(pd.read_csv(tmp_path / "projection.csv")["design"]) == {"ngram", "longer"}
 
 
 @pytest.mark.nightly
@@ -264,16 +233,6 @@ def test_a_run_is_projected_to_its_own_costs(folder, tmp_path, capsys):
     assert row["speedup"] == pytest.approx(row["tau"] * float(plain / step), rel=1e-4)
 
 
-def test_runs_without_a_baseline_have_no_costs(tmp_path):
-    run(lab(), settings(tmp_path / "run", baseline=False), {})
-    for path, message in (
-        (tmp_path / "run", "no steps of the baseline, which --costs requires: run with baseline=true"),
-        (tmp_path, "holds neither forwards.csv nor a run"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            measured_forwards(path)
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -295,68 +254,3 @@ def test_what_cannot_be_projected_is_refused_in_one_line(folder, tmp_path, capsy
     assert command(["project", str(folder), "--out", str(tmp_path), *more]) == 1
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
-
-
-def test_a_folder_without_drafts_is_refused(tmp_path, capsys):
-    assert command(["project", str(tmp_path / "none"), "--model", "llama-3.1-8b"]) == 1
-    assert "holds no run" in capsys.readouterr().err
-    run(lab(), settings(tmp_path, baseline=False), {})
-    tables = metrics.load(tmp_path)
-    assert len(tables.steps)
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest["proposers"]
-    assert command(["project", str(tmp_path), "--model", "llama-3.1-8b", "--out", str(tmp_path)]) == 1
-    assert "drafting with repeat is not modelled" in capsys.readouterr().err
-
-
-def test_figures_show_the_cells(folder, tmp_path):
-    file = tmp_path / "mine.csv"
-    rows = [("target", t, b, c, 0.01 + 1e-4 * t * b) for t in (1, 8) for b in (1, 4) for c in (0, 512)]
-    pd.DataFrame(rows, columns=["model", "tokens", "batch", "context", "seconds"]).to_csv(file, index=False)
-    designs = [one for one in recorded([folder])[0] if one.proposer == "ngram"]
-    cells = project(designs, [measured_deployment(designs, measured(file), "mine")], [1, 4], 64.0)
-    made = draw(cells)
-    assert set(made) == {"best", "speedup_ngram", "speedup_longer"}
-    axes = made["speedup_longer"].axes[0]
-    image = axes.get_images()[0].get_array()
-    longer = cells[cells["design"] == "longer"].pivot(index="length", columns="batch", values="speedup")
-    np.testing.assert_allclose(image, longer.to_numpy())
-    assert axes.get_xlabel() and axes.get_title(loc="left") == "mine"
-    shown = {text.get_text() for text in made["best"].axes[0].texts}
-    best = cells[cells["best"]]
-    assert shown == {f"{row.speedup:.2f}, k={row.length}" for row in best.itertuples()}
-
-
-@pytest.mark.nightly
-def test_notes_name_what_is_not_projected(tmp_path):
-    class Silent(Repeat):
-        name = "ngram"
-
-        def __init__(self):
-            super().__init__(0)
-
-    run(lab(proposer=Repeat(2), more_proposers={"silent": Silent()}), settings(tmp_path), {})
-    designs, idle = recorded([tmp_path])
-    assert [one.name for one in designs] == ["repeat"] and idle == ["silent"]
-    tree = of_steps(steps({"nodes": 6, "depth": 2, "accepted": 1}), "tree", "eagle3", "token", {"tree": "reranked"})
-    deployment = Deployment("any", ConstantForward(), {"tree": Drafting()}, 1, {"repeat": "of a reason"})
-    assert notes([*designs, tree], [deployment], idle) == [
-        "Left out: repeat: of a reason.",
-        "tree: only the recorded length, since which nodes a shorter tree keeps was not recorded (it is grown anew in "
-        "each step).",
-        "Left out: silent: no token was drafted.",
-    ]
-
-
-def test_designs_of_a_sweep_are_named_by_what_differs_between_its_runs(folder, tmp_path):
-    asked = [["seed=1", "batch_size=2"], ["seed=1", "batch_size=4"]]
-    sweep.plan(tmp_path, asked)
-    with pytest.raises(ValueError, match="no run of .* is done; run the sweep to its end first"):
-        recorded([tmp_path])
-    for one in asked:
-        shutil.copytree(folder, tmp_path / sweep.folder_name(one), dirs_exist_ok=True)
-        sweep.end(tmp_path / sweep.folder_name(one), one, "", 0, 1.0)
-    names = [one.name for one in recorded([tmp_path])[0]]
-    assert names == [f"batch_size={size}, {arm}" for size in (2, 4) for arm in ("ngram", "longer", "model")]
-    with pytest.raises(ValueError, match="two designs are called .*: give each run or sweep once"):
-        recorded([tmp_path, tmp_path])

@@ -67,28 +67,6 @@ def swept(ran, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.nightly
-def test_the_page_states_by_what_margin_of_logits_outputs_differ(ran, tmp_path):
-    out = tmp_path / "differs"
-    shutil.copytree(ran, out)
-    assert "logits of the two tokens" not in report.write(out).read_text()
-    summary = json.loads((out / "summary.json").read_text())
-    summary["output_margins"] = {"speculative": {"outputs": 2, "median": 0.0123, "largest": 0.5}}
-    write_json(out / "summary.json", summary)
-    assert "0.012 (0.5): median (largest)" in report.write(out).read_text()
-
-
-@pytest.mark.nightly
-def test_a_run_that_drafted_nothing_has_a_report(ran, tmp_path):
-    out = tmp_path / "none"
-    shutil.copytree(ran, out)
-    facts = json.loads((out / "manifest.json").read_text())
-    for one in facts["proposers"].values():
-        one["tree"] = "none"  # of a Medusa run on a machine where no tree pays
-    write_json(out / "manifest.json", facts)
-    assert report.write(out).is_file()
-
-
 def charts_in(folder: Path) -> int:
     """How many figures the page of a run or sweep has."""
     return (folder / "report.html").read_text().count('<figure class="chart"><svg')
@@ -144,11 +122,6 @@ def test_outputs_are_shaded_as_they_came(page, ran):
     assert raw.count('class="output"') == len(requests)
 
 
-def test_ids_are_unique_in_a_page(page):
-    ids = Parsed(page).values("id")
-    assert len(set(ids)) == len(ids) > 50
-
-
 @pytest.mark.nightly
 def test_paths_do_not_tell_of_the_machine(ran, tmp_path):
     assert short_path(str(tmp_path / "spec_lab/zoo/prompts/code.jsonl")) == "zoo/prompts/code.jsonl"
@@ -161,29 +134,6 @@ def test_paths_do_not_tell_of_the_machine(ran, tmp_path):
     write_json(tmp_path / "manifest.json", facts)
     text = Parsed(report.write(tmp_path)).text
     assert "me/tiny" in text and "me/code.jsonl" in text and "/data" not in text
-
-
-@pytest.mark.nightly
-def test_a_tree_in_a_notation_of_another_package_is_left_out(ran, tmp_path):
-    for name in ("rounds.parquet", "steps.parquet", "requests.parquet"):
-        shutil.copy(ran / name, tmp_path)
-    facts = json.loads((ran / "manifest.json").read_text())
-    facts["proposers"] = {arm: {"tree": tree} for arm, tree in (("speculative", [[0]]), ("other", "left, right"))}
-    write_json(tmp_path / "manifest.json", facts)
-    assert report.write(tmp_path).is_file()
-
-
-@pytest.mark.nightly
-def test_the_variance_that_exact_acceptance_saves_has_a_column(ran, tmp_path):
-    assert "variance reduction" not in columns(report.write(ran))  # at temperature 0 there is none
-    steps = pd.read_parquet(ran / "steps.parquet")
-    steps["expected_emitted"] = steps["emitted"] * 0.5 + 0.7
-    steps.to_parquet(tmp_path / "steps.parquet")
-    for name in ("rounds.parquet", "requests.parquet", "manifest.json"):
-        shutil.copy(ran / name, tmp_path)
-    reduction = metrics.calibration(metrics.decode_steps(steps, "speculative"))["variance_reduction"]
-    assert reduction == pytest.approx(4)  # half the deviations
-    assert arm_row(report.write(tmp_path), "repeat")["variance reduction"] == "4.0"
 
 
 def columns(page: Path) -> list[str]:
@@ -257,15 +207,6 @@ def test_a_run_without_rows_says_why_there_are_no_charts(ran, tmp_path):
     assert not charts_in(tmp_path)
 
 
-@pytest.mark.nightly
-def test_a_baseline_alone_has_no_speed_up(ran, tmp_path):
-    for name in ("rounds", "steps", "requests"):
-        table = pd.read_parquet(ran / f"{name}.parquet")
-        table[table["arm"] == "baseline"].to_parquet(tmp_path / f"{name}.parquet")
-    shutil.copy(ran / "manifest.json", tmp_path)
-    assert "No arm was compared with a baseline" in Parsed(report.write(tmp_path)).text
-
-
 def left_by_another_task(folder: Path, manifest: Path, *files: str) -> Path:
     """What a task leaves that is no run: a manifest and files of its own."""
     for name in files:
@@ -295,67 +236,7 @@ def test_a_task_that_is_done_and_left_nothing_is_refused(ran, tmp_path):
         report.write(tmp_path)
 
 
-def test_neither_run_nor_sweep_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds neither a run"):
-        report.write(tmp_path)
-    with pytest.raises(ValueError, match="does not exist"):
-        report.write(tmp_path / "nowhere")
-
-
-def test_papers_find_the_figures_beside_the_page(page):
-    files = {file.name for file in (page.parent / "figures").iterdir()}
-    assert {"acceptance.svg", "throughput.svg", "phases.svg", "tokens.svg", "cost.svg", "cost.png"} <= files
-
-
 # Sweeps --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_a_sweep_says_where_its_runs_stand(swept):
-    parsed = Parsed(report.write(swept))
-    assert "6 done" in parsed.text and "1 failed" in parsed.text and "1 pending" in parsed.text
-    assert "document.title='owned'" in parsed.text  # the error, as text
-    assert "By proposer.depth" in parsed.text
-    links = {unquote(link) for link in parsed.values("href") if link.endswith("report.html")}
-    assert links == {"proposer.depth=2,proposer=a/report.html"}
-
-
-@pytest.mark.nightly
-def test_a_sweep_has_filters_and_short_names_of_its_runs(swept, tmp_path):
-    parsed = Parsed(report.write(swept))
-    assert {"0", "1"} < {found["data-column"] for tag, found in parsed.tags if found.get("class") == "choice"}
-    shared = [[f"seed={seed}", "proposer=a", "sampling.temperature=1"] for seed in (1, 2)]
-    sweep.plan(tmp_path, shared)
-    parsed = Parsed(report.write(tmp_path))
-    assert "seed=1" in parsed.text and "proposer=a" not in parsed.text
-    assert sweep.folder_name(shared[0]) in parsed.values("title")
-
-
-def test_a_sweep_without_a_run_that_is_done_has_no_charts(tmp_path):
-    sweep.plan(tmp_path, [["seed=1"]])
-    parsed = Parsed(report.write(tmp_path))
-    assert "No run is finished yet" in parsed.text and not charts_in(tmp_path)
-
-
-@pytest.mark.nightly
-def test_tasks_without_figures_are_rows_and_not_drawn(swept, ran, tmp_path):
-    jobs = [["experiment=certify", f"task.samples={samples}"] for samples in (10, 20)]
-    sweep.plan(tmp_path, jobs)
-    for job in jobs:
-        one = tmp_path / sweep.folder_name(job)
-        one.mkdir()
-        left_by_another_task(one, ran / "manifest.json", "certificate.json")
-        sweep.end(one, job, "", 0, 1.0)
-    alone = Parsed(report.write(tmp_path))
-    assert "2 done" in alone.text and "No two runs with figures differ in task.samples alone" in alone.text
-    assert not charts_in(tmp_path)
-    depth = ["proposer.depth=2", "proposer=a"]
-    sweep.plan(tmp_path, [depth])
-    shutil.copytree(swept / sweep.folder_name(depth), tmp_path / sweep.folder_name(depth))
-    mixed = Parsed(report.write(tmp_path))
-    assert charts_in(tmp_path) == 2  # the run's: forest and scatter
-    named = {*mixed.values("title"), *(Path(unquote(link)).parts[0] for link in mixed.values("href") if link[0] != "#")}
-    assert {sweep.folder_name(job) for job in [*jobs, depth]} <= named
 
 
 def test_an_option_and_the_name_of_what_it_chose_are_told_apart(ran, tmp_path):
@@ -421,17 +302,3 @@ def test_a_browser_shows_a_page_that_is_not_blank(which, page, swept, tmp_path):
     colour = to_rgb(colours(["repeat", "longer"])["repeat"])
     marks = (np.abs(seen - (np.array(colour) * 255)).sum(-1) < 12).sum()
     assert marks > 300
-
-
-@needs_browser
-def test_the_browser_would_tell_of_an_error(tmp_path):
-    page = tmp_path / "wrong.html"
-    page.write_text("<!DOCTYPE html><script>nowhere()</script>")
-    assert "nowhere is not defined" in " ".join(browse(page, tmp_path, "--dump-dom")[1])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("temperature", "says"), [(0.0, "100.0%"), (0.7, "n/a (temperature 0.7)")])
-def test_identical_outputs_are_shown_at_temperature_0_only(tmp_path, temperature, says):
-    run(lab(temperature=temperature), settings(tmp_path / "run"), {"sampling": {"temperature": temperature}})
-    assert arm_row(report.write(tmp_path / "run"), "repeat")["identical outputs"] == says

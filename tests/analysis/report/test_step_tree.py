@@ -63,11 +63,6 @@ def test_columns_that_do_not_fit_together_are_no_tree(changes):
     assert read_tree(row(**CHAIN) | changes) is None
 
 
-def test_numbers_that_are_not_finite_are_left_out():
-    tree = read_tree(row(**CHAIN, draft_p=np.array([np.nan, np.inf]), emitted_p=np.nan))
-    assert tree.p == [None, None] and tree.emitted_p is None
-
-
 def test_at_temperature_0_the_target_has_another_arg_max():
     said = why(row(**CHAIN, draft_accept=[1.0, 0.0], emitted_p=1.0), GREEDY)
     assert said == "baz was rejected: the target's arg max is bar, the recovered token."
@@ -78,28 +73,6 @@ def test_rejection_sampling_compares_p_and_q():
     said = why(row(**CHAIN, **sampled), TOKEN)
     assert "target p 0.02 < draft q 0.31, so its acceptance probability was 0.065" in said
     assert "recovered token bar (target p 0.25) was drawn from the residual" in said
-
-
-def test_a_probability_that_is_not_the_ratio_is_not_said_to_be_it():
-    """As of block verification, where a token's acceptance depends on the path above it."""
-    sampled = {"draft_p": [0.5, 0.02], "draft_q": [0.5, 0.31], "draft_accept": [1.0, 0.5]}
-    said = why(row(**CHAIN, **sampled), Verification("traversal", True, 1.0))
-    assert "<" not in said and ", so" not in said and "0.02" in said and "0.31" in said
-    assert "traversal accepts it with probability 0.50, given the path above" in said
-
-
-def test_small_probabilities_are_compared_by_their_ratio():
-    """A token that is accepted with probability p/q is not said to be accepted with p, however small both are."""
-    sampled = {"draft_p": [0.5, 1e-6], "draft_q": [0.5, 0.02], "draft_accept": [1.0, 5e-5]}
-    said = why(row(**CHAIN, **sampled), TOKEN)
-    assert "target p 1.0e-6 < draft q 0.02, so its acceptance probability was 5.0e-5" in said
-    other = why(row(**CHAIN, **sampled | {"draft_accept": [1.0, 6e-5]}), TOKEN)
-    assert "<" not in other and ", so" not in other
-
-
-def test_a_step_that_fails_after_its_accepted_tokens_says_so():
-    said = why(row([-1], [1], [0], [1], ["accepted"], finish="stuck"), TOKEN)
-    assert "accepted, down to a leaf. Then the step failed" in said and "No token follows" not in said
 
 
 @pytest.mark.parametrize("verifier", ["token", "match", "traversal"])
@@ -113,42 +86,12 @@ def test_points_are_accepted_with_their_target_probability(verifier):
     )
 
 
-def test_several_sampled_siblings_have_one_probability():
-    sampled = {"draft_p": [0.1, 0.2], "draft_q": [0.4, 0.3], "draft_accept": [0.25, 0.15]}
-    said = why(row([-1, -1], [1, 3], [], [2], ["recovered"], **sampled), TOKEN)
-    assert "one of them is accepted with probability 0.40" in said and "<" not in said
-
-
-def test_of_many_rejected_tokens_some_are_named():
-    said = why(row([-1] * 5, [1, 2, 3, 4, 5], [], [2], ["recovered"], draft_accept=[0.1] * 5), TOKEN)
-    assert said.startswith("foo, bar and 3 other drafted tokens were rejected")
-
-
 @pytest.mark.parametrize(("lossless", "named"), [(False, "the lossy verifier typical"), (None, "the verifier")])
 def test_of_a_lossy_verifier_only_the_acceptance_probability_is_said(lossless, named):
     sampled = {"draft_p": [0.5, 0.02], "draft_q": [0.5, 0.31], "draft_accept": [1.0, 0.02]}
     said = why(row(**CHAIN, **sampled), Verification("typical", lossless, 1.0))
     assert f"{named} accepts it with probability 0.02" in said
     assert not any(word in said for word in ("residual", "arg max", "draft q", "<", "sampled"))
-
-
-def test_shared_noise_settles_the_token():
-    said = why(row(**CHAIN, draft_accept=[1.0, 0.0], expected_kind="noise"), Verification("gumbel", True, 1.0))
-    assert "noise" in said and "bar" in said and "probability" not in said and "residual" not in said
-
-
-def test_a_constraint_is_named():
-    masked = row(**CHAIN, draft_legal=[True, False], draft_accept=[1.0, 0.0])
-    assert why(masked, TOKEN).startswith("baz was rejected: the constraint does not allow it. The recovered token bar")
-    partly = row([-1, -1], [1, 3], [], [2], ["recovered"], draft_legal=[True, False], draft_accept=[0.5, 0.0])
-    assert "(1 of them not allowed by the constraint)" in why(partly, TOKEN)
-    forced = row([-1], [1], [0], [1, 2, 3], ["accepted", "forced", "forced"])
-    assert "bar is the only token that the constraint allows. One forced token was appended." in why(forced, TOKEN)
-    acts = row([-1], [1], [0], [1], ["accepted"], taken_back=2, forks=1)
-    assert why(acts, TOKEN) == (
-        "The drafted token was accepted, down to a leaf. No token follows: the constraint acts here. "
-        "The constraint then removed 2 of the text's tokens. Sequences that the constraint forked off: 1."
-    )
 
 
 def test_a_path_to_a_leaf_ends_with_the_bonus_token():
@@ -159,22 +102,3 @@ def test_a_path_to_a_leaf_ends_with_the_bonus_token():
     assert why(row(**leaf, emitted_p=1.0), GREEDY).endswith("The bonus token bar is the target's arg max.")
     cut = row(**leaf, emitted_kept=1, finish="length")
     assert why(cut, TOKEN).endswith("Of 3 emitted tokens 1 were kept, because of max_new_tokens.")
-
-
-def test_without_a_draft_the_target_is_sampled():
-    assert why(row([], [], [], [2], ["bonus"]), TOKEN) == (
-        "Nothing was drafted. The next token bar (target p 0.25) was sampled from the target."
-    )
-
-
-def test_rounding_and_failures_are_said():
-    assert "rounding left nothing" in why(row(**CHAIN, draft_accept=[1.0, 0.9], empty_residual=True), TOKEN)
-    broken = row([-1], [1], [], [], [], finish="nan", emitted_p=None)
-    assert why(broken, TOKEN) == "The step failed: logits that are NaN or infinite."
-
-
-@pytest.mark.parametrize(
-    ("p", "shown"), [(0.00004, "4.0e-5"), (0.9996, "0.9996"), (0.99999, ">0.9999"), (0.5, "0.50"), (0.012, "0.012")]
-)
-def test_no_probability_is_rounded_to_0_or_1(p, shown):
-    assert f"target p {shown})" in why(row([], [], [], [2], ["bonus"], emitted_p=p), TOKEN)

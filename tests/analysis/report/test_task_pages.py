@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -15,10 +14,7 @@ import pytest
 
 from spec_lab.analysis import report
 from spec_lab.analysis.compare import as_frame, compare
-from spec_lab.analysis.figures.palette import DARK_PAGE, contrast, on_dark
-from spec_lab.analysis.report import certificate_page
 from spec_lab.core.files import Unreadable
-from spec_lab.tasks.certify.pair import JOINT_DISTRIBUTION
 from tests.analysis.report.parsed import HOSTILE, Parsed, cells
 from tests.analysis.test_compare import write as write_run
 
@@ -161,30 +157,6 @@ def test_files_of_another_shape_are_refused_by_name(task, tmp_path):
         assert not (folder / "report.html").exists()
 
 
-def without_numbers(value, shape):
-    """A summary with None wherever its page allows it in place of a number."""
-    if isinstance(shape, Mapping):
-        known = {key.removeprefix("?"): one for key, one in shape.items() if isinstance(key, str)}
-        return {key: without_numbers(one, known.get(key, shape.get(str))) for key, one in value.items()}
-    if isinstance(shape, list):
-        return [without_numbers(one, shape[0]) for one in value]
-    if isinstance(shape, tuple):
-        inner = next((one for one in shape if isinstance(one, Mapping)), None)
-        return None if shape == (float, None) else value if inner is None else without_numbers(value, inner)
-    return value
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("task", [CERTIFY, COST, VERIFIERS, DISTANCE, SERVE])
-def test_figures_that_are_not_known_are_left_out(task, tmp_path):
-    page = importlib.import_module(report.PAGES[task].__module__)
-    bare = without_numbers(SUMMARIES[task], page.SUMMARY)
-    if task == DISTANCE:
-        bare["prompts"] = [one | dict.fromkeys(("z", "tv", "kl")) for one in bare["prompts"]]
-    assert bare != SUMMARIES[task]
-    assert "None" not in Parsed(report.write(folder_of(tmp_path / "run", task, bare))).text
-
-
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("task", SUMMARIES)
 def test_a_task_that_has_not_ended_shows_what_is_there_or_says_so(task, tmp_path):
@@ -201,30 +173,12 @@ def test_a_task_that_has_not_ended_shows_what_is_there_or_says_so(task, tmp_path
         report.write(folder)
 
 
-@pytest.mark.parametrize("column", ["arrival", "segment", "tokens", "error"])
-def test_a_table_of_another_shape_is_refused_by_name(column, tmp_path):
-    folder = folder_of(tmp_path / "run", SERVE, SUMMARIES[SERVE])
-    file = folder / "served.parquet"
-    rows = pd.read_parquet(file)
-    for wrong in (rows.drop(columns=column), rows.assign(**{column: [["a", "list"]] * len(rows)})):
-        wrong.to_parquet(file)
-        with pytest.raises(Unreadable, match=r"served\.parquet is not the table of a served stream"):
-            report.write(folder)
-
-
 def test_a_pipe_in_place_of_a_table_is_refused(tmp_path):
     folder = folder_of(tmp_path / "run", SERVE, SUMMARIES[SERVE])
     (folder / "served.parquet").unlink()
     os.mkfifo(folder / "served.parquet")
     with pytest.raises(Unreadable, match=r"served\.parquet"):
         report.write(folder)
-
-
-def test_an_incomplete_certificate_says_so(tmp_path):
-    begun = SUMMARIES[CERTIFY] | {"complete": False, "certified": None, "control": None, "pairs": [PAIR] * 9}
-    del begun["convergence"]
-    text = Parsed(report.write(folder_of(tmp_path / "run", CERTIFY, begun))).text
-    assert "This certificate is not complete" in text and "holds no convergence" in text and "9 pairs" in text
 
 
 def test_every_bundled_task_has_a_page_or_the_rows_of_a_run():
@@ -234,29 +188,6 @@ def test_every_bundled_task_has_a_page_or_the_rows_of_a_run():
     for name in report.PAGES:
         module, _, function = name.rpartition(".")
         assert callable(vars(importlib.import_module(module))[function])
-
-
-def test_a_task_without_a_page_is_refused_by_name(tmp_path):
-    folder = folder_of(tmp_path / "run", "other.package.task")
-    (folder / "others.csv").write_text("a")
-    with pytest.raises(ValueError, match=r"holds no rows of a run.*others\.csv"):
-        report.write(folder)
-
-
-def test_the_test_of_sampled_texts_is_found_by_its_name(tmp_path):
-    certificate = SUMMARIES[CERTIFY] | {"pairs": [PAIR | {"sampled": PAIR["sampled"][::-1]}]}
-    (row,) = cells(report.write(folder_of(tmp_path / "run", CERTIFY, certificate)))
-    assert (row["p, sampled texts"], row["smallest p, real target"]) == ("0.5", "1e-09")
-    assert certificate_page.JOINT_DISTRIBUTION == JOINT_DISTRIBUTION
-
-
-def test_pages_name_the_main_arm_by_its_proposer(tmp_path):
-    folder = folder_of(tmp_path / "run", SERVE, SUMMARIES[SERVE])
-    facts = json.loads((folder / "manifest.json").read_text())
-    facts |= {"arms": ["draft_chain", "baseline"], "proposers": {"speculative": {"name": "draft_chain"}}}
-    (folder / "manifest.json").write_text(json.dumps(facts))
-    text = Parsed(report.write(folder)).text
-    assert "draft_chain" in text and "speculative" not in text
 
 
 # Comparisons ---------------------------------------------------------------------------------------------------------
@@ -305,44 +236,4 @@ def test_a_comparison_has_a_page_with_the_numbers_of_its_table(compared):
     )
 
 
-@pytest.mark.nightly
-def test_a_comparison_s_page_has_filters_and_escapes_names(compared):
-    _, page = compared
-    parsed = Parsed(page)
-    options = re.findall(r'<select class="choice" data-column="(\d+)">', page.read_text())
-    assert len(options) >= 3  # arm, figure, verdict
-    assert [tag for tag, _ in parsed.tags].count("script") == 1 and "document.title='owned'" in parsed.text
-
-
 # Themes --------------------------------------------------------------------------------------------------------------
-
-
-ON = [("ink", "paper"), ("ink", "card"), ("soft", "paper"), ("soft", "card"), ("link", "card"), ("prompt", "card"),
-      ("ink", "accepted"), ("ink", "forced"), ("ink", "plain"), ("on-good", "good"), ("on-warn", "warn"),
-      ("on-bad", "bad"), ("on-info", "info")]  # fmt: skip
-"""Texts, and what they stand on."""
-
-
-def test_texts_have_enough_contrast_in_both_themes():
-    css = (Path(report.__file__).parent / "page.css").read_text()
-    themes = re.findall(r":root \{(.*?)\}", css, re.DOTALL)[:2]
-    for theme in themes:
-        found = dict(re.findall(r"--([\w-]+): #([0-9a-f]{6}|[0-9a-f]{3});", theme))
-        colour = {
-            name: "#" + (one if len(one) == 6 else "".join(2 * letter for letter in one)) for name, one in found.items()
-        }
-        assert {pair: contrast(colour[pair[0]], colour[pair[1]]) for pair in ON if
-                contrast(colour[pair[0]], colour[pair[1]]) < 4.5} == {}  # fmt: skip
-    assert f"--card: {DARK_PAGE};" in themes[1]
-
-
-def test_figures_in_a_page_have_its_colours_and_those_of_the_dark_page_are_defined(pages):
-    text = pages[DISTANCE].read_text()
-    svg = "".join(re.findall(r"<svg role.*?</svg>", text, re.DOTALL))
-    assert "var(--card)" in svg or "var(--ink)" in svg
-    assert not re.search(r'style="[^"]*(fill|stroke): #', svg)  # each colour is a variable
-    used = set(re.findall(r"var\(--c-([0-9a-f]{6}),#\1\)", svg))
-    assert used == set(re.findall(r"var\(--c-([0-9a-f]{6})", svg)) and used
-    for one in used:
-        dark = on_dark(f"#{one}")
-        assert (f"--c-{one}:{dark};" in text) == (dark != f"#{one}")

@@ -10,9 +10,8 @@ import pytest
 from markupsafe import escape
 
 from spec_lab.analysis import metrics, report
-from spec_lab.analysis.figures.palette import DARK_PAGE, contrast
 from spec_lab.analysis.report import step_data as steps_of
-from spec_lab.analysis.report.step_data import embedded, output_key, step_data, token_text
+from spec_lab.analysis.report.step_data import embedded, output_key, step_data
 from spec_lab.analysis.report.step_tree import Verification
 from spec_lab.analysis.report.token_view import prompt_end, token_view
 from spec_lab.constrain import AppliedConstraint
@@ -148,24 +147,6 @@ def test_each_arm_has_its_own_prompt_in_later_turns(runs):
     assert all(raw.count(str(escape(visible(prompt)))) for prompt in shown.values())
 
 
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
-        ("short <s>", "short <s>"),
-        ("word " * 200, "…\n" + "word " * 120),
-        ("a " + "word " * 200, "…\n" + "word " * 120),
-        ("words " * 100 + "<|im_start|>" + "x" * 595, "…\n<|im_start|>" + "x" * 595),
-        ("q" * 700 + "<|im_start|>" + "x" * 570, "…\n<|im_start|>" + "x" * 570),
-        ("words [INST]" + "y" * 597, "…\n[INST]" + "y" * 597),
-        ("<｜begin▁of▁sentence｜>" + "z" * 590, "<｜begin▁of▁sentence｜>" + "z" * 590),
-        ("一" * 700, "…\n" + "一" * 600),
-        ("line\n" * 20 + "end", "…\n" + "line\n" * 11 + "end"),
-    ],
-)
-def test_a_long_prompt_is_cut_beside_words_and_special_tokens(prompt, expected):
-    assert prompt_end(prompt) == expected
-
-
 def test_a_run_recorded_for_replay_shows_its_draft_trees(tmp_path):
     for record in ("replay", "drafts"):
         assert run(lab(temperature=1.0), settings(tmp_path / record, record=record), {}) == 0
@@ -175,42 +156,6 @@ def test_a_run_recorded_for_replay_shows_its_draft_trees(tmp_path):
         trees.append([(step["tree"], step["why"]) for steps in data["outputs"].values() for step in steps])
         assert "record=drafts" not in note and not any(text.startswith("token ") for text in data["texts"].values())
     assert trees[0] == trees[1]
-
-
-@pytest.mark.nightly
-def test_a_run_without_recorded_drafts_says_how_to_record_them(runs, tmp_path):
-    out = tmp_path / "plain"
-    assert run(lab(), settings(out), {}) == 0
-    tables, data, note = data_of(out)
-    steps = [step for one in data["outputs"].values() for step in one]
-    assert len(steps) == len(tables.steps) and not any("tree" in step for step in steps)
-    assert "record=drafts" in note and all(step["ms"] for step in steps)
-    assert "record=drafts" in Parsed(report.write(out)).text
-
-
-def test_phases_have_a_colour_for_each_theme(runs):
-    _, data, _ = data_of(runs("greedy"))
-    assert all(contrast(dark, DARK_PAGE) >= 4.5 for _, _, dark in data["phases"])
-
-
-@pytest.mark.nightly
-def test_rows_without_the_newer_columns_have_a_page(runs, tmp_path):
-    """Of runs that recorded tokens, p and q only."""
-    out = tmp_path / "old"
-    copytree(runs("greedy"), out)
-    steps = pd.read_parquet(out / "steps.parquet")
-    newer = [one for one in steps if one.startswith("emitted_") and "kept" not in one]
-    assert newer
-    steps.drop(columns=newer).to_parquet(out / "steps.parquet")
-    tables, data, note = data_of(out)
-    opened = [step for one in data["outputs"].values() for step in one]
-    assert len(opened) == len(tables.steps) and not any("tree" in step for step in opened)
-    assert "record=drafts" in note
-    page = report.write(out)
-    raw = page.read_text(encoding="utf-8")
-    assert re.search(r'data-step="\d+/\d+"', raw)
-    assert len(json.loads(re.search(r'id="steps">(.*?)</script>', raw)[1])["outputs"]) == len(data["outputs"])
-    assert "record=drafts" in Parsed(page).text
 
 
 def test_forced_tokens_are_no_part_of_the_expected_number(runs):
@@ -239,13 +184,6 @@ def test_the_block_is_bounded_and_says_what_is_left_out(runs, monkeypatch):
     assert f"{every - kept} later steps" in note
     monkeypatch.setattr(steps_of, "MAX_STEPS", 2)
     assert sum(map(len, data_of(runs("sampled"))[1]["outputs"].values())) == 2
-
-
-def test_every_character_of_a_token_can_be_seen():
-    assert token_text(" a\n\t") == "␣a↵⇥" and token_text("") == "(no text)"
-    assert token_text("\u202e\x00\u2028") == "<U+202E>␀<U+2028>"
-    assert len(token_text("x" * 1000)) == 64
-    assert output_key(3, "a/b c'", 1) == "3/a%2Fb%20c%27/1"
 
 
 @pytest.fixture(scope="module")
@@ -292,18 +230,3 @@ def test_a_browser_opens_the_step_that_the_address_names(hostile, tmp_path):
     assert "document.title='owned'" in pane and "<U+202E>" not in dom.partition("<pre")[0]
     assert pane.count('class="edge') == 1 + row["nodes"] + row["emitted"] - row["accepted"]
     assert re.search(r'<i class="[^"]*on"', dom)
-
-
-@needs_browser
-@pytest.mark.nightly
-def test_a_browser_shows_a_step_without_its_tree(tmp_path):
-    out = tmp_path / "plain"
-    assert run(lab(), settings(out), {}) == 0
-    page = report.write(out)
-
-    class At:
-        def as_uri(self):
-            return f"{page.as_uri()}#step=0/repeat/0/1"
-
-    dom, output = browse(At(), tmp_path, "--dump-dom")
-    assert output == [] and "was not recorded" in dom and '<div class="tree"' not in dom and 'class="phases"' in dom

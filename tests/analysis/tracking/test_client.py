@@ -2,22 +2,17 @@
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-import wandb
 
 from spec_lab.analysis import metrics
-from spec_lab.analysis.metrics import Tables
-from spec_lab.analysis.tracking import Files, Wandb, client, series, track, track_all
-from spec_lab.cli.commands import command
+from spec_lab.analysis.tracking import Wandb, client, series, track
 from spec_lab.results import sweep
 from spec_lab.tasks.benchmark import run
 from tests.analysis.tracking.views import CONFIG, column, history, killed, read_back, summary, table, views
@@ -46,17 +41,6 @@ def test_a_live_view_shows_the_groups_first_then_every_series(tracked, seen):
     paired = metrics.walltime_speedup_paired(tables.requests, "speculative")
     assert column(points, "speedup") == pytest.approx(paired.tolist())
     assert len(paired) == 2  # the third group is short
-
-
-@pytest.mark.nightly
-def test_a_series_has_an_axis_of_its_own(tracked, seen):
-    axes = {one["name"]: one.get("step_metric") for one in seen["metric"] if "name" in one}
-    known = series.keys(["speculative", "baseline"])
-    logged = {name for one in history(seen) for name in one if name in known}
-    assert {axes[name] for name in logged} == {"prompt_group", "decode_step", "batch_step"}
-    assert all(axes[name] == axis for name, axis in known.items())
-    steps = [one for one in history(seen) if "tau" in one]
-    assert [one["decode_step"] for one in steps] == list(range(len(steps)))
 
 
 def test_the_summary_has_the_runs_own_figure_under_the_name_of_each_series(tracked, seen):
@@ -92,43 +76,12 @@ def test_a_view_holds_report_figures_and_tables(tracked, seen):
     assert depths["value"].tolist() == pytest.approx(written["survival"])
 
 
-def test_a_view_says_what_the_run_was(tracked, seen):
-    first, last = seen["run"][0], seen["run"][-1]
-    assert (first["run_group"], first["job_type"], first["display_name"]) == ("toy", "benchmark", "run")
-    assert not first.get("host")
-    assert last["tags"] == ["proposer=repeat", "verifier=token", "constraint=none", "lossless"]
-    config = first["config"]["update"]
-    assert config["proposer"] == {"name": "repeat", "depth": 2, "drawn": "point"}
-    assert config["target"] == {"path": "models/toy", "dtype": "float32"} and config["max_new_tokens"] == 12
-    assert config["prompts_sha256"] and not {"config", "tracker", "output_dir"} & config.keys()
-    assert seen["exit"][-1].get("exit_code", 0) == 0
-
-
 def test_no_file_of_a_view_holds_a_secret_or_a_path_of_the_machine(tracked, seen):
     (view,) = views(tracked)
     for file in (one for one in view.rglob("*") if one.is_file() and "logs" not in one.parts):
         content = file.read_bytes()
         assert b"hush" not in content and b"/absolute" not in content, file
         assert str(ROOT).encode() not in content, file
-
-
-def test_long_series_are_averaged_in_bins_and_the_view_says_so():
-    steps = pd.DataFrame(dict.fromkeys(("forced_emitted_kept", "forced_accepted", "round", "sequence"), 0), range(10))
-    steps = steps.assign(arm="speculative", group=0, prefill=False, finish="", request=range(10))
-    steps = steps.assign(nodes=2, forced=0, legal=2)
-    steps = steps.assign(emitted_kept=range(10), accepted=1, expected_accepted=[0.5] * 9 + [float("nan")])
-    tables = metrics.load("nowhere")
-    requests = pd.DataFrame({"arm": ["speculative"], "group": 0, "request": 0, "finish": "length"})
-    requests = requests.assign(decode_tokens=45, decode_seconds=0.0, prefill_tokens=0, prefill_seconds=0.0)
-    tables = Tables(tables.rounds, steps.sample(frac=1, random_state=0), requests)
-    points = [one for one in series.points(tables, max_points=5) if "decode_step" in one]
-    assert [one["decode_step"] for one in points] == [0, 2, 4, 6, 8]
-    assert column(points, "emitted_tokens") == [0.5, 2.5, 4.5, 6.5, 8.5]
-    assert column(points, "tau") == [0.5, 1.5, 2.5, 3.5, 4.5]
-    assert column(points, "acceptance_rate") == [0.5] * 5
-    assert column(points, "expected_accepted_tokens") == [0.5] * 4  # no figure of what is not known
-    assert series.rows_per_point(tables, max_points=5) == {"decode_step": 2.0}
-    assert [len(list(series.points(tables, max_points=most))) for most in (3, 10, 2000)] == [3, 10, 10]
 
 
 def points_of(found: dict[str, list[dict]]) -> list[dict]:
@@ -152,29 +105,6 @@ def test_a_killed_run_replayed_shows_what_the_live_one_showed(tracked, seen, tmp
     assert found["exit"][-1]["exit_code"] == 1  # it did not come to its end
     for name in ("requests", "steps", "depths"):
         pd.testing.assert_frame_equal(table(out, name), table(tracked, name))
-
-
-@pytest.mark.nightly
-def test_a_run_tracked_again_has_one_view(tracked, tmp_path):
-    out = killed(tracked, tmp_path / "run", groups=1)
-    track(out, mode="offline")
-    (before,) = views(out)
-    (tmp_path / "run" / "wandb" / "offline-run-1-another").mkdir()
-    track(out, mode="offline")
-    after = views(out)
-    assert before not in after and "offline-run-1-another" in [one.name for one in after] and len(after) == 2
-
-
-@pytest.mark.nightly
-def test_a_sweep_is_tracked_run_by_run(tracked, tmp_path):
-    sweep.plan(tmp_path / "sweep", [["seed=1"], ["seed=2"], ["seed=3"]])
-    killed(tracked, tmp_path / "sweep" / "seed=1", groups=1)
-    killed(tracked, tmp_path / "sweep" / "seed=2", groups=0)
-    lines = list(track_all(tmp_path / "sweep", mode="offline"))
-    assert ["offline-run" in one for one in lines] == [True, False, False]
-    assert "is finished" in lines[1] and "does not exist" in lines[2]
-    assert read_back(tmp_path / "sweep" / "seed=1")["run"][0]["run_group"] == "sweep"
-    assert [one.partition(": ")[0] for one in track_all(tmp_path / "sweep" / "seed=1", mode="offline")]
 
 
 def test_what_cannot_be_tracked_is_refused_by_name(tracked, tmp_path, monkeypatch):
@@ -254,17 +184,6 @@ class Broken:
         self.closed = True
 
 
-def test_while_a_run_goes_on_only_its_groups_are_logged(tmp_path, monkeypatch):
-    fake = Broken()
-    monkeypatch.setattr(client, "begin", lambda *_: fake)
-    tracker, before = Wandb(mode="offline"), []
-    monkeypatch.setattr(client, "replay", lambda *_: before.extend(fake.calls))
-    monkeypatch.setattr(client, "end", lambda *_: "")
-    assert run(lab(tracker=tracker), settings(tmp_path), CONFIG) == 0
-    assert [one["prompt_group"] for one in before] == [0, 1, 2]
-    assert all(one.keys() == {"prompt_group", *series.group_figures(metrics.load(tmp_path).requests)} for one in before)
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("at", [1, 4])
 def test_a_run_outlives_weights_and_biases_and_says_so(tmp_path, monkeypatch, capsys, at):
@@ -273,20 +192,6 @@ def test_a_run_outlives_weights_and_biases_and_says_so(tmp_path, monkeypatch, ca
     output = capsys.readouterr().err
     assert output.count("Weights & Biases failed") == 1 and f"spec-lab track {tmp_path}" in output
     assert len(metrics.load(tmp_path).requests) == 10 and (tmp_path / "summary.json").is_file()
-
-
-def test_an_offline_run_prints_the_command_that_uploads_it_when_it_begins_and_ends(tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "wandb" / "offline-run-1_2-id"
-    folder.mkdir(parents=True)
-    fake = Broken()
-    fake.offline, fake.disabled, fake.settings = True, False, SimpleNamespace(sync_dir=str(folder))
-    monkeypatch.setattr(client, "begin", lambda *_: fake)
-    tracker = Wandb(mode="offline")
-    tracker.start({}, tmp_path)
-    began = capsys.readouterr().err
-    tracker.close()
-    assert capsys.readouterr().err == began
-    assert shlex.split(began)[-3:] == ["wandb", "sync", str(folder)]
 
 
 def test_a_training_shows_its_curve_as_it_goes_on_and_once(tmp_path, monkeypatch):
@@ -308,74 +213,3 @@ def test_a_training_shows_its_curve_as_it_goes_on_and_once(tmp_path, monkeypatch
     assert fake.summary == {
         "eval/acceptance_rate/1": 0.5, "eval/acceptance_rate/2": 0.25, "eval/tau": 1.6, "eval/expected_tau": 1.625,
     }  # fmt: skip
-
-
-def test_a_task_without_rows_shows_its_summary(tmp_path, monkeypatch):
-    tracker = Wandb(mode="offline")
-    tracker.start({"config": {"name": "proof"}, "seed": 0}, tmp_path)
-    tracker.group(0, {"distance": 0.5})
-    tracker.finish({"lossless": True}, [])
-    tracker.close()
-    found = read_back(tmp_path)
-    assert summary(found)["lossless"] is True and history(found) == [{"_step": 0, "prompt_group": 0, "distance": 0.5}]
-
-
-@pytest.mark.nightly
-def test_auto_is_online_only_with_a_login(tmp_path, monkeypatch):
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    for name, value in (("HOME", tmp_path), ("NETRC", tmp_path / "none"), ("WANDB_CONFIG_DIR", tmp_path)):
-        monkeypatch.setenv(name, str(value))
-    wandb.teardown()  # it reads the environment once
-    assert client.resolved_mode("auto") == "offline"
-    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    wandb.teardown()
-    assert client.resolved_mode("auto") == "online"
-    monkeypatch.undo()
-    wandb.teardown()
-
-
-def test_the_environment_decides_for_auto_only(monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert client.resolved_mode("auto") == "disabled"
-    assert client.resolved_mode("online") == "online"
-
-
-def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match=r"tracker\.mode .*auto, online, offline, disabled"):
-        Wandb(mode="on")
-
-
-def test_files_only_does_nothing(tmp_path):
-    tracker = Files()
-    tracker.start({}, tmp_path)
-    tracker.group(0, {})
-    tracker.finish({}, [])
-    tracker.close()
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", [True, 3, "", "a/b", "x" * 129, ["a"], "a\nb"])
-def test_names_that_weights_and_biases_would_refuse_later_are_refused(name):
-    with pytest.raises(ValueError, match=r"tracker\.project must be"):
-        Wandb(project=name)
-    with pytest.raises(ValueError, match=r"tracker\.entity must be"):
-        Wandb(entity=name)
-
-
-def test_a_login_that_cannot_be_used_is_refused_in_one_message(monkeypatch):
-    def refuses(**_):
-        raise TypeError("API key must have 40 characters")
-
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setattr("wandb.login", refuses)
-    with pytest.raises(OSError, match=r"login .* cannot be used \(API key .* 40 characters\): correct WANDB_API_KEY"):
-        client.resolved_mode("auto")
-
-
-@pytest.mark.parametrize("option", ["project", "entity"])
-@pytest.mark.parametrize("name", ["", "a/b", "a?", "\x1b[31m", "x" * 129])
-def test_a_dashboard_s_names_are_checked_before_anything_is_sent(capsys, option, name):
-    names = {"project": "mine", "entity": "mine"} | {option: name}
-    assert command(["dashboard", *(f"--{key}={value}" for key, value in names.items())]) == 1
-    assert f"--{option} must be a text" in capsys.readouterr().err

@@ -5,16 +5,9 @@ import sys
 
 import pytest
 
-from spec_lab.analysis import metrics
 from spec_lab.analysis.tracking import client
-from spec_lab.analysis.tracking.dashboard import ARMS
 from spec_lab.analysis.tracking.headline import figures, training
 from tests.analysis.tracking.views import history, summary
-
-
-@pytest.mark.nightly
-def test_the_dashboard_shows_the_arms_of_a_run_unless_others_are_named(tracked):
-    assert [*ARMS] == metrics.arms(metrics.load(tracked))
 
 
 @pytest.mark.nightly

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from spec_lab.analysis.tracking import facts
-from spec_lab.results import sweep
 
 MANIFEST = {
     "config": {
@@ -67,58 +66,11 @@ def test_the_config_is_nested_under_the_names_of_the_options_and_complete():
     }  # fmt: skip
 
 
-def test_a_part_whose_name_is_not_recorded_is_named_by_its_class():
-    without = MANIFEST | {"parts": {}}
-    assert facts.config(without)["proposer"]["name"] == "Medusa"
-    assert facts.config(without)["verifier"]["name"] == "Typical"
-
-
-def test_a_manifest_with_nothing_but_its_seed_has_a_config():
-    assert facts.config({"config": {}, "seed": 0}) == {
-        "experiment": "spec_lab", "task": {"name": "benchmark"}, "machine": {"gpus": "none"}, "seed": 0,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("wrong", ["text", 3, ["a"], True])
 def test_options_of_another_shape_are_left_out(wrong):
     names = ("proposer", "verifier", "policy", "task", "arms", "sampling")
     found = facts.config({"config": dict.fromkeys(names, wrong), "seed": 0})
     assert found == facts.config({"config": {}, "seed": 0})
-
-
-@pytest.mark.parametrize(
-    ("target", "expected"),
-    [
-        ("spec_lab.tasks.benchmark.run", "benchmark"),
-        ("spec_lab.tasks.certify.task.certify", "certify"),
-        ("spec_lab.tasks.train.train", "train"),
-        ("mine", "mine"),
-    ],
-)
-def test_the_job_type_is_the_task(target, expected):
-    assert facts.job_type({"config": {"task": {"_target_": target}}}) == expected
-
-
-def test_the_runs_of_a_sweep_stand_together(tmp_path):
-    sweep.plan(tmp_path / "heads", [["seed=1"]])
-    assert facts.group(tmp_path / "heads" / "seed=1", {"config": {"name": "toy"}}) == "heads"
-    assert facts.group(tmp_path / "seed=1", {"config": {"name": "toy"}}) == "toy"
-
-
-@pytest.mark.parametrize(
-    ("parts", "expected"),
-    [
-        (
-            {"proposer": "ngram", "verifier": "relaxed", "lossless": False},
-            ["proposer=ngram", "verifier=relaxed", "lossy"],
-        ),
-        ({"proposer": None, "verifier": None, "lossless": None, "constraint": "none"}, ["constraint=none"]),
-        ({"constraint": "c" * 99}, ["constraint=" + "c" * 53]),
-        ({"constraint": {"pattern": "x"}}, []),
-    ],
-)
-def test_tags_name_the_parts_that_are_known(parts, expected):
-    assert facts.tags(parts) == expected
 
 
 def test_a_run_keeps_its_id_and_another_run_has_another():

@@ -23,11 +23,6 @@ def test_other_arms_have_their_key_as_prefix_and_the_main_one_none():
     assert not [name for name in found if name.startswith(("speculative", "baseline_"))]
 
 
-def test_a_baseline_alone_has_the_names_of_a_main_arm_and_of_a_baseline():
-    found = headline.figures({**ARM, "tau_pooled": 1.0, "arms": {"baseline": {"tau_pooled": 1.0}}})
-    assert found["tau"] == found["baseline/tau"] == 1.0
-
-
 def test_lists_are_numbered_and_bounded_and_only_single_values_are_shown():
     found = headline.figures(
         {
@@ -39,8 +34,3 @@ def test_lists_are_numbered_and_bounded_and_only_single_values_are_shown():
     assert found["lossless"] is True and found["finish/length"] == 3 and found["target"] == "models/toy"
     assert len(found["text"]) == 500
     assert not {"nan", "none", "rows", "errors", "errors/1"} & found.keys()
-
-
-def test_the_number_of_figures_is_bounded():
-    assert len(headline.figures({f"name{number}": number for number in range(3000)})) == 1000
-    assert headline.figures({"arms": "wrong", "intervals": 3}) == {}
