@@ -75,34 +75,6 @@ def test_plain_text_for_a_model_with_a_chat_template_is_named_with_the_option(fo
     assert plain_text(OmegaConf.create({"prompts": config}), prompts, SimpleNamespace(tokenizer=tokenizer)) == ""
 
 
-def test_a_run_of_plain_text_says_so(quick_cli, folder, tmp_path):
-    code, _, errors = quick_cli("prompts=mt_bench", "prompts.template=none", *options(folder))
-    assert code == 0 and "2 of 2 prompts are plain text" in errors and "prompts.template=checkpoint" in errors
-
-
-@pytest.mark.nightly
-def test_accuracy_stands_in_summary_report_and_sweep_table(cli, folder, tmp_path):
-    code, _, errors = cli(
-        "--multirun", "prompts=gsm8k", "verifier=token,lenient", "proposer.depth=2", *options(folder)
-    )  # fmt: skip
-    assert code == 0, errors
-    runs = [one.parent for one in (tmp_path / "out").glob("*/summary.json")]
-    assert len(runs) == 2
-    for run in runs:
-        arms = json.loads((run / "summary.json").read_text())["arms"]
-        assert all(one["accuracy"]["number"]["answers"] == 2 for one in arms.values())
-    assert cli("collect", "out")[0] == 0 and cli("report", "out", str(runs[0]))[0] == 0
-    assert "correct,correct_low" in (tmp_path / "out" / "table.csv").read_text().replace("_name", "")
-    assert "by the checker number" in (runs[0] / "report.html").read_text()
-
-
-@pytest.mark.nightly
-def test_certify_uses_the_templated_prompts(cli, folder):
-    more = ["task.samples=2000", "task.tokens=100"]
-    code, out, errors = cli("+experiment=certify", "prompts=mt_bench", "verifier=token", *more, *options(folder))
-    assert code == 0, errors + out
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("given", "message"),

@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from spec_lab.analysis.tracking import track
 from spec_lab.cli.commands import command
 from spec_lab.results import sweep
 from spec_lab.results.writer import Recorder, load
@@ -60,23 +59,6 @@ def link(file, given, to="file") -> None:
 # Symlinks
 
 
-@pytest.mark.nightly
-def test_links_under_names_that_are_written_are_not_followed(given, call):
-    for name in (".report.html.tmp", ".table.csv.tmp", ".table.parquet.tmp", "report.html", "table.csv"):
-        link(given / name, given)
-    assert call("collect", given)[0] == 0
-    assert call("report", given)[0] == 0
-    assert mine(given) == [("file", "mine")]
-    assert not (given / "report.html").is_symlink() and "seed" in (given / "table.csv").read_text()
-
-
-def test_a_latex_table_has_a_row_for_each_run(given, call):
-    file = given.parent / "table.tex"
-    code, output, _ = call("collect", given, "--latex", file)
-    rows = [line.partition(" & ")[0] for line in file.read_text().splitlines() if line.endswith(r"\\")]
-    assert code == 0 and rows == ["seed", "1", "2", "3"] and str(file) in output
-
-
 def test_a_pipe_that_nothing_reads_is_refused_as_a_table(given, call):
     pipe = given.parent / "pipe"
     os.mkfifo(pipe)
@@ -104,13 +86,6 @@ def test_parts_are_neither_written_nor_removed_through_a_link(given):
         with pytest.raises(ValueError, match="parts is a symlink"):
             act()
     assert {one.name for one in (given.parent / "mine").iterdir()} == {"file", "requests-000000.parquet"}
-
-
-def test_a_view_is_not_written_through_a_link(given):
-    link(given / "seed=1" / "wandb", given, ".")
-    with pytest.raises(ValueError, match="wandb is a symlink"):
-        track(given / "seed=1", mode="offline")
-    assert mine(given) == [("file", "mine")]
 
 
 def test_a_lock_that_is_not_a_regular_file_is_refused_and_the_other_runs_are_read(given, call):
@@ -152,14 +127,6 @@ def test_a_bad_file_is_named_and_the_other_runs_are_read(given, call, name, text
     assert set(pd.read_parquet(given / "table.parquet")["run"]) == {"seed=1", "seed=3"}
     code, output, errors = call("compare", given)
     assert code == 1 and "Compared" in output and f"seed=2/{name}" in errors
-
-
-@pytest.mark.nightly
-def test_a_report_of_a_sweep_shows_the_others(given, call):
-    (given / "seed=2" / "summary.json").write_text(DEEP)
-    code, _, errors = call("report", given, given / "seed=2", given / "seed=3")
-    assert code == 1 and "nested deeper" in errors
-    assert (given / "report.html").is_file() and (given / "seed=3" / "report.html").is_file()
 
 
 def test_a_pipe_does_not_block(given, call):

@@ -1,15 +1,12 @@
 """Ctrl-C at any moment: one line, exit code 130, no traceback, and nothing recorded as failed."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from spec_lab.cli import interrupt
-from spec_lab.results import sweep
 from tests import checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -48,23 +45,6 @@ def test_a_run_that_is_interrupted_during_an_import_ends_with_one_line(tiny, tmp
     assert done.returncode == 130, done.stderr
     assert done.stderr.split() == ["Interrupted."]
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("module", ["hydra", "torch", "transformers"])
-def test_a_sweep_that_is_interrupted_during_an_import_is_pending(tiny, tmp_path, module):
-    done = interrupted_at(module, tmp_path, "--multirun", *tiny, "seed=1,2")
-    assert done.returncode == 130, done.stderr
-    assert "Interrupted." in done.stderr and "Traceback" not in done.stderr
-    if module != "hydra":
-        assert "the same command with output_dir=swept" in done.stderr
-        assert [one.state for one in sweep.runs(tmp_path / "swept")] == ["pending", "pending"]
-
-
-def test_a_command_that_is_interrupted_during_an_import_ends_with_one_line(tmp_path):
-    done = interrupted_at("pandas", tmp_path, "state", "nowhere")
-    assert done.returncode == 130
-    assert done.stderr.split() == ["Interrupted."]
 
 
 @pytest.mark.parametrize(
@@ -118,16 +98,3 @@ def test_ctrl_c_outside_of_a_launcher_ends_the_process_and_inside_is_raised(tmp_
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (exit_code, errors)
-
-
-def test_a_ctrl_c_handler_of_the_caller_is_left_in_place():
-    before = signal.signal(signal.SIGINT, lambda *_: None)
-    try:
-        mine = signal.getsignal(signal.SIGINT)
-        interrupt.install(interrupt.Leave())
-        interrupt.change(interrupt.Raise())
-        with interrupt.Raising():
-            assert signal.getsignal(signal.SIGINT) is mine
-        assert not interrupt.interrupted()
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -5,22 +5,18 @@ import inspect
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from hydra._internal.utils import get_args_parser
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from spec_lab.analysis import metrics
-from spec_lab.cli.main import VERBOSE, conf, option_names, replace_flags, top_level_options, zoo
+from spec_lab.cli.main import conf, option_names, top_level_options, zoo
 from spec_lab.cli.subcommands import COMMANDS
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.tasks.certify.certificate import prove
@@ -138,10 +134,6 @@ def test_every_constraint_can_be_named_on_the_command_line(cli, file):
     assert code == 0, errors
 
 
-def test_the_experiments_are_these():
-    assert sorted(file.stem for file in Path(conf(), "experiment").glob("*.yaml")) == EXPERIMENTS
-
-
 @pytest.mark.parametrize("name", EXPERIMENTS)
 @pytest.mark.one_in(9)
 def test_every_experiment_composes_and_is_a_small_delta(cli, name):
@@ -218,30 +210,6 @@ def test_every_experiment_runs(cli, name, tmp_path):
         assert summary["nodes_per_step"] > 0 or name.startswith("ngram") or tree == "none"
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("tiny_zoo")
-def test_a_peer_that_does_not_support_the_sampling_is_skipped_with_a_message(cli, tmp_path):
-    drawn = ["sampling=temperature_1", "sampling.top_k=5", "target.dtype=float64", "max_new_tokens=4", "warmup=0"]
-    command = ["+experiment=peers", *drawn, "prompts.limit=1", "output_dir=here"]
-    code, _, errors = cli(*command)
-    assert code == 1
-    assert "peers.bare: " in errors and "leave it out with '~peers.bare'" in errors
-    code, _, errors = cli(*command, "~peers.bare")
-    assert code == 0, errors
-    arms = json.loads((tmp_path / "here" / "summary.json").read_text())["arms"]
-    assert "bare" not in arms and "assisted_same" in arms
-
-
-@pytest.mark.usefixtures("tiny_zoo")
-@pytest.mark.nightly
-def test_a_batch_at_temperature_1_with_another_verifier(cli, tmp_path):
-    swaps = ["verifier=traversal", "sampling=temperature_1", "prompts=prose", "batch_size=3", "target.dtype=float32"]
-    code, _, errors = cli("+experiment=draft_chain", *swaps, "max_new_tokens=6", "warmup=2", "output_dir=here")
-    assert code == 0, errors
-    tables = metrics.load(tmp_path / "here")
-    assert tables.rounds[tables.rounds["prefill"]].groupby("group")["live"].max().tolist() == [3, 1]
-
-
 def test_composing_imports_nothing_heavy(tmp_path):
     code = (
         "import sys; sys.argv = ['spec-lab', '--cfg', 'job']\n"
@@ -280,20 +248,6 @@ def test_a_run_from_any_directory_writes_to_output_dir(cli, tiny, tmp_path):
     manifest = json.loads((tmp_path / "here" / "manifest.json").read_text())
     assert manifest["config"]["sampling"]["temperature"] == 1
     assert manifest["weights_sha256"]["target"]
-
-
-def test_without_output_dir_a_run_has_a_directory_of_its_own(cli, tiny, tmp_path):
-    assert cli(*tiny, "prompts.limit=1", "name=mine", "baseline=false")[0] == 0
-    assert len(list(tmp_path.glob("outputs/mine/*/summary.json"))) == 1
-
-
-@pytest.mark.nightly
-def test_a_sweep_s_jobs_have_their_own_directories_and_a_failing_job_leaves_the_others_alone(cli, tiny, tmp_path):
-    code, _, errors = cli("--multirun", *tiny, "output_dir=swept", "prompts.limit=1", "proposer.depth=1,oops,2")
-    assert code == 1
-    assert "proposer.depth must be a whole number of 1 or more, not 'oops'" in errors
-    depths = {metrics.load(file.parent).steps["depth"].max() for file in tmp_path.glob("swept/*/summary.json")}
-    assert depths == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -368,12 +322,6 @@ def test_a_truncated_weight_file_is_refused_by_its_name(cli, tmp_path, part, ove
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("without", [["~arms", "~peers"], ["arms=null", "peers=null"]])
-@pytest.mark.nightly
-def test_arms_may_be_null_or_empty(cli, tiny, without):
-    assert cli(*tiny, "prompts.limit=1", *without)[0] == 0
-
-
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("overrides", "message"),
@@ -408,39 +356,6 @@ def test_options_that_nothing_reads_and_removed_ones_are_refused(cli, tiny, opti
 
 def test_version_is_that_of_the_package(cli):
     assert cli("--version") == (0, f"spec_lab {importlib.metadata.version('spec-lab')}\n", "")
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        (["-v", "--cfg", "job"], "verbose: true"),
-        (["--verbose", "+experiment=ngram_chain", "--cfg", "job"], "verbose: true"),
-        (["--cfg", "job", "-p", "_global_", "-v"], "verbose: true"),
-        (["seed=3", "name=x", "--cfg", "job", "--verbose"], "verbose: true"),
-        (["~peers", "--cfg", "job", "-v"], "verbose: true"),
-        (["-v", "verbose=false", "--cfg", "job"], "verbose: false"),
-        (["--cfg", "job"], "verbose: false"),
-    ],
-)
-def test_the_verbose_flag_of_a_run_sets_its_option_beside_hydra_s_own_flags(cli, arguments, shown):
-    code, output, errors = cli(*arguments)
-    assert (code, errors) == (0, "")
-    assert shown in output.splitlines()
-
-
-@pytest.mark.usefixtures("tiny_zoo")
-@pytest.mark.nightly
-def test_a_sweep_s_runs_are_the_same_with_the_verbose_flag(cli, tiny, tmp_path):
-    run = [*tiny, "prompts.limit=1", "baseline=false", "seed=1", "output_dir=swept"]
-    assert [cli(*run, "--multirun", *flag)[0] for flag in ([], ["-v"])] == [0, 0]
-    assert len(list(tmp_path.glob("swept/*/summary.json"))) == 1
-
-
-def test_the_verbose_flag_is_not_one_of_hydra_s():
-    hydra_flags = {flag for action in get_args_parser()._actions for flag in action.option_strings}
-    assert "--multirun" in hydra_flags and not {*VERBOSE} & hydra_flags
-    assert replace_flags(["--info", "-v"]) == ["verbose=true", "--info"], "else it would be --info's value"
 
 
 @pytest.mark.parametrize(
@@ -480,24 +395,6 @@ def test_a_former_name_of_an_option_is_refused_with_the_new_one(cli, tmp_path, o
         code, _, errors = cli(option, *many)
         assert code == 1 and f" is now called {new}\n" in errors
         assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.nightly
-def test_a_former_name_in_a_config_file_is_refused_with_the_new_one(cli, tiny, tmp_path):
-    for folder, text in (
-        ("experiment", "# @package _global_\nheal: true\n"),
-        ("constraint", "beside: true\n"),
-        ("task", "turns: 2\n"),
-    ):
-        (tmp_path / "conf" / folder).mkdir(parents=True)
-        (tmp_path / "conf" / folder / "mine.yaml").write_text(text)
-    for option, new in (
-        ("+experiment=mine", "token_healing"),
-        ("constraint=mine", "constraint.async_masks"),
-        ("task=mine", "task.repeats"),
-    ):
-        code, _, errors = cli("--config-dir", str(tmp_path / "conf"), *tiny, option)
-        assert code == 1 and f" is now called {new}\n" in errors
 
 
 @pytest.mark.one_in(4)
@@ -568,43 +465,8 @@ def test_aliases_that_stand_for_too_many_values_are_refused_before_they_are_expa
     assert errors.count("spec_lab: ") == 1 and not (tmp_path / "here").exists()
 
 
-def test_aliases_of_a_few_values_are_read(cli, tiny, tmp_path):
-    (tmp_path / "own" / "proposer").mkdir(parents=True)
-    (tmp_path / "own" / "proposer" / "mine.yaml").write_text(
-        "_target_: spec_lab.propose.ngram.Ngram.load\ndepth: &a 7\nmax_ngram: *a\nmore: [*a]\n"
-    )
-    code, output, _ = cli("--config-dir=own", *tiny, "proposer=mine", "--cfg=job", "--package=proposer")
-    assert code == 0 and "max_ngram: 7" in output
-    assert cli("explain", "proposer=mine", "--config-dir=own")[0] == 0
-
-
-@pytest.mark.parametrize("many", [[], ["--multirun"]])
-def test_a_symlink_that_leads_nowhere_is_named(cli, tiny, tmp_path, many):
-    (tmp_path / "link").symlink_to("nowhere/deep")
-    link = f"{tmp_path / 'link'} is a symlink to nowhere/deep, which leads nowhere; choose another"
-    for out in ("link", "link/run"):
-        code, _, errors = cli(*tiny, f"output_dir={out}", *many)
-        assert code == 1 and f"cannot write to output_dir={out}: {link} output_dir=DIR" in errors
-    assert not (tmp_path / "nowhere").exists()
-
-
-@pytest.mark.parametrize(("option", "many"), [("hydra.run.dir", []), ("hydra.sweep.dir", ["--multirun"])])
-def test_hydra_s_own_option_of_the_directory_is_checked_as_well(cli, tiny, tmp_path, option, many):
-    (tmp_path / "file").write_text("mine")
-    code, _, errors = cli(*tiny, "output_dir=here", f"{option}=file", *many)
-    why = f"cannot write to {option}=file: {tmp_path / 'file'} is not a directory; choose another {option}=DIR"
-    assert code == 1 and why in errors and "Traceback" not in errors
-    assert [one.name for one in tmp_path.iterdir()] == ["file"]
-
-
 def test_the_known_options_are_those_of_the_default_config(cli):
     assert top_level_options() == set(OmegaConf.create(cli("--cfg", "job")[1]))
-
-
-def test_a_value_without_default_is_required(cli, tiny):
-    code, _, errors = cli("prompts=jsonl", "proposer=ngram")
-    assert code == 1
-    assert "spec_lab: prompts.path has no default: give prompts.path=... on the command line" in errors
 
 
 @pytest.mark.parametrize("many", [[], ["--multirun"]])
@@ -662,16 +524,6 @@ def test_an_invalid_part_or_directory_is_refused_in_one_line(cli, tiny, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_whose_name_is_a_number_is_chosen_in_quotes(cli, tmp_path):
-    (tmp_path / "own" / "prompts").mkdir(parents=True)
-    shutil.copy(Path(conf(), "prompts", "jsonl.yaml"), tmp_path / "own" / "prompts" / "2024.yaml")
-    code, output, errors = cli(
-        "prompts='2024'", "prompts.path=here", "--config-dir=own", "--cfg=job", "--package=prompts"
-    )
-    assert code == 0, errors
-    assert "path: here" in output
-
-
 def test_ctrl_c_while_loading_is_reported(cli, tiny, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -680,31 +532,6 @@ def test_ctrl_c_while_loading_is_reported(cli, tiny, monkeypatch):
     code, _, errors = cli(*tiny)
     assert code == 130
     assert "Interrupted before anything was decoded" in errors
-
-
-@pytest.mark.nightly
-def test_ctrl_c_keeps_finished_groups_and_leaves_with_130(tiny, tmp_path):
-    many = checkpoints.prompts(tmp_path / "many.jsonl", checkpoints.TEXTS * 100)
-    options = ["output_dir=here", "max_new_tokens=200", "batch_size=1", f"prompts.path={many}"]
-    command = [sys.executable, "-m", "spec_lab", *tiny, *options]
-    process = subprocess.Popen(
-        command,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
-    )
-    first = tmp_path / "here" / "parts" / "requests-000000.parquet"
-    deadline = time.monotonic() + 300
-    while not first.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    errors = process.communicate(timeout=300)[1]
-    assert process.returncode == 130, errors
-    assert f"finished groups of {100 * len(checkpoints.TEXTS)} are in" in errors
-    assert "Traceback" not in errors
-    assert 1 <= metrics.load(tmp_path / "here").requests["group"].nunique() < 100 * len(checkpoints.TEXTS)
 
 
 @pytest.mark.nightly

@@ -11,13 +11,11 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import yaml
-from filelock import FileLock
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
-from spec_lab.cli.main import zoo
-from spec_lab.cli.search import _distribution, figures, launch, result
+from spec_lab.cli.search import _distribution, launch
 from spec_lab.results import sweep
 from spec_lab.results.writer import load
 from spec_lab.tasks.lab import Loop
@@ -238,54 +236,6 @@ def test_a_trial_whose_run_has_not_ended_is_tried_again(cli, tiny, tmp_path):
     assert len(complete(tmp_path / "swept")) == 4 and len(trials(tmp_path / "swept")) == 4 + len(left)
 
 
-@pytest.mark.nightly
-def test_when_every_trial_fails_one_line_reports_it(cli, tiny):
-    code, _, errors = cli(*tiny, "proposer.depth=no,never", "prompts.limit=1", "hydra.sweeper.n_trials=2")
-    assert code == 1
-    (line,) = [one for one in errors.splitlines() if one.startswith("spec_lab: ")]
-    assert line == "spec_lab: no trial has a value for tokens_per_second: spec-lab state swept prints what failed"
-    assert "Traceback" not in errors
-
-
-@pytest.mark.nightly
-def test_another_objective_is_another_study_of_the_same_runs(cli, tiny, tmp_path, decoded):
-    some = [*tiny, "proposer.depth=1,2", "prompts.limit=3", "max_new_tokens=12", "hydra.sweeper.n_trials=4"]
-    assert cli(*some)[0] == 0
-    assert sorted(decoded) == [1] * 3 + [2] * 3, "the same parameters are the same run"
-    code, output, errors = cli(*some, "hydra.sweeper.objective=intervals.tau_pooled.low")
-    assert code == 0, errors
-    assert len(decoded) == 6 and "best intervals.tau_pooled.low of 4 trials" in output
-    for one in trials(tmp_path / "swept", "intervals.tau_pooled.low"):
-        assert (
-            one.value
-            == json.loads((folder_of(one, tmp_path / "swept") / "summary.json").read_text())["intervals"]["tau_pooled"][
-                "low"
-            ]
-        )
-    assert {one.value for one in trials(tmp_path / "swept")} != {
-        one.value for one in trials(tmp_path / "swept", "intervals.tau_pooled.low")
-    }
-
-
-@pytest.mark.nightly
-def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_path):
-    assert cli(*tiny, "baseline=true", "proposer.depth=1,2", "hydra.sweeper.n_trials=1")[0] == 0
-    (run,) = sweep.runs(tmp_path / "swept")
-    summary = json.loads((run.folder / "summary.json").read_text())
-    names = figures()
-    some = {"tokens_per_second", "speedup.mean", "speedup.low", "tau_pooled", "phase_seconds.probabilities"}
-    assert some <= set(names)
-    for name in names:
-        found = summary
-        for part in name.split("."):
-            found = found[part]
-        assert found is None or isinstance(found, int | float), name
-        assert result(name, run.folder) == found
-    for name in ("nothing", "speedup", "speedup.middle", "tokens_per_second.low", "expected_kind"):
-        assert name not in names
-        assert result(name, run.folder) is None
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -322,16 +272,6 @@ def test_an_invalid_search_is_refused_in_one_line_before_anything_is_written(cli
     assert not (tmp_path / "swept").exists()
 
 
-def test_a_missing_extra_is_named(cli, tiny, tmp_path, monkeypatch):
-    (tmp_path / "swept").mkdir()
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    code, _, errors = cli(*tiny, *SPACE)
-    assert code == 1
-    (line,) = errors.splitlines()
-    assert line.startswith("spec_lab: hydra/sweeper=search requires the extra search")
-    assert line.endswith("pip install 'spec-lab[search]'")
-
-
 @pytest.mark.nightly
 def test_runs_that_cannot_be_compared_are_not_added_to_a_search(cli, tiny, tmp_path, decoded):
     few = [*tiny, "prompts.limit=1", "hydra.sweeper.n_trials=1"]
@@ -352,16 +292,6 @@ def test_runs_that_cannot_be_compared_are_not_added_to_a_search(cli, tiny, tmp_p
     assert len(trials(tmp_path / "swept")) == len(trials(tmp_path / "swept", "other")) == 1
 
 
-@pytest.mark.nightly
-def test_a_search_belongs_to_one_process(cli, tiny, tmp_path):
-    (tmp_path / "swept").mkdir()
-    with FileLock(tmp_path / "swept" / ".search.lock"):
-        code, _, errors = cli(*tiny, *SPACE, "hydra.sweeper.n_trials=1")
-    assert code == 1
-    assert errors.startswith("spec_lab: the search in swept is locked by another process")
-    assert cli(*tiny, *SPACE, "prompts.limit=1", "hydra.sweeper.n_trials=1")[0] == 0
-
-
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "text", ["no journal " * 100, '{"op_code":0}\n{"op_code"\n{"op_code":0}\n', '{"op_code":99}\n']
@@ -374,18 +304,6 @@ def test_a_damaged_journal_is_named_and_left_as_it_is(cli, tiny, tmp_path, text)
     assert code == 1
     assert line.startswith("spec_lab: swept/study.jsonl is not a journal of Optuna ")
     assert (tmp_path / "swept" / "study.jsonl").read_text() == text
-
-
-@pytest.mark.nightly
-def test_an_unfinished_line_at_the_end_of_the_journal_is_dropped(cli, tiny, tmp_path, decoded):
-    few = [*tiny, "proposer.depth=1,2", "prompts.limit=1", "hydra.sweeper.n_trials=2"]
-    assert cli(*few)[0] == 0
-    file, ran = tmp_path / "swept" / "study.jsonl", len(decoded)
-    lines = file.read_bytes()
-    for ending in (b'{"op_code":', b"{"):
-        file.write_bytes(lines + ending)
-        assert cli(*few)[0] == 0
-        assert file.read_bytes() == lines and len(decoded) == ran
 
 
 @pytest.mark.parametrize(
@@ -407,15 +325,6 @@ def test_choices_are_written_as_in_a_sweep():
     assert [f"x={one}" for one in choices] == [f"x={one}" for one in override.sweep_string_iterator()]
 
 
-@pytest.mark.nightly
-def test_a_sampler_without_further_candidates_ends_the_search(cli, tiny, tmp_path):
-    sampler = "hydra.sweeper.sampler._target_=optuna.samplers.BruteForceSampler"
-    code, _, errors = cli(*tiny, "proposer.depth=1,2", "prompts.limit=1", "hydra.sweeper.n_trials=9", sampler)
-    assert code == 0, errors
-    assert {one.params["proposer.depth"] for one in complete(tmp_path / "swept")} == {1, 2}
-    assert len(complete(tmp_path / "swept")) == 2
-
-
 def test_trials_with_the_same_options_share_a_run_and_values_are_read_from_files_unless_it_failed(tmp_path):
     asked = []
 
@@ -433,33 +342,3 @@ def test_trials_with_the_same_options_share_a_run_and_values_are_read_from_files
     assert asked == [([one, two, three, four], 7)]
     assert values == [3.5, 2.5, 3.5, None, 3.5, None]
     assert [run.overrides for run in sweep.runs(tmp_path)] == [(f"seed={seed}",) for seed in (1, 2, 3, 4)]
-
-
-@pytest.mark.nightly
-def test_trials_run_in_parallel(cli, tiny, tmp_path):
-    side_by_side = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "hydra.sweeper.n_jobs=2"]
-    code, output, errors = cli(*tiny, *SPACE, *side_by_side, "prompts.limit=1", "hydra.sweeper.n_trials=3")
-    assert code == 0, errors
-    assert len(complete(tmp_path / "swept")) == 3 and "best tokens_per_second of 3 trials" in output
-
-
-@pytest.mark.nightly
-def test_the_experiment_tunes_nodes_and_depth_of_the_tree(cli, tmp_path):
-    folder = checkpoints.zoo(tmp_path / "zoo")
-    OmegaConf.register_new_resolver("zoo", lambda name: str(folder / name), replace=True)
-    try:
-        short = ["target.dtype=float32", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "output_dir=tuned"]
-        code, output, errors = cli("+experiment=tune_tree", *short, "hydra.sweeper.n_trials=4")
-    finally:
-        OmegaConf.register_new_resolver("zoo", zoo, replace=True)
-    assert code == 0, errors
-    assert "tuned: best speedup.mean of 4 trials: " in output and "proposer.max_nodes=" in output.splitlines()[-1]
-    trees = set()
-    for one in trials(tmp_path / "tuned", "speedup.mean"):
-        tree = json.loads((folder_of(one, tmp_path / "tuned") / "manifest.json").read_text())["proposers"][
-            "speculative"
-        ]["tree"].split()
-        assert len(tree) <= one.params["proposer.max_nodes"]
-        assert max(path.count(".") + 1 for path in tree) <= one.params["proposer.max_depth"]
-        trees.add(tuple(tree))
-    assert len(trees) > 1

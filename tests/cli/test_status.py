@@ -26,21 +26,6 @@ def test_on_a_terminal_each_message_replaces_the_previous_one_and_none_remains(m
     assert screen.getvalue() == f"{CLEAR}Loading {'x' * 17} ...{CLEAR}Self-check ...{CLEAR}"
 
 
-def test_a_warning_remains_on_the_screen(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", screen := Terminal())
-    with Status():
-        LOG.info("Loading")
-        LOG.warning("busy")
-    assert screen.getvalue() == f"{CLEAR}Loading ...{CLEAR}busy\n{CLEAR}"
-
-
-def test_without_a_terminal_a_short_start_shows_nothing(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", file := io.StringIO())
-    with Status():
-        LOG.info("Loading")
-    assert file.getvalue() == ""
-
-
 def test_without_a_terminal_the_last_message_is_printed_again_and_again(monkeypatch):
     monkeypatch.setattr(sys, "stderr", file := io.StringIO())
     printed = Event()

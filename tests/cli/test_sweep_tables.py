@@ -3,7 +3,6 @@
 import io
 
 import pandas as pd
-import pytest
 from rich.console import Console
 
 from spec_lab.cli.sweep_tables import print_results, print_sweep
@@ -41,43 +40,12 @@ def test_each_varied_option_has_a_column_and_each_run_a_line(tmp_path, monkeypat
     assert all(row[4:7] == ["1.50", "[1.25,", "1.75]"] for row in table[1:5]) and max(map(len, lines)) <= 80
 
 
-def test_options_that_do_not_fit_are_explained_below_by_number(tmp_path, monkeypatch):
-    jobs = [[f"prompts.path=a/rather/long/path/of/prompts/{name}.jsonl", f"target.path=another/long/path/{name}"]
-            for name in ("first", "second")]  # fmt: skip
-    lines = swept(tmp_path, jobs, monkeypatch)
-    table = [line.split() for line in lines if line.strip("─ ")]
-    assert table[0][0] == "speed-up" and [row[:2] for row in table[1:3]] == [["1", "1.50"], ["2", "1.50"]]
-    said = " ".join(" ".join(lines).split())
-    assert "2: prompts.path=a/rather/long/path/of/prompts/second.jsonl, target.path=another/long/path/second" in said
-
-
-@pytest.mark.parametrize("mean", [True, False])
-def test_a_sweep_without_intervals_or_speed_ups_has_a_table(tmp_path, monkeypatch, mean):
-    without = ["speedup_low", "speedup_high", *["speedup"] * (not mean)]
-    lines = swept(tmp_path, [["seed=1"], ["seed=2"]], monkeypatch, without=without)
-    table = [line.split() for line in lines if line.strip("─ ")][1:3]
-    assert table == [[seed, *["1.50"] * mean, "1234.5", tau, "2.25"] for seed, tau in (("1", "2.50"), ("2", "3.50"))]
-
-
 def test_runs_whose_times_cannot_be_trusted_are_named_above_the_table(tmp_path, monkeypatch):
     lines = swept(tmp_path, [["seed=1"], ["seed=2"]], monkeypatch, verdict="doubtful", verdict_reasons="4 groups; load")
     heading = next(place for place, line in enumerate(lines) if "speed-up" in line)
     said = lines[:heading]
     assert any("2 doubtful" in line for line in said)
     assert [line for line in said if "seed=" in line] == [f"seed={n}: doubtful: 4 groups; load" for n in (1, 2)]
-
-
-def test_of_reliable_runs_and_of_older_ones_only_the_number_is_printed(tmp_path, monkeypatch):
-    lines = swept(tmp_path / "new", [["seed=1"], ["seed=2"]], monkeypatch, verdict="reliable", verdict_reasons=None)
-    assert "2 reliable" in lines[0] and not any("seed=" in line for line in lines)
-    assert not any("erdict" in line for line in swept(tmp_path / "old", [["seed=1"]], monkeypatch))
-
-
-@pytest.mark.parametrize("checked", [True, False])
-def test_accuracy_stands_beside_speed_where_answers_were_checked(tmp_path, monkeypatch, checked):
-    more = {"correct": 0.5, "correct_low": 0.25, "correct_high": 0.75} if checked else {}
-    text = "\n".join(swept(tmp_path, [["seed=1"], ["seed=2"]], monkeypatch, **more))
-    assert ("50.0% [25.0%, 75.0%]" in text and "correct [95 %]" in text) == checked
 
 
 def test_the_state_of_each_run_is_on_one_line(tmp_path):

@@ -17,27 +17,12 @@ def test_train_composes_what_its_experiment_composes(cli):
     assert short[0] == 0 and OmegaConf.create(short[1]).task.rows == 4
 
 
-def test_train_supports_the_flags_of_runs(cli):
-    code, output, _ = cli("train", "eagle3", "-v", "--cfg", "job")
-    assert code == 0 and "verbose: true" in output.splitlines()
-
-
 def test_the_help_of_train_names_the_experiments(cli):
     code, output, _ = cli("train", "--help")
     assert code == 0
     assert "+experiment=train_NAME" in output
     assert "eagle3" in trainings() and all(name in output for name in trainings())
     assert all(Path(conf(), "experiment", f"train_{name}.yaml").is_file() for name in trainings())
-
-
-def test_the_help_of_a_training_prints_its_options(cli):
-    code, output, _ = cli("train", "eagle3", "--help")
-    assert code == 0 and "Eagle3Recipe" in output
-
-
-def test_trainings_answer_several_prompts_together():
-    for name in trainings():
-        assert OmegaConf.load(Path(conf(), "experiment", f"train_{name}.yaml")).batch_size >= 16, name
 
 
 @pytest.mark.one_in(4)
@@ -55,23 +40,6 @@ def test_a_wrong_training_is_refused_by_its_name(cli, tmp_path, given, code, fac
     assert found == code
     assert all(fact in errors.lower() for fact in facts)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize(
-    ("line", "some"),
-    [
-        ("spec-lab tr", ["track", "train"]),
-        ("spec-lab train ", ["eagle3"]),
-        ("spec-lab train ea", ["eagle3"]),
-        ("spec-lab train eagle3 task.ro", ["task.rows="]),
-        ("spec-lab train eagle3 prompts=j", ["prompts=json", "prompts=jsonl"]),
-    ],
-)
-def test_the_shell_completes_trainings_and_their_options(cli, monkeypatch, line, some):
-    monkeypatch.setenv("COMP_LINE", line)
-    code, output, _ = cli("-sc", "query=bash")
-    assert code == 0 and {*some} <= {*output.split()}
 
 
 @pytest.mark.parametrize("name", ["block", "kangaroo", "pard"])

@@ -221,34 +221,7 @@ def test_what_texts_cannot_identify_is_refused_by_name(target):
         Along.of(replace(trees, texts={}))
 
 
-def test_a_policy_s_decisions_are_not_followed_along_the_text():
-    trees = recorded_text((1, 0, 2, 1))
-    own = {**trees.proposer, "tree": "1x1"}
-    assert along.static(replace(trees, proposer=own), Subtree()) == parse("1x1")
-    for policy in ({"name": "threshold", "rule": "svip"}, {"name": "fixed", "depth": 1}):
-        cut = replace(trees, proposer={**own, "policy": policy})
-        for subtree in (Subtree(), Subtree(depth=1)):
-            with pytest.raises(NeedsModel, match=f"policy '{policy['name']}' decided .* name a shape"):
-                along.static(cut, subtree)
-        assert along.static(cut, Subtree.parse("1x1")) == parse("1x1")
-
-
 UNSEEN = [0.05, 0.05, 0.05, 0.3, 0.3, 0.25]  # the likeliest tokens are not among three that are recorded
-
-
-def test_points_that_may_not_be_recorded_are_refused():
-    text, first, two = (0, 0, 0, 0), Rule(parse("1"), "point"), Rule(parse("2"), "point")
-    assert along.evaluate(repeated(UNSEEN, text), Match(), [(1.0, first)]).steps.tolist() == [[3.0]]
-    for rule in (first, two):
-        with pytest.raises(NeedsModel, match=r"draft tokens may include .* at 4 of 4 rows; set a larger record_top"):
-            along.evaluate(repeated(UNSEEN, text, top=3), Match(), [(1.0, rule)])
-    seen = [0.4, 0.05, 0.05, 0.25, 0.15, 0.1]  # the likeliest is recorded, the second is not
-    for rule in (first, two):
-        found = [along.evaluate(repeated(seen, text, top), Match(), [(1.0, rule)]).steps for top in (None, 3)]
-        assert found[0].item() == found[1].max() == found[1].min() == 2
-    with pytest.raises(NeedsModel, match="set a larger record_top"):
-        along.evaluate(repeated(seen, (1, 1, 1, 1), top=3), Match(), [(1.0, two)])
-    assert along.evaluate(repeated(seen, (1, 1, 1, 1), top=3), Match(), [(1.0, first)]).steps.max() == 3
 
 
 def test_a_confidence_reads_the_largest_probability_even_of_a_token_that_is_not_recorded():

@@ -2,10 +2,8 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from io import StringIO
 from itertools import combinations
-from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -13,7 +11,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from spec_lab.analysis.metrics.intervals import Interval
 from spec_lab.cli.commands import command
 from spec_lab.core.draft import Draft, tree
 from spec_lab.core.probabilities import Sampling
@@ -22,7 +19,6 @@ from spec_lab.propose.trees import parse
 from spec_lab.replay import bounds, pseudo_tokens
 from spec_lab.replay.bounds import acceptance, best_points, bounds_of, tree_gain
 from spec_lab.replay.optimum import by_rank, modelled, optimal_acceptance
-from spec_lab.replay.show import print_bounds
 from spec_lab.replay.trees import RunVerifier
 from spec_lab.tasks.benchmark import run
 from spec_lab.tasks.verifier_study import study_verifiers
@@ -30,7 +26,7 @@ from spec_lab.verify import KSeq, Match, Token, Traversal
 from tests.distributions.tabular import Outputs, World, every_draft
 from tests.labs import Repeat, lab, settings
 from tests.propose.lab import draft_model
-from tests.replay.recorded import COLD, by_hand, decoded
+from tests.replay.recorded import by_hand, decoded
 
 RECORDING = Recording(top=8)
 CONFIG = {"target": {"path": "tiny"}, "record": "replay", "verifier": {"_target_": "spec_lab.verify.Token"}}
@@ -217,42 +213,6 @@ def test_what_has_no_bound_says_why(target):
     assert set(bounds_of(raced).summary()) == {"needs"}
 
 
-def test_greedy_runs_have_bounds_too(target):
-    arm = bounds_of(used(decoded(target, "point", "2x1", COLD)[0], "match"))
-    assert by_name(arm)["match"].share.mean == pytest.approx(1) or arm.optimum.mean == 1
-    assert total(arm, by_name(arm)["match"]) == pytest.approx(0, abs=1e-12)
-
-
-def test_trees_of_which_nothing_can_be_accepted_have_no_share():
-    draft = Draft(tree(parse("1x1")), torch.tensor([1, 1]))
-    arm = bounds_of(used(by_hand(draft, np.array([[1.0, 0.0, 0.0]] * 3)), "token"))
-    own = by_name(arm)["token"]
-    assert np.isnan(own.share.mean) and np.isnan(own.share_first.mean) and arm.optimum.mean == own.tau.mean == 1
-    assert own.lost["draft"].mean == 2
-    console = quiet()
-    print_bounds({"speculative": arm}, console)
-    assert "nan" not in console.file.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("lenient:lenience=0.3", ["lenient", "lenience=0.3,", "lossy", "*"]),
-        ("typical:threshold=0.25,alpha=0.5", ["typical", "threshold=", "0.25,", "alpha=0.5,", "lossy"]),
-    ],
-)
-def test_names_of_verifiers_break_between_words(target, name, words):
-    arm = bounds_of(decoded(target, "iid", "2x1")[0])
-    wide = Interval(2.71, 2.61, 2.81)
-    own = replace(arm.verifiers[0], name=name, lossless=False, used=True, tau=wide)
-    console = Console(file=StringIO(), width=80)
-    print_bounds({"speculative": replace(arm, verifiers=(own,))}, console)
-    lines = console.file.getvalue().splitlines()
-    shown = " ".join(line[:20] for line in lines).split()
-    assert all(word in shown for word in words) and max(map(len, lines)) <= 80
-    assert "2.71 [2.61, 2.81]" in console.file.getvalue()
-
-
 @pytest.mark.nightly
 def test_the_command_prints_every_arm_and_writes_all_numbers(recorded, tmp_path):
     console = quiet()
@@ -267,60 +227,6 @@ def test_the_command_prints_every_arm_and_writes_all_numbers(recorded, tmp_path)
 
 
 @pytest.mark.nightly
-def test_summary_and_report_have_the_bounds(recorded):
-    summary = json.loads((recorded / "summary.json").read_text())
-    found = bounds.of_run(recorded)
-    for name, arm in found.items():
-        own = by_name(arm)["token"]
-        written = summary["bounds"][name]["verifiers"]["token"]
-        assert written["used"] and written["share"]["mean"] == pytest.approx(own.share.mean)
-        assert sum(one["mean"] for one in written["lost"].values()) == pytest.approx(arm.depth + 1 - own.tau.mean)
-        assert summary["arms"][name]["share_of_optimum"]["mean"] == pytest.approx(own.share.mean)
-        assert summary["arms"][name]["optimum_tau"]["mean"] == pytest.approx(arm.optimum.mean)
-    assert "share_of_optimum" not in summary["arms"]["baseline"]
-    assert command(["report", str(recorded)], quiet()) == 0
-    page = (recorded / "report.html").read_text()
-    assert "share, first level" in page and "token (used)" in page and (recorded / "figures" / "lost.svg").exists()
-
-
-@pytest.mark.nightly
-def test_a_run_with_many_rows_or_without_bounds_ends_all_the_same(recorded, monkeypatch):
-    assert bounds.for_summary(recorded).keys() == bounds.of_run(recorded).keys()
-    assert not any(one.needs for one in bounds.for_summary(recorded).values())
-    with monkeypatch.context() as patched:
-        patched.setattr(bounds, "MOST_ROWS", 1)
-        found = bounds.for_summary(recorded)
-        assert found.keys() == bounds.of_run(recorded).keys()
-        assert all("spec-lab bounds DIR" in one.summary()["needs"] for one in found.values())
-    monkeypatch.setattr(bounds, "of_run", Mock(side_effect=ValueError("different sampling")))
-    assert {one.needs for one in bounds.for_summary(recorded).values()} == {"different sampling"}
-
-
-@pytest.mark.nightly
-def test_that_bounds_were_skipped_is_printed_and_in_the_report(tmp_path, monkeypatch):
-    monkeypatch.setattr(bounds, "MOST_ROWS", 1)
-    one = lab(("a b",), 1.0, proposer=named("1x1"), verifiers={"token": Token()})
-    own = dict(record="replay", record_top=61, batch_size=1, max_new_tokens=4)
-    for name, work in (("run", run), ("study", partial(study_verifiers, every=4, repeats=1))):
-        console = quiet()
-        assert work(one, settings(tmp_path / name, **own), CONFIG, console) == 0
-        rows = len(pd.read_parquet(tmp_path / name / "replay.parquet"))
-        why = f"{rows} rows were recorded: spec-lab bounds DIR computes the bounds"
-        assert json.loads((tmp_path / name / "summary.json").read_text())["bounds"] == {"speculative": {"needs": why}}
-        assert f"No bounds of draft_chain: {why}." in " ".join(console.file.getvalue().split())
-    assert command(["report", str(tmp_path / "run")], quiet()) == 0
-    assert why.partition(" ")[2] in (tmp_path / "run" / "report.html").read_text()
-
-
-@pytest.mark.nightly
-def test_a_run_without_recording_has_none(tmp_path):
-    assert run(lab(), settings(tmp_path / "out"), {"target": {"path": "tiny"}}, quiet()) == 0
-    assert "bounds" not in json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert command(["report", str(tmp_path / "out")], quiet()) == 0
-    assert "<h2>Bounds" not in (tmp_path / "out" / "report.html").read_text()
-
-
-@pytest.mark.nightly
 def test_a_study_has_them_too(tmp_path):
     one = lab(temperature=1.0, proposer=named("2x1"), verifiers={"token": Token(), "kseq": KSeq()})
     own = settings(tmp_path / "out", record="replay", record_top=61, batch_size=1)
@@ -331,10 +237,3 @@ def test_a_study_has_them_too(tmp_path):
     assert found["verifiers"]["kseq"]["tau"]["mean"] == pytest.approx(1 + expected, rel=1e-5)
     share = summary["proposers"]["speculative"]["verifiers"]["kseq"]["share_of_bound"]["mean"]
     assert share > 0 and 0.7 < found["verifiers"]["kseq"]["share_first"]["mean"] <= 1.3
-
-
-def test_the_command_names_what_is_missing(recorded, tmp_path, capsys):
-    assert command(["bounds", str(recorded), "--arms", "other"], quiet()) == 1
-    assert "has no recorded arm 'other'" in capsys.readouterr().err
-    assert command(["bounds", str(tmp_path)], quiet()) == 1
-    assert "is no folder of a run" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from spec_lab.results.sweep import INTERRUPTED
 from spec_lab.tasks import benchmark
 from spec_lab.tasks.benchmark import run
 from spec_lab.tasks.verifier_study import study_verifiers
-from spec_lab.verify import Lenient, Token, Traversal
+from spec_lab.verify import Lenient, Token
 from tests.labs import TEXTS, Repeat, lab, settings
 from tests.propose.lab import draft_model
 
@@ -42,16 +42,6 @@ def recorded(tmp_path_factory):
     out = tmp_path_factory.mktemp("recorded") / "out"
     one = lab(temperature=1.0, proposer=named("2x1"), more_proposers={"repeat": Repeat()})
     assert run(one, settings(out, record="replay", record_top=8), CONFIG, quiet()) == 0
-    return out
-
-
-@pytest.fixture(scope="module")
-def studied(tmp_path_factory):
-    """A finished verifier study with drafts at every position."""
-    out = tmp_path_factory.mktemp("studied") / "out"
-    one = lab(temperature=1.0, proposer=named("1x1"), verifiers={"token": Token(), "traversal": Traversal()})
-    own = settings(out, record="replay", record_top=61, batch_size=1)
-    assert study_verifiers(one, own, CONFIG, quiet(), every=1, repeats=1) == 0
     return out
 
 
@@ -114,21 +104,6 @@ def test_a_share_of_the_steps_is_the_same_in_a_second_run(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_study_records_every_position(studied):
-    trees = read(studied)["speculative"]
-    for request, text in trees.texts.items():
-        own = trees.steps[trees.steps["request"] == request]["position"]
-        assert own.tolist() == list(range(text.prompt + 1, text.prompt + len(text.tokens)))
-    frame = replay(studied, Options(["token"], ["all", "1", "3x1"]))
-    along = frame[frame["method"] == "along"].set_index("shape")
-    assert sorted(along.index) == ["1", "3x1", "all"] and (along["bound_kind"] == "exact").all()
-    assert along["tau"]["1"] < along["tau"]["all"] < along["tau"]["3x1"] + 1
-    means = pd.read_parquet(studied / "recorded.parquet").groupby("verifier")["expected_accepted"].mean()
-    steps = frame[(frame["method"] == "steps") & (frame["shape"] == "all")]["tau"].item()
-    assert steps == pytest.approx(1 + means["token"], rel=1e-5)
-
-
-@pytest.mark.nightly
 def test_the_texts_of_a_lossy_run_are_not_followed_and_those_of_a_study_are(tmp_path):
     lenient, token = Lenient(0.5), Token()
     config = {**CONFIG, "verifier": {"_target_": "spec_lab.verify.Lenient", "lenience": 0.5}}
@@ -165,15 +140,6 @@ def test_whether_a_run_is_lossless_follows_from_its_manifest():
         assert RunVerifier.of(manifest) is None
 
 
-def test_lossy_designs_are_printed_last_and_marked(recorded):
-    console = quiet()
-    verifiers = ["lenient:lenience=0.2", "lenient:lenience=1", "token", "typical"]
-    assert command(["replay", str(recorded), "--verifiers", *verifiers, "--shapes", "all"], console) == 0
-    rows = [line for line in console.file.getvalue().splitlines() if line.startswith(" steps")]
-    lossy = [("lossy" in line, any(name in line for name in ("lenience=0.2", "typical"))) for line in rows]
-    assert lossy == [(False, False)] * 4 + [(True, True)] * 4  # of two arms
-
-
 def test_the_command_prints_a_sorted_table_and_writes_all_designs(recorded, tmp_path):
     console = quiet()
     assert command(["replay", str(recorded), "--csv", str(tmp_path / "all.csv")], console) == 0
@@ -196,21 +162,6 @@ def test_the_command_prints_a_sorted_table_and_writes_all_designs(recorded, tmp_
     wanted = sum(len(designs.designs(one, Options())) for one in read(recorded).values())
     keys = ["arm", "verifier", "shape"]
     assert len(frame.drop_duplicates(keys)) == wanted
-
-
-@pytest.mark.nightly
-def test_the_command_names_what_is_missing(recorded, tmp_path, capsys):
-    plain = tmp_path / "plain"
-    assert run(lab(), settings(plain), {"target": {"path": "tiny"}}, quiet()) == 0
-    for arguments, why in (
-        ([str(plain)], "run it with record=replay"),
-        ([str(recorded), "--arms", "other"], "has no recorded arm 'other'; it has repeat, speculative"),
-        ([str(recorded), "--verifiers", "tokens"], "replay has no verifier 'tokens'"),
-        ([str(recorded), "--shapes", "deep=2"], "a shape is 'all', limits such as"),
-        ([str(recorded), "--shapes", "0.5*1+0.2*2"], "shares of a mixture sum to 1"),
-    ):
-        assert command(["replay", *arguments], quiet()) == 1
-        assert why in capsys.readouterr().err
 
 
 def floats(values) -> bytes:
@@ -264,15 +215,6 @@ def test_a_damaged_table_is_refused_by_row_and_column(recorded, tmp_path, capsys
             assert f"row {frame['id'][place]}" in shown
 
 
-def test_damaged_sampling_parameters_are_refused(recorded, tmp_path, capsys):
-    folder = shutil.copytree(recorded, tmp_path / "copy")
-    frame = pd.read_parquet(folder / "replay.parquet")
-    for value in ("[]", "{", '{"heat": 1}'):
-        frame.assign(sampling=value).to_parquet(folder / "replay.parquet", index=False)
-        assert command(["replay", str(folder)], quiet()) == 1
-        assert "column sampling" in capsys.readouterr().err
-
-
 def test_a_missing_table_and_one_without_rows_are_named(recorded, tmp_path, capsys):
     folder = shutil.copytree(recorded, tmp_path / "copy")
     frame = pd.read_parquet(folder / "replay.parquet")
@@ -284,31 +226,6 @@ def test_a_missing_table_and_one_without_rows_are_named(recorded, tmp_path, caps
     for name in ("replay", "bounds"):
         assert command([name, str(folder)], quiet()) == 1
         assert "replay.parquet is missing" in capsys.readouterr().err
-
-
-def test_a_sweep_and_a_file_are_no_folder_of_a_run(recorded, tmp_path, capsys):
-    (tmp_path / "sweep.json").write_text("{}")
-    for name in ("replay", "bounds"):
-        assert command([name, str(tmp_path)], quiet()) == 1
-        shown = capsys.readouterr().err
-        assert f"{tmp_path} is a sweep: name the folder of one of its runs (spec-lab state {tmp_path})" in shown
-    file = recorded / "replay.parquet"
-    assert command(["bounds", str(file)], quiet()) == 1
-    assert f"{file} is no folder of a run but a file: name the run's output_dir" in capsys.readouterr().err
-
-
-def test_constraints_and_wrong_options_are_refused(tmp_path):
-    one = lab()
-    with pytest.raises(ValueError, match="record=replay supports no constraint yet"):
-        lab(applied=object()).arms(settings(tmp_path, record="replay"))
-    for changes, why in (
-        ({"record": "all"}, "record must be one of auto, drafts, replay, none"),
-        ({"record_top": 0}, "record_top must be a whole number"),
-        ({"record_share": 0.0}, "record_share must be above 0"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            settings(tmp_path, **changes)
-    assert one.arms(settings(tmp_path, record="replay"))["baseline"].record.top == 0
 
 
 def test_a_recording_that_does_not_fit_into_memory_is_refused_before_it_is_read(recorded, tmp_path, monkeypatch):

@@ -41,18 +41,6 @@ def test_no_lossless_verifier_accepts_more(shape, drawn):
             assert Outputs.of_drafts(world, verifier, draft, probability).accepted <= optimum + 1e-9
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("drawn", WAYS)
-@pytest.mark.parametrize("shape", [*SMALL, "2x2", "3x1", "2x1x1", "0 1 0.0 0.1 1.0", "0 1 0.0 0.0.0"])
-def test_no_lossless_verifier_accepts_more_on_many_toys(shape, drawn):
-    for seed in range(12):
-        world = World(seed, v=3, plain=seed % 3 == 0)
-        draft, probability = every_draft(world, tree(parse(shape)), drawn)
-        optimum, most = most_accepted(draft, probability, world.p), bound(world, draft, probability)
-        assert most >= optimum - 1e-9
-        assert Outputs.of_drafts(world, Traversal(), draft, probability).accepted <= optimum + 1e-9
-
-
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("drawn", WAYS)
 @pytest.mark.parametrize("shape", ["2x1", "0 1 0.0"])
@@ -139,14 +127,6 @@ def _lumped(draft, p, v):
 
     token = torch.from_numpy(np.searchsorted(used, draft.token.numpy()))
     return Draft(draft.shape, token, draft.drawn, less(draft.q), draft.q_row), less(p)
-
-
-def test_mixed_ways_are_refused():
-    shape = tree(((0,), (1,)))
-    q = torch.full((1, 4), 0.25, dtype=torch.float64)
-    mixed = Draft(shape, torch.tensor([0, 1]), np.array([0, 1], dtype=np.int8), q, np.array([0, -1, -1]))
-    with pytest.raises(ValueError, match="iid and point"):
-        levels(mixed, torch.full((3, 4), 0.25, dtype=torch.float64))
 
 
 def test_acceptance_by_rank_sums_to_the_optimum_of_all_children():

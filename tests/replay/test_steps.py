@@ -30,7 +30,7 @@ from spec_lab.replay.show import print_table
 from spec_lab.replay.trees import NeedsModel
 from spec_lab.verify import Cascade, KSeq, Lenient, Match, Relaxed, Token, Traversal, Typical
 from tests.propose.lab import WARM
-from tests.replay.recorded import COLD, by_hand, decoded, without_nodes
+from tests.replay.recorded import by_hand, decoded, without_nodes
 
 ALL = (Token(), Traversal(), Match(), KSeq(), Cascade(), Lenient(0.6), Typical(), Relaxed(3, 0.2))
 
@@ -71,12 +71,6 @@ def test_with_full_rows_the_recorded_run_s_expectation_is_replayed(target, drawn
     mean = 1 + rows[~rows["prefill"]]["expected_accepted"].mean()
     assert one.bound_low == one.bound_high == one.tau == pytest.approx(mean)
     assert np.isnan([one.low, one.high]).all(), "fewer than eight requests have no interval"
-
-
-def test_greedy_runs_are_replayed_too(target):
-    trees, rows = decoded(target, "point", "2x1", COLD)
-    (sums,) = steps.evaluate(trees, Match(), [Subtree()])
-    assert sums.tokens.sum() == (1 + rows[~rows["prefill"]]["expected_accepted"]).sum()
 
 
 @pytest.mark.parametrize("drawn", ["iid", "without", "point"])
@@ -213,16 +207,6 @@ def test_a_mixture_of_trees_has_the_mixed_expectation(target):
     assert found.tau == pytest.approx(taus[2]) and str(found.design.shapes) == text
 
 
-def test_eight_requests_have_an_interval():
-    for count, known in ((7, False), (8, True)):
-        tokens, ones = np.arange(1.0, count + 1)[None], np.ones((1, count))
-        found = estimate(
-            Design("token", Shares(((1.0, Subtree()),))), "steps", steps.Sums(np.arange(count), tokens, ones, 8.0)
-        )
-        assert found.tau == pytest.approx((count + 1) / 2) and bool(found.low < found.tau < found.high) == known
-        assert np.isnan([found.low, found.high]).all() != known
-
-
 def test_designs_are_all_combinations_and_the_table_is_sorted(target):
     trees, _ = decoded(target, "without", "2x2", new=6)
     wanted = designs(trees, Options())
@@ -279,36 +263,6 @@ def test_drafts_stopped_by_q_are_not_weighted_as_those_of_another_temperature():
         assert trees.stops_by_q == stops == isinstance(found, NeedsModel), changed
         if stops:
             assert "the shape of the recorded trees follows from q" in str(found)
-
-
-@pytest.mark.parametrize("drawn", ["point", "iid"])
-def test_a_named_tree_is_refused_where_a_policy_drafted_less_of_it(drawn):
-    """Three chains of 2, 1 and 2 nodes: as a static tree they are what was recorded, a policy's were cut."""
-    shape = forest((chain(2), chain(1), chain(2)))
-    row = np.full((shape.rows, 2), 0.5)
-    token, place = torch.zeros(shape.nodes, dtype=torch.long), np.arange(shape.rows)
-    draft = Draft(shape, token, "iid", torch.from_numpy(row), place) if drawn == "iid" else Draft(shape, token)
-    free, own = by_hand(draft, row), {"policy": {"name": "bandit"}}
-    cut = by_hand(draft, row, proposer=own)
-    wanted = [Subtree.parse(one) for one in ("1", "1x1", "all", "depth=2")]
-
-    def taus(trees):
-        found = steps.evaluate(trees, Token(), wanted)
-        return [str(one) if isinstance(one, NeedsModel) else one.tokens.sum() / one.steps.sum() for one in found]
-
-    one, two, *limited = taus(cut)
-    assert "policy 'bandit' drafted less than the tree 1x1 in 1 of 3 steps" in two
-    assert [one, *limited] == [taus(free)[0], *taus(free)[2:]] and one < limited[0] == limited[1]
-
-
-def test_a_confidence_is_not_that_of_trees_under_a_policy():
-    draft, p = drawn_tree(np.random.default_rng(7), "iid", "1x1")
-    facts = {"temperature": 1.0, "tree": "1x1", "confidence": 0.0, "policy": {"name": "threshold", "rule": "svip"}}
-    shapes = Shares.parse("all")
-    found = [*evaluate(by_hand(draft, p.numpy(), proposer=facts), [Design("token", shapes, confidence=0.0)])]
-    assert [one.method for one in found] == [""] and "a policy decided how far was drafted" in found[0].needs
-    found = [*evaluate(by_hand(draft, p.numpy(), proposer=facts), [Design("token", shapes)])]
-    assert [one.method for one in found] == ["steps"]
 
 
 @pytest.mark.parametrize(("top", "shape", "kinds"), [

@@ -1,7 +1,6 @@
 """Traces of other systems: the schema, what is evaluated from them, and the converters."""
 
 import json
-import time
 from io import StringIO
 
 import numpy as np
@@ -171,67 +170,6 @@ def test_the_command_names_file_and_line(tmp_path, capsys, text, why):
     assert why in shown and str(file) in shown and "Traceback" not in shown
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("[1]", "line 1: a response of /generate is a JSON object, not [1]"),
-        ('\n{"meta_info": 3}', "line 2: the response has no meta_info.spec_verify_ct"),
-        ('{"meta_info": {"spec_verify_ct": "a"}}', "meta_info.spec_verify_ct must be a whole number"),
-        ('{"meta_info": {"spec_verify_ct": 3, "completion_tokens": null}}', "completion_tokens must be a whole number"),
-        ('{"meta_info": {"spec_verify_ct": 3}}', "completion_tokens must be a whole number"),
-        ('{"meta_info": {"spec_verify_ct": 3, "completion_tokens": 5, "id": [1]}}', "request must be a text"),
-        ('{"meta_info": {"spec_verify_ct": 0, "completion_tokens": 1}}', "holds no response with steps"),
-        ("", "holds no response with steps"),
-        ("[" * 100_000, "nested too deeply"),
-    ],
-)
-def test_a_wrong_response_is_refused_by_file_and_line(tmp_path, capsys, text, why):
-    file = tmp_path / "responses.jsonl"
-    file.write_text(text)
-    assert command(["replay", str(file), "--format", "sglang"], quiet()) == 1
-    shown = capsys.readouterr().err
-    assert why in shown and str(file) in shown
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "why"),
-    [
-        ("100.0", "NaN", 'num_drafts of engine="0",model_name="m" must be a whole number of 0 or more, not \'NaN\''),
-        ("100.0", "many", "must be a whole number of 0 or more, not 'many'"),
-        ("100.0", "+Inf", "must be a whole number of 0 or more, not '+Inf'"),
-        ("100.0", "0.0", "num_drafts is 0: send requests to the server"),
-        ("55.0", "90.0", "at_least[1] must be at most at_least[0], 80, not 90"),
-        ("170.0", "171.0", "at_least must sum to accepted_tokens, 171, not 170"),
-        ('position="1"', 'position="9"', "lacks position 1"),
-        ('position="1"', 'position="0"', "occurs twice"),
-        (',position="1"', "", "has no label position"),
-    ],
-)
-def test_wrong_counters_are_refused_by_name(tmp_path, capsys, old, new, why):
-    file = tmp_path / "metrics.txt"
-    file.write_text(METRICS.replace(old, new))
-    assert command(["replay", str(file), "--format", "vllm"], quiet()) == 1
-    shown = capsys.readouterr().err
-    assert why in shown and str(file) in shown
-
-
-def test_an_engine_and_a_response_without_steps_are_left_out():
-    idle = METRICS.replace('engine="0"', 'engine="1"').replace("100.0", "0.0")
-    assert [one["request"] for one in from_vllm(METRICS + idle)] == ['engine="0",model_name="m"']
-    first = {"meta_info": {"spec_verify_ct": 0, "completion_tokens": 1}}
-    (line,) = from_sglang([first, {"meta_info": {"spec_verify_ct": 2, "completion_tokens": 5}}])
-    assert line == {"request": 1, "steps": 2, "accepted_tokens": 3}
-
-
-def test_what_is_left_out_or_null_is_not_required():
-    found = by_rule(taus([checked({"request": 1, "accepted": 3, "drafted": None, "p": None})]))
-    assert found == {("observed", "all"): 4, ("observed", "1"): 2, ("observed", "2"): 3, ("observed", "3"): 4}
-    found = by_rule(taus([checked({"request": 1, "accepted": 1, "p": [0.5, 0.5]})], depths=[2]))
-    assert found == {("observed", "all"): 2, ("observed", "2"): 2, ("token", "2"): 1.75, ("match", "2"): 1.75}
-    assert by_rule(taus([checked({**COUNTS, "at_least": None})])) == {("observed", "all"): 2.7}
-    assert by_rule(taus([checked({"request": 1, "accepted": 0, "drafted": 0})])) == {("observed", "all"): 1}
-
-
 def test_intervals_are_over_requests():
     rng = np.random.default_rng(0)
     trace = [{"request": int(n % 7), "drafted": 3, "accepted": int(rng.integers(4))} for n in range(40)]
@@ -244,15 +182,6 @@ def test_intervals_are_over_requests():
     np.testing.assert_allclose(own, expected)
     assert expected.low < expected.mean < expected.high
     assert taus(trace[:-1])[["low", "high"]].isna().all(axis=None), "seven requests have no interval"
-
-
-@pytest.mark.nightly
-def test_long_drafts_of_many_requests_are_evaluated_in_seconds():
-    trace = [{"request": n, "drafted": 1000, "accepted": 500, "p": [0.9] * 1000, "q": [0.9] * 1000} for n in range(20)]
-    trace += [{"request": n, "drafted": 1, "accepted": 1, "p": [0.9], "q": [0.9]} for n in range(20, 3000)]
-    began = time.process_time()
-    assert len(taus(trace)) == 3001
-    assert time.process_time() - began < 60
 
 
 @pytest.mark.nightly

@@ -179,15 +179,6 @@ def test_a_moved_secret_is_read_back_as_it_was_given(monkeypatch, secret):
     assert value == OmegaConf.create([secret])[0]
 
 
-@pytest.mark.parametrize(
-    "option", ["+tracker.api_key='Bearer ${oc.env:X}'", "+a.url='db://u:${oc.env:X}@${oc.env:H}/b'"]
-)
-def test_a_secret_that_is_read_from_a_variable_is_left_as_it_is(monkeypatch, option):
-    monkeypatch.setattr("os.environ", {})
-    assert moved([option]) == [option]
-    assert os.environ == {}
-
-
 @pytest.mark.parametrize("text", ["db://${oc.env:U}:hunter2@h/b", "db://u:hunter2${oc.env:P}@h/b"])
 def test_a_password_next_to_an_interpolation_is_refused_by_name(monkeypatch, text):
     monkeypatch.setattr("os.environ", {})
@@ -216,11 +207,6 @@ def test_the_command_line_moves_what_configs_blank(monkeypatch, option):
 def test_a_choice_among_secrets_is_refused_wherever_they_stand():
     with pytest.raises(InvalidSecret, match="cannot be swept"):
         moved(["+tracker=choice({password: sk-first},{password: sk-second})"])
-
-
-def test_different_special_tokens_have_different_folders():
-    assert sweep.folder_name(["+target.eos_token=a"]) != sweep.folder_name(["+target.eos_token=b"])
-    assert BLANK not in sweep.folder_name(["+verifiers.token={depth: 3}"])
 
 
 @pytest.mark.parametrize("name", VOCABULARY.split("|"))
@@ -276,8 +262,3 @@ def test_a_run_notices_that_an_environment_variable_has_another_value(quick_cli,
 )
 def test_the_services_names_of_secrets_are_secrets(key):
     assert without_secrets({"a": {key: "canary"}}) == {"a": {key: BLANK}}
-
-
-@pytest.mark.parametrize("key", ["sort_key", "key_separator", "path", "pattern", "num_key_value_heads", "tokens"])
-def test_ordinary_keys_are_no_secrets(key):
-    assert without_secrets({key: "canary"}) == {key: "canary"}

@@ -125,13 +125,6 @@ def test_options_that_name_input_files_are_recognized(tmp_path, option):
     assert sources.data({"verifier": part}, ProcessCache()).keys() == {f"verifier.more.{option}"}
 
 
-@pytest.mark.parametrize("option", ["log_path", "cache_path", "output_path", "model_cache_path", "weights_log"])
-def test_options_that_name_output_files_are_not(tmp_path, option):
-    (tmp_path / "file").write_text("1")
-    part = {"_target_": "elsewhere.Part", option: str(tmp_path / "file")}
-    assert not sources.data({"verifier": part}, ProcessCache())
-
-
 def test_contents_are_read_once_in_a_process_and_again_once_a_file_changes(tmp_path, monkeypatch):
     file, opened, plain = tmp_path / "weights", [], Path.open
     file.write_text("1")
@@ -168,30 +161,10 @@ def test_the_source_of_a_controller_s_function_is_recorded(anew, tmp_path, monke
     assert sources.code(config, (), ProcessCache())["lone_module"]["sha256"] != before["lone_module"]["sha256"]
 
 
-def test_the_package_of_an_object_is_recorded(anew):
-    assert sources.code({}, [Path(), 3, None], ProcessCache()) == {}
-    assert sources.code({}, [pytest.approx(1)], ProcessCache()).keys() == {"_pytest"}
-    assert sources.code({}, [Loop], ProcessCache()) == {}
-
-
 def test_installed_packages_are_identified_by_version():
     import numpy
 
     assert sources.source("numpy", ProcessCache())["versions"]["numpy"] == numpy.__version__
-
-
-def test_a_package_too_large_to_hash_is_identified_by_version(anew, monkeypatch):
-    anew()
-    monkeypatch.setattr(sources, "MAX_SOURCES", (3, 10))
-    found = sources.source("pytest", ProcessCache())
-    assert found["sha256"] is None and found["versions"]
-
-
-def test_an_edit_after_the_first_read_does_not_change_the_recorded_source(plugin):
-    cache = ProcessCache()
-    before = sources.source("toy_plugin", cache)
-    edit(plugin)
-    assert sources.source("toy_plugin", cache) == before != sources.source("toy_plugin", ProcessCache())
 
 
 @pytest.mark.parametrize("commits", [("abc", None), (None, "abc"), (None, None)], ids=str)
@@ -205,16 +178,6 @@ def test_where_git_tells_no_commit_the_source_decides(tmp_path, monkeypatch, com
     here["code"] = here["code"] | {"spec_lab": {"versions": {}, "sha256": "edited"}}
     with pytest.raises(ValueError, match=r"\(code\.spec_lab\.sha256: '.*' there, 'edited' here\)"):
         claim(tmp_path, here)
-
-
-def test_between_two_known_commits_the_source_does_not_decide(tmp_path):
-    from tests.results.test_manifest import facts
-
-    there = facts() | {"commit": "abc"}
-    first = claim(tmp_path, there)
-    assert claim(tmp_path, there | {"code": {}}) == first, "as an older manifest"
-    with pytest.raises(ValueError, match=r"\(commit: 'abc' there, 'abd' here\)"):
-        claim(tmp_path, there | {"commit": "abd"})
 
 
 @pytest.mark.parametrize("slow", [False, True])

@@ -1,9 +1,7 @@
 """Sweeps: planned runs, the status of each run, the command line, and the table of results."""
 
-import io
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -15,18 +13,13 @@ import pandas as pd
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from rich.console import Console
 
-from spec_lab.analysis.text import WIDE
 from spec_lab.cli.commands import command
-from spec_lab.cli.sweep_tables import print_results
 from spec_lab.results import sweep, writer
 from spec_lab.results.parts import TableParts
 from spec_lab.results.writer import load
 from spec_lab.tasks.lab import Loop
 from tests import checkpoints
-
-ROOT = Path(__file__).parents[2]
 
 # Names -------------------------------------------------------------------------------------------------------------
 
@@ -172,14 +165,6 @@ def test_a_run_is_running_while_a_process_holds_it_and_pending_after_a_kill(one)
         holder.kill()
         holder.communicate()
     assert not (one / ".lock").exists()
-
-
-def test_a_run_is_released_after_any_outcome(one):
-    with pytest.raises(ZeroDivisionError), sweep.holding(one):
-        raise ZeroDivisionError
-    with sweep.holding(one, patience=0.0):
-        pass
-    assert not list(one.iterdir())
 
 
 def test_a_run_is_held_by_one_process_at_a_time(one):
@@ -371,13 +356,6 @@ def test_a_summary_without_arms_is_one_row(tmp_path):
     assert sweep.collect(tmp_path)["passed"].tolist() == [3]
 
 
-def test_a_table_of_no_runs_is_empty(tmp_path):
-    sweep.plan(tmp_path, [["seed=1"]])
-    assert len(sweep.collect(tmp_path)) == 0
-    assert command(["collect", str(tmp_path)]) == 1
-    assert not (tmp_path / "table.csv").exists()
-
-
 def test_options_that_are_numbers_in_some_runs_only_can_be_written_and_read(tmp_path, capsys):
     values = ["null", "3", "'x'", "0.5"]
     sweep.plan(tmp_path, [[f"sampling.top_k={value}"] for value in values])
@@ -546,82 +524,6 @@ def test_state_and_collect_list_all_runs(cli, tiny, tmp_path, decoded):
     assert {"tokens/s", "expected", "TTFT", "acceptance"} <= {*output.split()}
 
 
-@pytest.mark.parametrize(
-    ("baselines", "share"),
-    [
-        ([], None),
-        ([{"tau_pooled": 1.0}], "unknown"),
-        ([{"roofline_share": 0.152, "memory_bound_steps": 1.0}], "at 15 % of its machine's memory roofline"),
-        ([{"roofline_share": share, "memory_bound_steps": memory} for share, memory in ((0.152, 1.0), (0.118, 0.0))],
-         "at 12 to 15 % of its machine's roofline"),
-    ],
-)  # fmt: skip
-def test_a_sweep_s_table_is_followed_by_the_baseline_s_share_of_the_roofline(tmp_path, monkeypatch, baselines, share):
-    main = {
-        "run": "one",
-        "arm": "speculative",
-        "speedup": 1.5,
-        "speedup_low": 1.2,
-        "speedup_high": 1.8,
-        "tau_pooled": 2,
-    }
-    rows = [main, *({"run": "one", "arm": "baseline"} | one for one in baselines)]
-    monkeypatch.setattr(sweep, "collect", lambda _: pd.DataFrame(rows))
-    monkeypatch.setattr(sweep, "runs", lambda _: [])
-    console = Console(file=io.StringIO(), width=120)
-    print_results(tmp_path, console)
-    said = console.file.getvalue()
-    assert "roofline" not in said if share is None else share in said
-
-
-def test_a_sweep_s_table_has_more_columns_if_verbose_or_on_a_wide_terminal(tmp_path, monkeypatch):
-    few = {"speedup": 1.5, "speedup_low": 1.25, "speedup_high": 1.75, "tokens_per_second": 90.0, "tau_pooled": 2.5}
-    row = {"run": "one", "arm": "speculative", "expected_tau": 2.25, "time_to_first_token": 0.5} | few
-    monkeypatch.setattr(sweep, "collect", lambda _: pd.DataFrame([row]))
-    monkeypatch.setattr(sweep, "runs", lambda _: [])
-
-    def lines(width, verbose):
-        console = Console(file=io.StringIO(), width=width)
-        print_results(tmp_path, console, verbose)
-        return [line.split() for line in console.file.getvalue().splitlines() if line.strip("─ ")]
-
-    first = ["run", "speed-up", "[95", "%]", "tokens/s", "tau", "expected", "tau"], ["one", "1.50", "[1.25,", "1.75]"]
-    narrow = lines(80, False)
-    assert [*map(len, narrow)] == [8, 7] and (narrow[0], narrow[1][:4]) == first
-    tall, wide = lines(80, True), lines(WIDE, False)
-    assert tall == wide and tall[:2] == narrow
-    assert tall[2] == ["run", "acceptance", "rate", "TTFT", "ms", "TPOT", "ms", "overhead"] and "500.0" in tall[3]
-
-
-@pytest.mark.parametrize("word", ["state", "collect"])
-def test_commands_refuse_a_folder_that_is_not_a_sweep_in_one_line(cli, word):
-    code, _, errors = cli(word, "nowhere")
-    assert code == 1
-    assert errors.startswith("spec_lab: nowhere does not exist;") and "--multirun" in errors
-
-
-def test_unknown_commands_are_refused_with_the_known_ones(cli):
-    code, _, errors = cli("stat", "nowhere")
-    assert code == 2
-    assert "state" in errors and "collect" in errors
-
-
-@pytest.mark.nightly
-def test_a_run_locked_by_another_process_is_skipped(cli, tiny, tmp_path, decoded):
-    sweep.plan(tmp_path / "swept", [])
-    some = ["--multirun", *tiny, "prompts.limit=1", "seed=1,2"]
-    assert cli(*some)[0] == 0
-    first = sweep.runs(tmp_path / "swept")[0].folder
-    sweep.begin(first)
-    decoded.clear()
-    with sweep.holding(first):
-        code, output, errors = cli(*some)
-    assert code == 1, "not all that was asked for is done"
-    assert "locked by another process" in errors
-    assert "1 done, 1 running" in output
-    assert not decoded
-
-
 @pytest.fixture
 def experiment(tmp_path):
     """Write an experiment file; returns the overrides that choose it."""
@@ -635,65 +537,12 @@ def experiment(tmp_path):
     return write
 
 
-@pytest.mark.nightly
-def test_a_sweep_in_an_experiment_file_needs_no_flag_and_a_changed_one_is_refused(
-    cli, tiny, tmp_path, experiment, decoded
-):
-    swept = ["hydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}", "name: mine", "prompts: {limit: 2}"]
-    code, output, errors = cli(*tiny, *experiment(*swept, "batch_size: 1"))
-    assert code == 0, errors
-    assert len(sweep.runs(tmp_path / "swept")) == 2
-    assert "swept: 2 done" in output
-    assert {one["experiment"] for one in sweep.collect(tmp_path / "swept").to_dict("records")} == {"mine"}
-    before = [load(run.folder) for run in sweep.runs(tmp_path / "swept")]
-
-    decoded.clear()
-    code, _, errors = cli(*tiny, *experiment(*swept, "batch_size: 2"))
-    assert code == 1
-    assert "already holds another run (config.batch_size: 1 there, 2 here" in errors
-    assert not decoded
-    for run, tables in zip(sweep.runs(tmp_path / "swept"), before, strict=True):
-        for name in writer.SCHEMAS:
-            pd.testing.assert_frame_equal(getattr(load(run.folder), name), getattr(tables, name))
-    code, _, errors = cli(*tiny, *experiment(*swept, "batch_size: 1"))
-    assert code == 0, errors
-    assert not decoded, "the old experiment's results are still there"
-
-
 def test_an_invalid_choice_is_refused_before_anything_runs(cli, tiny, tmp_path, decoded):
     some = [one for one in tiny if not one.startswith("proposer")]
     code, _, errors = cli("--multirun", *some, "prompts.limit=1", "proposer=ngram,ngrm")
     assert code == 1
     assert "Could not find 'proposer/ngrm'" in errors
     assert not decoded and not sweep.is_sweep(tmp_path / "swept")  # nothing to wait for
-
-
-@pytest.mark.nightly
-def test_ctrl_c_in_a_sweep_prints_how_to_resume(tiny, tmp_path):
-    many = checkpoints.prompts(tmp_path / "many.jsonl", checkpoints.TEXTS * 100)
-    given = ["--multirun", *tiny, "max_new_tokens=200", f"prompts.path={many}", "seed=1,2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "spec_lab", *given],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # background jobs ignore it
-    )
-    deadline = time.monotonic() + 100
-    while not list(tmp_path.glob("swept/*/parts/requests-*")) and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert "finished groups of 400 are in " in errors and "the same command with output_dir=swept resumes it" in errors
-    assert "Traceback" not in errors
-    first, second = sweep.runs(tmp_path / "swept")
-    assert (first.state, second.state) == ("pending", "pending")
-    assert 1 <= first.groups < first.of == 400
-    assert second.groups == 0
 
 
 @pytest.mark.nightly
@@ -715,42 +564,12 @@ def test_a_run_with_damaged_files_has_failed_and_is_rebuilt_from_its_rows_on_req
     assert not decoded and json.loads((first / "summary.json").read_text()) == was
 
 
-@pytest.mark.nightly
-def test_a_run_with_changed_prompts_is_another_run(cli, tiny, tmp_path):
-    own = checkpoints.prompts(tmp_path / "own.jsonl", ["a b a b", "c d c d"])
-    some = ["--multirun", *tiny, f"prompts.path={own}"]
-    assert cli(*some, "seed=1")[0] == 0
-    checkpoints.prompts(own, ["a b a b"])
-    code, _, errors = cli(*some, "seed=1,2")
-    assert code == 1
-    assert "already holds another run (prompts_sha256: " in errors
-    assert states(tmp_path / "swept") == {"1": ("done", 2), "2": ("done", 1)}
-
-
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("option", ["output_dir=a,b", "tracker=files,wandb", "retry=true,false"])
 def test_output_dir_cannot_be_swept(cli, tiny, tmp_path, decoded, option):
     code, _, errors = cli("--multirun", *tiny, "prompts.limit=1", option)
     assert code == 1 and not decoded
     assert f"{option.partition('=')[0]} cannot be swept" in errors
-
-
-@pytest.mark.nightly
-def test_texts_in_brackets_are_printed_as_they_are(cli, tiny, tmp_path):
-    code, output, _ = cli("--multirun", *tiny, "prompts.path='[/red]x.jsonl'", "name='a [red] b','c [/d]'")
-    assert code == 1
-    assert "name='a [red] b'" in output and "name='c [/d]'" in output and "[/red]x.jsonl does not exist" in output
-    assert cli("state", "swept")[0] == 0
-
-
-@pytest.mark.nightly
-def test_a_failure_at_a_sweep_s_end_is_a_failure(cli, tiny, tmp_path, monkeypatch):
-    def broken(folder, verbose):
-        raise ValueError("no table today")
-
-    monkeypatch.setattr("spec_lab.cli.sweep_tables.print_results", broken)
-    code, _, errors = cli("--multirun", *tiny, "prompts.limit=1", "seed=1")
-    assert code == 1 and "spec_lab: no table today" in errors
 
 
 def test_runs_on_other_code_or_prompts_are_distinguished(tmp_path):
@@ -761,16 +580,3 @@ def test_runs_on_other_code_or_prompts_are_distinguished(tmp_path):
         (run.folder / "manifest.json").write_text(json.dumps(facts))
         sweep.end(run.folder, run.overrides, "abc", 0, 1.0)
     assert sweep.mixed(sweep.runs(tmp_path)) == {"commit": ["x", "y"]}
-
-
-def test_a_full_disk_is_named(cli, tiny, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(sweep, "write_json", full)
-    monkeypatch.setattr(sweep, "plan", lambda *_: None)
-    (tmp_path / "swept").mkdir()
-    (tmp_path / "swept" / "sweep.json").write_text('{"runs": []}')
-    code, _, errors = cli("--multirun", *tiny, "prompts.limit=1", "proposer.depth=oops")
-    assert code == 1 and "Traceback" not in errors
-    assert "the failure could not be recorded in " in errors and "(No space left on device)" in errors

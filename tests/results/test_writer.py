@@ -105,11 +105,6 @@ def test_prompts_in_chunks_share_each_step_with_those_that_decode():
     assert done[1].prefill_seconds >= sum(spent[:4]) > done[1].prefill_compute_seconds
 
 
-def test_slim_steps_keep_no_draft_distributions(decoded):
-    _, done, *_ = decoded
-    assert all(one.draft.q is None for one in done.steps)
-
-
 def rows(group: int, tag: str = "") -> tuple[list, list, list]:
     """One row per table, with only the columns that storing reads."""
 
@@ -162,21 +157,6 @@ def test_a_group_without_its_requests_never_finished(tmp_path):
     assert load(tmp_path).rounds["group"].tolist() == [0]
 
 
-def test_a_part_is_written_without_listing_the_others(tmp_path, monkeypatch):
-    recorder = Recorder(tmp_path)
-    recorder.write(0, *rows(0))
-    with monkeypatch.context() as patch:
-        patch.delattr("pathlib.Path.iterdir")
-        recorder.write(1, *rows(1))
-    assert recorder.finished() == {0, 1}
-
-
-def test_a_folder_without_parts_is_empty_tables(tmp_path):
-    tables = load(tmp_path / "nowhere")
-    assert len(tables.rounds) == len(tables.steps) == len(tables.requests) == 0
-    assert list(tables.steps.columns) == list(schema.STEPS)
-
-
 DRAFTED = {"draft_tokens": [[4, 5]], "draft_p": [[0.5, 0.25]], "draft_q": [[0.125, None]]}
 
 
@@ -199,12 +179,6 @@ def test_optional_columns_are_written_where_the_recorder_is_made_for_them(tmp_pa
     assert steps["draft_p"].map(list).tolist() == [[0.5, 0.25]] * 2
     for q in steps["draft_q"]:
         assert q[0] == 0.125 and pd.isna(q[1])
-
-
-def test_optional_columns_are_left_out_otherwise(tmp_path):
-    recorder = Recorder(tmp_path)
-    recorder.write(0, *with_drafts(0))
-    assert list(recorder.gather().steps.columns) == list(load(tmp_path).steps.columns) == list(schema.STEPS)
 
 
 def test_an_optional_column_may_hold_nulls_and_a_required_one_may_not(tmp_path):

@@ -2,8 +2,6 @@
 
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,7 +10,6 @@ import pytest
 
 from spec_lab.cli.build import Refused
 from spec_lab.cli.launchers import JobEnded, Queued
-from spec_lab.core.faults import attributed
 from spec_lab.core.files import read_json, write_json
 from spec_lab.results import sweep
 from tests import checkpoints
@@ -140,29 +137,6 @@ def test_a_failed_run_names_its_error_and_is_submitted_again_on_request_only(on)
     assert third.taken == ["seed=-1"]
 
 
-@pytest.mark.nightly
-def test_a_run_that_ended_before_its_job_failed_has_ended(on, tmp_path):
-    class Late(Scripted):
-        def launch(self, jobs, names):
-            yield Queued(0, "7_0")
-            jobs[0]()
-            yield JobEnded(0, failure="NODE_FAIL")
-
-    code, _, _ = on(Late(), "seed=1")
-    assert (code, sweep.runs(tmp_path / "swept")[0].error) == (0, "")
-
-
-@pytest.mark.nightly
-def test_an_error_raised_by_a_job_ends_the_command_in_one_line(on):
-    class Raises(Scripted):
-        def launch(self, jobs, names):
-            yield JobEnded(0, error=Refused("spec_lab: 1 of 1: this is another run"))
-
-    code, _, errors = on(Raises(), "seed=1")
-    assert code == 1
-    assert "spec_lab: 1 of 1: this is another run" in errors and "Traceback" not in errors
-
-
 # Checks at start-up ------------------------------------------------------------------------------------------------
 
 
@@ -176,31 +150,6 @@ def test_an_engine_that_is_not_installed_is_named_with_its_extra(cli, tiny, monk
     assert code == 1
     assert f"hydra/launcher={engine}" in errors
     assert f"pip install 'spec-lab[{engine}]'" in errors and "Traceback" not in errors
-
-
-@pytest.mark.nightly
-def test_an_option_that_an_engine_does_not_support_is_named(cli, tiny):
-    pytest.importorskip("submitit", reason="NOT TESTED: submitit is not installed (pip install 'spec-lab[slurm]')")
-    code, _, errors = cli("--multirun", "hydra/launcher=slurm", "+hydra.launcher.partitoin=x", *tiny, "seed=1,2")
-    assert code == 1
-    assert "hydra.launcher" in errors and "'partitoin'" in errors and "Traceback" not in errors
-
-
-@pytest.mark.nightly
-def test_a_missing_slurm_is_reported(cli, tiny, monkeypatch):
-    pytest.importorskip("submitit", reason="NOT TESTED: submitit is not installed (pip install 'spec-lab[slurm]')")
-    monkeypatch.setenv("PATH", "/nowhere")
-    code, _, errors = cli("--multirun", "hydra/launcher=slurm", *tiny, "seed=1,2")
-    assert code == 1
-    assert re.search(r"\bsbatch\b", errors) and "Traceback" not in errors
-
-
-def test_a_launcher_s_options_are_shown_from_any_directory(tmp_path):
-    shown = subprocess.run(
-        [sys.executable, "-m", "spec_lab", "--cfg", "hydra", "hydra/launcher=ray"],
-        capture_output=True, text=True, cwd=tmp_path, check=True,
-    ).stdout  # fmt: skip
-    assert "_target_: hydra_plugins.spec_lab.Cluster" in shown
 
 
 # Slurm's commands --------------------------------------------------------------------------------------------------
@@ -292,11 +241,6 @@ def test_a_job_that_slurm_does_not_start_again_is_reported_after_a_while(slurm, 
     assert ended.failure == f"{state}, on n1" and slurm.now > slurm.module.SECONDS
 
 
-def test_without_accounting_a_failed_job_is_still_reported(slurm, tmp_path):
-    (ended,) = engine(slurm, tmp_path)._ended({0: job(tmp_path, "5_0")})
-    assert ended.failure == "left the queue without a result, and sacct does not answer"
-
-
 def test_a_slurm_that_does_not_answer_is_waited_for_up_to_a_limit(slurm, tmp_path):
     waits = engine(slurm, tmp_path)
     del slurm["squeue"]
@@ -340,19 +284,3 @@ def test_a_job_is_submitted_with_its_cores_and_only_the_user_s_options_of_the_cl
     assert {*lines} <= {*script.splitlines()}
     assert "--mem" not in script
     assert read_json(job.paths.folder.parent / "runs.json") == {"runs": ["seed=1"]}
-
-
-def test_submitit_s_error_inside_a_part_is_not_the_part_s_error(slurm):
-    def times_out(*_):
-        raise slurm.module.UncompletedJobError("Job not requeued because: timed-out too many times.")
-
-    def job():
-        with attributed("verifier", object()):
-            os.kill(os.getpid(), signal.SIGUSR2)
-
-    before = signal.signal(signal.SIGUSR2, times_out)
-    try:
-        with pytest.raises(slurm.module.NotRestarted, match="timed-out too many times"):
-            slurm.module._Again(job)()
-    finally:
-        signal.signal(signal.SIGUSR2, before)

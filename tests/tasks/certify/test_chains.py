@@ -8,10 +8,8 @@ from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.tasks.certify.certificate import in_short, prove
 from spec_lab.tasks.certify.instances import QUICK, STEPS, Instance, every_instance
-from spec_lab.tasks.certify.sampled import joint
 from spec_lab.tasks.certify.toy_models import RandomToy
-from spec_lab.tasks.verifier_study.recorded import pairs
-from spec_lab.verify import Lenient, Token, check_pair, misfit
+from spec_lab.verify import Lenient, Token, chains_only, check_pair, misfit
 from tests.tasks.certify.parts import Uniform, Verifies
 from tests.tasks.certify.test_exact import draft_model
 
@@ -59,11 +57,6 @@ def test_a_chain_verifier_that_is_wrong_is_found():
     assert prove("iid", Biased(), STEPS[:3]).failure is not None
 
 
-def test_texts_are_sampled_from_chains():
-    texts, expected = joint("iid", Straight(), 20, 0)
-    assert len(texts) == 20 and expected.sum() == pytest.approx(1)
-
-
 def test_a_proposer_that_declares_trees_is_refused_when_the_pair_is_composed():
     shipped = draft_model("2x1"), NgramTree(4, 2, 2, 1)
     for one in shipped:
@@ -78,17 +71,3 @@ def test_a_proposer_that_declares_trees_is_refused_when_the_pair_is_composed():
 def test_a_tree_of_one_that_does_not_declare_it_is_refused_when_it_is_drafted():
     with pytest.raises(ValueError, match="'straight' .*chains.* 'pairs' has drafted"):
         prove(Pairs(), Straight(), [Instance(RandomToy(1), "1x1")])
-
-
-def test_the_verifier_study_gives_it_no_trees():
-    proposers = {"tree": draft_model("2x1"), "chain": draft_model("1x1")}
-    fitting, left_out = pairs(proposers, {"straight": Straight(), "token": Token()})
-    assert {name: [*found] for name, found in fitting.items()} == {"tree": ["token"], "chain": ["straight", "token"]}
-    assert [one["proposer"] for one in left_out] == ["tree"]
-    with pytest.raises(ValueError, match="'tree' drafts trees drawn 'iid'"):
-        pairs(proposers, {"straight": Straight()})
-
-
-def test_a_shape_knows_whether_it_branches():
-    assert not forest((tree(((0,),)), tree(((0,), (0, 0))))).branches
-    assert forest((tree(((0,), (1,))), tree(((0,),)))).branches

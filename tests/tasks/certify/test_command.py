@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from matplotlib.image import imread
 from omegaconf import OmegaConf
 
 from spec_lab.cli.main import zoo
@@ -87,32 +86,6 @@ def test_a_proposer_that_drafts_nothing_is_not_certified(flat_cli, certificate):
 
 
 @pytest.mark.nightly
-def test_the_figure_is_not_empty(flat_cli, tmp_path):
-    flat_cli(*NGRAM, "task.tokens=0")
-    picture = imread(tmp_path / "here" / "figures" / "convergence.png")
-    assert picture.shape[0] > 300 and picture.shape[1] > 500
-    assert len({tuple(colour) for colour in (picture[::3, ::3, :3] * 255).astype(int).reshape(-1, 3)}) > 10
-    assert 0.01 < (picture[..., :3].min(-1) < 0.9).mean() < 0.5
-
-
-@pytest.mark.nightly
-def test_without_tokens_the_real_target_is_left_alone(flat_cli, certificate):
-    assert flat_cli(*NGRAM, "task.tokens=0")[0] == 0
-    assert [check["name"] for check in certificate()["pairs"][0]["sampled"]] == ["joint distribution of four tokens"]
-
-
-@pytest.mark.nightly
-def test_the_experiment_as_it_stands_certifies_the_draft_model(flat_cli, certificate):
-    code, output, errors = flat_cli(*SHORT)
-    assert code == 0, errors
-    (pair,) = certificate()["pairs"]
-    assert (pair["proposer"], pair["drawn"], pair["certified"]) == ("draft_chain", "iid", "exact")
-    assert pair["exact"]["drafts"] == "proposer"
-    assert [check["name"] for check in pair["sampled"]][1:] == ["towards the draft", "mode", "draft"]
-    assert "draft_chain iid token lossless, proved" in output
-
-
-@pytest.mark.nightly
 @pytest.mark.usefixtures("thorough")
 def test_the_run_s_own_sampling_is_certified_if_it_is_random(flat_cli, certificate):
     assert flat_cli(*NGRAM, "task.tokens=0", "sampling.temperature=0.7", "sampling.top_k=2")[0] == 0
@@ -120,12 +93,6 @@ def test_the_run_s_own_sampling_is_certified_if_it_is_random(flat_cli, certifica
     assert (found["sampling"]["temperature"], found["sampling"]["top_k"]) == (0.7, 2)
     assert found["pairs"][0]["exact"]["instances"] == len(every_instance()) + len(LOOPS)
     assert found["certified"] is True
-
-
-@pytest.mark.nightly
-def test_at_temperature_0_temperature_1_is_tested_instead(flat_cli, certificate):
-    assert flat_cli(*NGRAM, "sampling=greedy")[0] == 0
-    assert certificate()["sampling"]["temperature"] == 1
 
 
 # Many pairs
@@ -153,25 +120,6 @@ def test_lossy_verifiers_get_their_total_variation_and_no_certificate(flat_cli, 
         assert pair["certified"] is pair["failed"] is None and pair["exact"]["worst_tv"] > 0.01
         assert [check["name"] for check in pair["sampled"]] == ["joint distribution of four tokens"]
     assert "relaxed lossy" in output and "typical lossy" in output and "FAILS" not in output
-
-
-@pytest.mark.nightly
-def test_a_cascade_is_tested_against_its_own_target(flat_cli, certificate):
-    code, output, errors = flat_cli(*SHORT, "verifier=cascade")
-    assert code == 0, errors
-    assert certificate()["pairs"][0]["exact"]["own_target_tv"] < 1e-12
-    assert "cascade lossy, exact for its own target" in output
-
-
-@pytest.mark.nightly
-@pytest.mark.nightly
-def test_gumbel_drafts_are_certified_by_samples_and_the_reason_is_printed(flat_cli, certificate):
-    code, output, errors = flat_cli(*SHORT, "proposer.drawn=gumbel", "verifier=gumbel", "task.samples=2500")
-    assert code == 0, errors
-    (pair,) = certificate()["pairs"]
-    assert pair["certified"] == "sampled" and pair["exact"]["instances"] == 0
-    assert "draft_chain gumbel gumbel lossless, sampled" in output
-    assert "not enumerated: Gumbel noise cannot be enumerated" in output
 
 
 # Refusals and interruptions
@@ -212,22 +160,6 @@ def test_an_interrupt_keeps_the_finished_pairs(flat_cli, certificate, monkeypatc
     assert "Interrupted" in errors and "1 of 2 pairs" in errors
     assert certificate()["complete"] is False
     assert [pair["verifier"] for pair in certificate()["pairs"]] == ["token"]
-
-
-def test_an_interrupt_while_a_rejection_is_confirmed_leaves_no_complete_certificate(flat_cli, certificate, monkeypatch):
-    def impatient(self, pairs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Certifier, "confirm", impatient)
-    assert flat_cli(*NGRAM, "task.tokens=0")[0] == 130
-    assert certificate()["complete"] is False and len(certificate()["pairs"]) == 1
-
-
-@pytest.mark.nightly
-def test_another_run_s_directory_is_refused(flat_cli):
-    assert flat_cli(*NGRAM, "task.tokens=0")[0] == 0
-    code, _, errors = flat_cli(*NGRAM, "task.tokens=0", "seed=1")
-    assert code == 1 and "already holds another run" in errors
 
 
 # A user's own verifier and proposer, in a module and configs outside the package
@@ -296,14 +228,6 @@ def mine(tmp_path, monkeypatch):
     return ["--config-dir", str(tmp_path / "conf")]
 
 
-@pytest.mark.nightly
-def test_a_correct_verifier_of_the_user_is_certified(flat_cli, certificate, mine):
-    code, output, errors = flat_cli(*mine, *NGRAM, "verifier=mine")
-    assert code == 0, errors
-    assert certificate()["pairs"][0]["certified"] == "exact"
-    assert "ngram point mine lossless, proved" in output
-
-
 def test_a_verifier_wrongly_declared_lossless_fails_and_the_first_wrong_text_is_named(flat_cli, certificate, mine):
     code, output, errors = flat_cli(*mine, *NGRAM, "verifier=mine", "verifier.lenience=0.9")
     assert code == 1, errors
@@ -324,38 +248,6 @@ def test_a_verifier_that_raises_leaves_no_folder_and_the_corrected_command_uses_
     assert not (tmp_path / "here").exists()
     code, _, errors = flat_cli(*mine, *SHORT, *tree, "verifier.children=7")
     assert code == 0, errors
-
-
-@pytest.mark.nightly
-def test_a_pair_that_raises_is_reported_and_the_others_are_kept(flat_cli, certificate, mine):
-    options = ["proposer=draft_tree", "proposer.tree=2", "+verifier@verifiers.fussy=fussy", "task.tokens=0"]
-    code, output, errors = flat_cli(*mine, *SHORT, *options)
-    assert code == 1, errors
-    found = certificate()
-    assert found["complete"] is True and found["certified"] is False
-    assert [pair["verifier"] for pair in found["pairs"]] == ["token"] and found["pairs"][0]["certified"] == "exact"
-    assert "draft_tree (point), mine: verifier 'mine' raised KeyError" in found["failed"][0]
-    assert "draft_tree (point), mine FAILS: verifier 'mine' raised KeyError: 'sibling'" in output
-
-
-@pytest.mark.nightly
-def test_a_verifier_declared_lossy_gets_its_total_variation(flat_cli, certificate, mine):
-    code, output, errors = flat_cli(*mine, *NGRAM, "verifier=mine", "verifier.lenience=0.5", "verifier.lossless=false")
-    assert code == 0, errors
-    (pair,) = certificate()["pairs"]
-    assert pair["certified"] is pair["failed"] is None and pair["exact"]["worst_tv"] > 0.05
-    assert "ngram point mine lossy" in output
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("skew", "failed"), [(1.0, False), (3.0, True)])
-def test_a_proposer_of_the_user_is_enumerated_with_its_own_drafts(flat_cli, certificate, mine, skew, failed):
-    code, output, errors = flat_cli(*mine, *SHORT, "proposer=uniform", f"proposer.skew={skew}")
-    assert code == (1 if failed else 0), errors
-    (pair,) = certificate()["pairs"]
-    assert pair["exact"]["drafts"] == "proposer"
-    assert pair["certified"] == (None if failed else "exact")
-    assert ("uniform (iid), token FAILS: after [] token" in output) is failed
 
 
 @pytest.mark.nightly

@@ -285,11 +285,6 @@ def test_drafts_are_the_proposer_s_own():
     assert len({tuple(np.round(means[name], 9)) for name in different}) == len(different)
 
 
-@pytest.mark.nightly
-def test_all_instances_with_the_fastest_proposer():
-    require_exact(prove("point", Traversal()))
-
-
 def test_the_instances_cover_what_small_instances_miss():
     """V = 5, depth 3, uneven siblings, stop tokens: V = 2 and depth 1 hide whole classes of faults."""
     assert {one.toy.v for one in STEPS} == {4, 5}
@@ -355,18 +350,6 @@ def test_for_a_proposer_that_fails_on_toys_the_reference_drafts_and_the_reason_i
     assert in_short(Foreign(), Token())["certificate"]["missing"] == list(proof.missing)
 
 
-def test_an_error_in_toy_names_the_proposer():
-    class Broken(Uniform):
-        def toy(self, target, draft, tree):
-            raise TypeError("no such toy")
-
-    with pytest.raises(ValueError) as error:
-        prove(Broken(), Token(), QUICK)
-    message = str(error.value)
-    assert message.startswith(f"proposer 'uniform' raised TypeError: no such toy ({__file__}:") and "in toy)" in message
-    assert message.endswith("on a toy draft drawn iid by 'uniform' (V=4 mixed toy model 1, tree 1x1, one step)")
-
-
 # Proposers that state a wrong q
 
 
@@ -407,11 +390,6 @@ def test_gumbel_drafts_are_left_to_samples_and_never_called_exact(proposer):
     assert grade(proof, lossless=True) is None
     assert grade(proof, lossless=True, sampled=True) == "sampled"
     assert grade(proof, lossless=True, sampled=True, rejected=True) is None
-
-
-def test_a_run_does_not_certify_gumbel_drafts():
-    found = in_short(draft_model("2", "gumbel"), Gumbel())
-    assert found["certified"] is None and found["certificate"]["failure"] is None
 
 
 # Verifiers
@@ -506,12 +484,6 @@ def test_what_is_wrong_with_a_finding(change, wrong):
     assert replace(Finding("toy", 1e-16, 1.0, None, 0.5, 0.5, 9), **change).wrong == wrong
 
 
-def test_nan_is_the_worst():
-    findings = [Finding("toy", tv, 1.0, None, 0.0, 0.0, 1) for tv in (0.1, np.nan, 0.9)]
-    for order in (findings, findings[::-1]):
-        assert np.isnan(Proof(tuple(order), "reference", ()).worst.tv)
-
-
 @dataclass(frozen=True)
 class Fussy(Verifies):
     """Raises where a row has so many children."""
@@ -539,12 +511,6 @@ def test_a_verifier_that_fails_on_toys_is_named_with_the_instance(proposer, by, 
     assert message.endswith(f"in __call__), on a toy draft drawn iid{by} ({instance})")
 
 
-def test_a_run_with_a_verifier_that_fails_on_toys_is_not_certified():
-    found = in_short(draft_model(), Fussy(2))
-    assert found["certified"] is None
-    assert "verifier 'fussy' raised" in found["certificate"]["missing"][0]
-
-
 # Size
 
 
@@ -562,43 +528,6 @@ def test_a_draft_s_own_temperature_makes_nothing_possible_that_was_not():
     plain, warm = (draft_model(temperature=t) for t in (None, 100.0))
     counts = [[one.outcomes for one in prove(one, Token(), QUICK[:3]).findings] for one in (plain, warm)]
     assert counts[0] == counts[1]
-
-
-def test_the_facts_of_a_proof():
-    proof = prove("iid", Token(), QUICK[:2])
-    facts = proof.facts()
-    assert facts["instances"] == 2 and facts["outcomes"] == sum(one.outcomes for one in proof.findings) == 18
-    assert facts["worst_tv"] == proof.worst.tv and facts["worst_instance"] == proof.worst.instance
-    assert facts["failure"] is facts["own_target_tv"] is None
-    assert prove("gumbel", Gumbel(), QUICK).facts()["worst_tv"] is None
-    assert prove("iid", Claims(), QUICK[:1]).facts()["failure"].endswith("(V=4 mixed toy model 1, tree 1x1, one step)")
-
-
-def test_every_instance_done_is_ticked():
-    done = []
-    prove("point", Match(), QUICK, tick=done.append)
-    assert done == [1] * len(QUICK)
-
-
-class Shy(Uniform):
-    """Drafts nothing on a toy."""
-
-    def propose(self, batch):
-        return super().propose(batch).cut([0] * len(batch.sequences))
-
-
-@pytest.mark.nightly
-def test_a_proposer_that_drafts_nothing_is_not_proved_by_that():
-    proof = prove(Shy(), Control(), QUICK)
-    assert proof.failure is None and proof.worst.tv < 1e-12, "nothing drafted, nothing wrong"
-    assert proof.missing == (f"proposer '{Shy.name}' drafted nothing on any toy",)
-    assert grade(proof, lossless=True) is None
-    assert prove(Null(), Match(), QUICK).missing == (), "one that never drafts is no such case"
-
-
-def test_two_proofs_together_are_as_good_as_the_weaker():
-    own, other = Proof((), "proposer", ()), Proof((), "reference", ("the proposer's own drafts: why not",))
-    assert own.also(other) == other.also(own) == Proof((), "reference", other.missing)
 
 
 def pair_with(drafts, *detectable, drafted=1, verifier=None):

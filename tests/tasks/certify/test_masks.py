@@ -210,11 +210,6 @@ def test_the_same_seed_compares_the_same_rows_and_counts_them():
     assert one != compare_masks(AppliedConstraint(Corrupt()), REQUESTS, 800, 6, PIECES)
 
 
-def test_without_requests_nothing_is_compared():
-    seen = found(Brackets(), rows=200, requests=[])
-    assert (seen.rows, seen.texts, seen.different) == (0, 0, 0)
-
-
 def test_a_constraint_that_breaks_on_a_draft_counts_as_different():
     class Breaks(Brackets):
         def masks(self, states, shape, token):
@@ -354,15 +349,6 @@ def mine(flat_cli, tmp_path, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_certify_compares_masks_of_the_run_s_own_constraint(mine):
-    code, output, errors, found = mine(*MINE, "task.mask_rows=400")
-    assert code == 0, errors
-    assert found["certified"] is True and found["constraint"]["masks"]["rows"] >= 400
-    assert found["constraint"]["masks"]["different"] == 0 and found["constraint"]["masks"]["first"] is None
-    assert "states that processed no draft" in " ".join(output.split()) and "none differ" in output
-
-
-@pytest.mark.nightly
 def test_wrong_masks_fail_with_the_first_path_as_tokens_and_text(mine):
     code, output, errors, found = mine(*MINE, "task.mask_rows=2000", "constraint.options={every: 500}")
     assert code == 1, errors
@@ -383,20 +369,6 @@ def test_prompts_that_a_constraint_refuses_are_counted_and_left_out(mine):
     assert masks["rows"] >= 400
     assert masks["refused_prompts"] == 1 and masks["refusal"].endswith(": refused")
     assert "1 prompt refused" in output
-
-
-@pytest.mark.nightly
-def test_where_every_prompt_is_refused_the_table_reports_that_nothing_was_compared(mine):
-    refuses_all = ["constraint.options={refuses: [0, 1]}", "constraint.placement=draft"]
-    code, output, errors, found = mine(*MINE, "task.mask_rows=400", *refuses_all)
-    assert code == 0, errors
-    assert found["constraint"]["masks"]["rows"] == 0 and found["constraint"]["masks"]["refused_prompts"] == 2
-    assert "no masks were compared" in output and "none differ" not in output
-
-
-@pytest.mark.nightly
-def test_without_rows_no_masks_are_compared(mine):
-    assert mine(*MINE, "task.mask_rows=0")[3]["constraint"]["masks"] is None
 
 
 @pytest.mark.nightly

@@ -5,7 +5,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-import torch
 
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.request import Request
@@ -13,7 +12,6 @@ from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.runners.kv_cache import Cells
-from spec_lab.tasks.certify import sampled
 from spec_lab.tasks.certify.certificate import Control
 from spec_lab.tasks.certify.instances import Instance
 from spec_lab.tasks.certify.sampled import joint, scores
@@ -74,23 +72,6 @@ def test_gumbel_noise_that_is_reused_is_found():
             return replace(verdict, residual=Gumbel()(draft, p).residual)
 
     assert histogram("gumbel", Racing(), 1000).p_value < ALPHA
-
-
-@pytest.mark.nightly
-def test_the_same_seed_gives_the_same_texts_however_many_are_decoded_at_once(monkeypatch):
-    few = joint("iid", Token(), 60, 5)[0]
-    assert joint("iid", Token(), 60, 5)[0].tolist() == few.tolist()
-    assert joint("iid", Token(), 90, 5)[0][:60].tolist() == few.tolist()
-    monkeypatch.setattr(sampled, "WIDE", 7)
-    assert joint("iid", Token(), 60, 5)[0].tolist() == few.tolist()
-    assert joint("iid", Token(), 60, 6)[0].tolist() != few.tolist()
-
-
-def test_every_text_is_counted(monkeypatch):
-    monkeypatch.setattr(sampled, "WIDE", 16)
-    ticks = []
-    joint("point", Token(), 40, 0, tick=ticks.append)
-    assert ticks == [16, 16, 8]
 
 
 def test_the_expected_distribution_is_that_of_the_sampling():
@@ -216,24 +197,6 @@ def test_a_loop_that_reads_its_rows_in_another_order_is_rejected_towards_the_dra
 
     mixed = replace(target(), lm=Mixed(tiny_model()))
     assert "towards the draft" in rejected(scores(mixed, draft_model("1x1"), Token(), requests(), 0))
-
-
-def test_a_request_that_breaks_is_an_error_that_names_it():
-    broken = replace(target(), lm=tiny_target().lm)
-    with torch.no_grad():
-        broken.lm.model.get_input_embeddings().weight[60] = float("nan")
-    wanted = [Request(0, "poisoned", (3, 60), WARM, 4)]
-    with pytest.raises(ValueError, match="'poisoned', step 0: .*target.*NaN"):
-        scores(broken, Null(), Match(), wanted, 0)
-
-
-def test_tokens_are_counted_and_batches_change_nothing():
-    ticks = []
-    wanted = requests(count=5, new=7)
-    one = scores(target(), draft_model("1x1"), Token(), wanted, 0, 2, ticks.append)
-    assert ticks == [7] * 5
-    other = scored(draft_model("1x1"), Token(), wanted, batch_size=5)
-    assert {name: score.z for name, score in one.items()} == pytest.approx({n: s.z for n, s in other.items()}, abs=1e-6)
 
 
 def test_stop_tokens_end_what_is_tested():

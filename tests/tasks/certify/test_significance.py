@@ -15,7 +15,6 @@ from spec_lab.tasks.certify.significance import (
     chi_square,
     detectable_tv,
     distance,
-    expected_distance,
     holm,
     holm_adjusted,
     samples_for,
@@ -39,11 +38,6 @@ def test_chi_square_agrees_with_scipy():
     assert found.detectable == detectable_tv(4, 200)
 
 
-def test_fair_die_by_hand():
-    # 16, 18, 16, 14, 12, 12 of 88: sum of squares 1320, 1320 * 6 / 88 - 88 = 2
-    assert chi_square(np.array([16, 18, 16, 14, 12, 12]), np.full(6, 1 / 6)).statistic == pytest.approx(2.0)
-
-
 def test_rare_cells_are_pooled():
     # expected 50, 38, 6, 6: the two small ones make a cell of 12
     found = chi_square(np.array([55, 35, 8, 2]), np.array([0.50, 0.38, 0.06, 0.06]))
@@ -56,12 +50,6 @@ def test_a_pool_too_small_joins_the_smallest_cell():
     found = chi_square(np.array([70, 20, 9, 1]), np.array([0.60, 0.33, 0.05, 0.02]))
     assert (found.cells, found.df) == (2, 1)
     assert found.statistic == pytest.approx(100 / 60 + 100 / 40)
-
-
-@pytest.mark.parametrize("counts", [[3, 2, 1], [0, 0, 0]])
-def test_with_one_cell_nothing_is_tested(counts):
-    found = chi_square(np.array(counts), np.full(3, 1 / 3))
-    assert (found.cells, found.df, found.p_value, found.detectable) == (1, 0, 1.0, 1.0)
 
 
 def test_an_impossible_outcome_is_named():
@@ -123,15 +111,6 @@ def test_a_true_distribution_is_rejected_as_often_as_stated(shape):
 # Detectable errors
 
 
-@pytest.mark.parametrize(("df", "thousands"), [(9, 215), (31, 287), (63, 354), (255, 579)])
-def test_samples_for_one_percent(df, thousands):
-    """Power 0.999 at alpha 1e-6 against TV 1 %."""
-    samples = samples_for(0.01, df)
-    assert round(samples / 1000) == thousands
-    assert detectable_tv(df, samples) == pytest.approx(0.01, rel=1e-5)
-    assert samples_for(0.005, df) == pytest.approx(4 * samples, abs=4)
-
-
 @given(st.integers(1, 5000), st.floats(1e-9, 0.1), st.floats(0.5, 0.9999), st.floats(1e-4, 1.0))
 def test_the_smallest_detectable_error_has_the_stated_power(df, alpha, power, tv):
     samples = samples_for(tv, df, alpha, power)
@@ -139,12 +118,6 @@ def test_the_smallest_detectable_error_has_the_stated_power(df, alpha, power, tv
     noncentral = 4 * samples * detectable_tv(df, samples, alpha, power) ** 2
     if detectable_tv(df, samples, alpha, power) < 1:
         assert stats.ncx2.sf(stats.chi2.isf(alpha, df), df, noncentral) == pytest.approx(power, abs=1e-6)
-
-
-def test_few_samples_detect_nothing():
-    assert detectable_tv(9, 0) == detectable_tv(0, 1000) == detectable_tv(9, 3) == 1.0
-    with pytest.raises(ValueError, match="power"):
-        detectable_tv(9, 1000, alpha=0.1, power=0.05)
 
 
 @pytest.mark.one_in(2)
@@ -177,15 +150,6 @@ def test_distance():
         distance(np.array([0, 0]), np.array([0.5, 0.5]))
 
 
-def test_distance_of_a_true_distribution_is_as_expected():
-    rng, p = np.random.default_rng(3), np.array([0.4, 0.3, 0.15, 0.1, 0.05, 0.0])
-    for samples in (1000, 100_000):
-        mean = np.mean([distance(counts, p) for counts in rng.multinomial(samples, p, size=2000)])
-        assert mean == pytest.approx(float(expected_distance(p, samples)), rel=0.03)
-    line = expected_distance(p, np.array([100, 400, 1600]))
-    assert line[0] / line == pytest.approx([1, 2, 4])
-
-
 # Scores
 
 
@@ -208,28 +172,12 @@ def test_score_by_hand():
     assert (bias, tv) == pytest.approx((1.959964 / 4, 1.959964 / 4))
 
 
-def test_score_detects_one_percent_with_the_known_number_of_tokens():
-    """About (z_a + z_b)^2 / (4 eps^2) tokens for f = +-1 of even odds; 1 % needs 154k to 159k (one- or two-sided)."""
-    score = Score(2.0)
-    n = 158_700
-    score.add(np.zeros(n), np.zeros(n), np.ones(n))
-    assert score.detectable().tv == pytest.approx(0.01, rel=2e-2)
-    assert score.detectable().bias == pytest.approx(0.02, rel=2e-2)
-
-
 def test_without_randomness_nothing_is_detectable():
     score = Score()
     assert (score.p_value, score.bound, score.detectable()) == (1.0, 1.0, (math.inf, 1.0))
     score.add(np.ones(5), np.full(5, 1 - 1e-9), np.zeros(5))  # a rounded mean is no deviation
     assert (score.tokens, score.deviation) == (5, 0.0)
     assert (score.p_value, score.bound, score.detectable()) == (1.0, 1.0, (math.inf, 1.0))
-
-
-def test_rounded_means_do_not_add_up():
-    """Certain tokens of a float32 distribution that sums to 1 - 1e-7: without care z = sqrt(n)."""
-    score, n = Score(), 100_000
-    score.add(np.ones(n), np.full(n, 1 - 1e-7), np.full(n, 1e-14))
-    assert (score.z, score.p_value, score.bound, score.tokens) == (0.0, 1.0, 1.0, n)
 
 
 @pytest.mark.parametrize("variance", [0.0, -1e-16, 1e-14])
@@ -239,15 +187,6 @@ def test_a_certain_value_that_comes_out_otherwise_is_impossible(variance):
     assert score.p_value > 0.01
     score.add(np.array([-1.0]), np.array([1.0]), np.array([variance]))
     assert (score.p_value, score.bound, score.impossible, abs(score.z)) == (0.0, 0.0, 1, math.inf)
-
-
-@pytest.mark.parametrize(
-    ("value", "mean", "variance"),
-    [([1.0], [0.0, 0.0], [1.0]), ([math.nan], [0.0], [1.0]), ([1.0], [0.0], [-0.1]), ([1.0], [0.0], [math.inf])],
-)
-def test_broken_scores_are_refused(value, mean, variance):
-    with pytest.raises(ValueError):
-        Score().add(np.array(value), np.array(mean), np.array(variance))
 
 
 def test_score_of_a_true_distribution_is_rejected_as_often_as_stated():

@@ -1,7 +1,6 @@
 """Toy models: through KV cache, masks and positions each row gets the logits after its own text."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,15 +8,6 @@ import torch
 
 from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
 from spec_lab.core.probabilities import Sampling, logits_to_probs
-from spec_lab.core.randomness import CounterDraws
-from spec_lab.core.request import Request
-from spec_lab.decode.sequence import SequenceState
-from spec_lab.decode.step import Parts, step
-from spec_lab.decode.study import Capture, choose_nothing, commit_nothing
-from spec_lab.drafters.medusa.network import Heads
-from spec_lab.drafters.medusa.propose import Medusa
-from spec_lab.tasks.certify.exact import toy_parts
-from spec_lab.tasks.certify.instances import Instance
 from spec_lab.tasks.certify.toy_models import IMPOSSIBLE, PROMPT, RandomToy, code, logits, table_models, text_of, warped
 
 TOY = RandomToy(1)  # with all special cases
@@ -86,13 +76,6 @@ def test_many_pending_tokens_and_a_tree(side):
     require_own_logits(lm, logits_after, [path], [long], Draft(RAGGED, random_tokens(7)))
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3])
-def test_a_prompt_computed_in_parts(side, chunk):
-    lm, logits_after = side
-    lm.chunk = chunk
-    require_own_logits(lm, logits_after, [opened(lm)], [[*PROMPT, 1, 3, 3]], Draft(RAGGED, random_tokens(7)))
-
-
 def test_cells_scattered_by_partial_rejection(side):
     """The accepted path is not the first in the span, and the next tree fills the holes around it."""
     lm, logits_after = side
@@ -124,15 +107,6 @@ def test_a_batch_of_unlike_sequences(side):
     require_own_logits(lm, logits_after, paths, pending, draft)
 
 
-def test_a_plain_forward_without_cells(side):
-    lm, logits_after = side
-    text = [3, 1, 0, 2]
-    with torch.inference_mode():
-        plain = lm.model(input_ids=torch.tensor([[*PROMPT, *text]]), use_cache=False).logits[0, len(PROMPT) - 1 :]
-    for length, row in enumerate(plain):
-        np.testing.assert_array_equal(row.numpy(), logits_after(text[:length]))
-
-
 def test_the_hidden_state_that_heads_read_is_the_logits(side):
     lm, logits_after = side
     path = opened(lm)
@@ -141,21 +115,6 @@ def test_the_hidden_state_that_heads_read_is_the_logits(side):
     output = require_own_logits(lm, logits_after, [path], [[*PROMPT, 3, 1]], draft)
     np.testing.assert_array_equal(output.pending[0][-1].numpy(), logits_after([3, 1]))
     np.testing.assert_array_equal(output.nodes[0].numpy(), output.logits[1:].numpy())
-
-
-def test_medusa_drafts_from_it():
-    """Heads of the table's width fit, and what they draft depends on the text."""
-    heads = Heads.random(table_models(TOY, 2)[0], 1, trunk=True)
-    parts = toy_parts(Instance(TOY, "2x1"), Medusa(heads, ((0,),)))
-    capture, draws, drafted = Capture(), CounterDraws(0), set()
-    study = Parts(parts.target, parts.proposer, capture, draws, None, choose_nothing, commit_nothing)
-    for text in ((), (0,), (1,), (2,), (3,)):
-        request = Request(0, "toy", (*PROMPT, *text))
-        live = SequenceState(request, parts.target.lm.open(), list(request.tokens), state=parts.proposer.init(request))
-        step([], study, [(live, len(request.tokens) - 1)])
-        step([live], study)
-        drafted.add(tuple(capture.draft.token.tolist()))
-    assert len(drafted) > 1
 
 
 def test_a_row_that_attends_to_a_sibling_gets_other_logits(side, monkeypatch):
@@ -217,8 +176,3 @@ def test_warped_counts_each_text_s_own_tokens(sampling):
             np.testing.assert_allclose(
                 found[length][number], logits_to_probs(raw, [sampling], seen)[0].numpy(), atol=1e-15
             )
-
-
-def test_the_prompt_s_last_tokens_have_occurred_before():
-    """So that prompt lookup can draft in the first step."""
-    assert PROMPT[-2:] in pairwise(PROMPT[:-1])
