@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import MOST_DERIVED, WAYS, ComputedOnly, Draft, Shape, chain, empty, forest, tree
+from spec_lab.core.draft import WAYS, ComputedOnly, Draft, Shape, chain, forest, tree
 from spec_lab.propose import Null
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "spec_lab" / "propose" / "published_trees.json").read_text())
@@ -170,14 +170,6 @@ def test_forests_of_the_same_trees_and_what_is_kept_of_a_shape_are_shared():
     assert both.keep(marks)[0] is both.keep(marks.copy())[0]
 
 
-def test_a_tree_forgets_forests_and_kept_shapes_when_there_are_many():
-    first = chain(8)
-    for number in range(200):
-        forest((first, Shape(1, np.array([0]))))
-        first.keep(np.array([True, *(number >> bit & 1 for bit in range(8))], dtype=bool))
-    assert len(first._forests) <= MOST_DERIVED and len(first._kept) <= MOST_DERIVED
-
-
 @given(shapes())
 def test_levels_hold_every_node_below_its_parent_by_sibling_rank(shape):
     for depth, level in enumerate(shape.levels, start=1):
@@ -187,12 +179,6 @@ def test_levels_hold_every_node_below_its_parent_by_sibling_rank(shape):
             assert (level.parents[above] == shape.parent[nodes - shape.roots]).all()
     drawn = [row for level in shape.levels for nodes, _ in level.ranks for row in nodes.tolist()]
     assert sorted(drawn) == list(range(shape.roots, shape.rows))
-
-
-@pytest.mark.parametrize("parent", [[1], [0, 2], [-1], [0, 1, 3], [[0]]])
-def test_parents_must_come_first(parent):
-    with pytest.raises(ValueError, match="earlier row"):
-        Shape(1, np.array(parent, dtype=np.int64))
 
 
 @pytest.mark.parametrize(
@@ -278,20 +264,6 @@ def test_rows_that_are_only_computed_are_kept_with_their_parents(draft, data):
     assert draft.acceptable_nodes.tolist() == [len(rows) - 1 for rows in shape.trees]
     counted = draft.acceptable_nodes + draft.computed_only_nodes
     assert counted.tolist() == [len(rows) - 1 for rows in whole.trees]
-
-
-@given(drafts(), st.data())
-def test_rows_that_are_only_computed_are_cut_by_depth_too(draft, data):
-    depth = data.draw(st.lists(st.integers(0, 4), min_size=draft.shape.roots, max_size=draft.shape.roots))
-    less = draft.cut(depth).computed_shape
-    assert (less.depth <= np.array(depth)[less.root]).all()
-    assert less.nodes == (draft.computed_shape.depth <= np.array(depth)[draft.computed_shape.root]).sum() - less.roots
-
-
-def test_the_empty_draft_has_roots_and_no_nodes():
-    draft = empty(3)
-    assert draft.shape.roots == 3 and draft.shape.nodes == 0 and len(draft.token) == 0 and draft.q is None
-    assert empty(0).shape.rows == 0
 
 
 def test_the_null_proposer_drafts_the_same_forest_again_for_as_many_sequences():

@@ -8,11 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hydra.errors import InstantiationException
 
-from spec_lab.cli.build import fault
 from spec_lab.core.draft import ComputedOnly, Draft, chain, forest
-from spec_lab.core.faults import PartError, Passing, attributed, causes, of_a_part
+from spec_lab.core.faults import PartError, Passing, attributed
 from spec_lab.decode.step import propose
 from spec_lab.verify import Match
 from tests import checkpoints
@@ -103,24 +101,6 @@ def test_errors_raised_outside_the_part_are_unchanged(error):
     assert found.value is error
 
 
-def test_errors_raised_from_a_part_s_error_are_recognized():
-    wrapped = ValueError("on a toy")
-    wrapped.__cause__ = PartError("raised")
-    assert of_a_part(wrapped) and of_a_part(wrapped.__cause__)
-    assert not of_a_part(ValueError("an option")) and not of_a_part(None)
-
-
-def test_errors_that_are_their_own_cause_end_the_search():
-    first, second = ValueError("first"), ValueError("second")
-    first.__cause__, second.__cause__ = second, first
-    assert causes(first) == [first, second] and not of_a_part(first)
-    first.__cause__ = first
-    assert causes(first) == [first] and not of_a_part(first)
-    failed = InstantiationException("failed")
-    failed.__cause__ = failed
-    assert fault(failed, "spec_lab.propose.Null") == "failed"
-
-
 # From the command line
 
 
@@ -180,35 +160,3 @@ def test_a_part_that_ends_the_process_is_an_error(faulty, tmp_path, of, said):
     code, _, errors = faulty(f"faulty.{of}")
     assert code == 1 and said.replace("FILE", str(tmp_path / "faulty.py")) in errors
     assert not list(tmp_path.rglob("summary.json"))
-
-
-@pytest.mark.parametrize("of", ["faulty.Exits", "faulty.Early", "broken.Spelled"])
-def test_a_sweep_goes_on_after_a_part_that_cannot_run(faulty, tmp_path, of):
-    (tmp_path / "broken.py").write_text("class Spelled(:\n")
-    code, _, errors = faulty(f"{of},spec_lab.propose.Null.load", "--multirun")
-    records = [json.loads(file.read_text()) for file in tmp_path.rglob("ended.json")]
-    ended = {record["state"]: record for record in records}
-    assert code == 1 and ended.keys() == {"done", "failed"}
-    file = tmp_path / f"{of.partition('.')[0]}.py"
-    assert f"({file}:" in ended["failed"]["error"] and ended["failed"]["code"] == 1
-    assert ended["failed"]["error"] in errors
-
-
-def test_the_traceback_is_shown_on_request(faulty, monkeypatch):
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    with pytest.raises(Exception, match="proposer 'faulty' raised KeyError") as error:
-        faulty("faulty.Faulty")
-    found, causes = error.value, []
-    while found is not None:
-        causes.append(type(found))
-        found = found.__cause__
-    assert causes[-1] is KeyError and PartError in causes
-
-
-@pytest.mark.nightly
-def test_a_sweep_s_run_keeps_the_traceback_of_the_part_s_own_code(faulty, tmp_path):
-    code, _, _ = faulty("faulty.Faulty", "--multirun", "seed=1")
-    assert code == 1
-    ended = json.loads(next((tmp_path / "swept").glob("*/ended.json")).read_text())
-    assert "in inner" in ended["traceback"] and "KeyError: 'lost'" in ended["traceback"]
-    assert ended["error"].startswith("proposer 'faulty' raised KeyError")

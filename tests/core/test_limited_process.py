@@ -58,17 +58,6 @@ def test_a_request_above_a_limit_ends_the_process_and_the_next_starts_another(
     assert ask(process, "{{ 'a' * 1000000 }}") == "a" * 1000000
 
 
-def test_a_process_that_ended_is_replaced(process):
-    ask(process, "a")
-    process._process.kill()
-    process._process.wait()
-    assert ask(process, "b") == "b"
-    threading.Timer(0.2, process._process.kill).start()
-    with pytest.raises(LimitExceeded, match="its process ended by SIGKILL"):
-        ask(process, ENDLESS)
-    assert ask(process, "c") == "c"
-
-
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -85,11 +74,6 @@ def test_a_process_that_cannot_be_started_is_no_fault_of_the_request(tmp_path, m
         with pytest.raises(OSError, match="^the process of made_here cannot be started") as error:
             ask(process, "a")
         assert f"({why})" in str(error.value) and process._process is None
-
-
-def test_each_request_has_the_whole_time(process):
-    for _ in range(4):
-        assert ask(process, "{% for a in range(90000) %}{% endfor %}x", ProcessLimits(1.0, 2**30, 100.0)) == "x"
 
 
 def test_threads_get_their_own_answers(process):

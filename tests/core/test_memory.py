@@ -3,7 +3,7 @@
 import torch
 
 from spec_lab.core import memory
-from spec_lab.core.memory import Peak, available, group_room, readable
+from spec_lab.core.memory import Peak, available, group_room
 
 CPU = torch.device("cpu")
 
@@ -37,11 +37,6 @@ def test_version_1_of_control_groups_has_a_folder_for_memory(tmp_path):
     assert list(group_room(tmp_path / "own", tmp_path)) == [400]
 
 
-def test_a_group_that_is_not_visible_from_inside_a_container_has_no_limit(tmp_path):
-    (tmp_path / "own").write_text("0::/elsewhere\n")
-    assert not list(group_room(tmp_path / "own", tmp_path)) and not list(group_room(tmp_path / "none", tmp_path))
-
-
 def test_the_least_of_machine_and_groups_is_available(tmp_path, monkeypatch):
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:   20 kB\n")
     monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
@@ -62,9 +57,3 @@ def test_the_peak_of_the_process_is_at_least_what_it_holds():
     if facts["before_bytes"] is not None:
         assert facts["peak_bytes"] >= facts["before_bytes"]
         assert facts["peak_bytes"] >= block.numel() * block.element_size()
-
-
-def test_bytes_are_readable():
-    assert [readable(one) for one in (7, 2048, 1.5 * 2**20, 2**30, 14.94 * 2**30, 2000 * 2**30)] == [
-        "7 bytes", "2 KiB", "1.5 MiB", "1 GiB", "14.9 GiB", "2000 GiB",
-    ]  # fmt: skip

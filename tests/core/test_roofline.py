@@ -46,11 +46,6 @@ def test_layers_with_chunks_read_from_the_beginning_of_the_first_row_s_chunk():
     assert compute.tolist() == [(100 * 3 + 10 * 3 + 3 * 6 * 6) / 50, (100 + 10 + 6) / 50]
 
 
-def test_no_step_has_no_bound():
-    read, compute = Roofline(WORK, LIMITS).seconds([], [], [], [])
-    assert len(read) == len(compute) == 0
-
-
 def test_what_a_run_records_is_read_back_and_has_the_shape_that_manifests_are_checked_for():
     near = AttentionWork(8, 6, window=5), AttentionWork(8, 6, chunk=9)
     own = Roofline(replace(WORK, attention=(*WORK.attention, *near)), LIMITS)
@@ -64,11 +59,6 @@ def test_what_a_run_records_is_read_back_and_has_the_shape_that_manifests_are_ch
         del one["chunk"]
     expect(facts, roofline.SHAPE, "roofline")
     assert Roofline.of(facts) is not None, "an older version recorded no chunks"
-
-
-def test_limits_are_crowded_where_others_use_the_cores_that_were_measured():
-    assert not LIMITS.crowded and not replace(LIMITS, other_load=None).crowded
-    assert replace(LIMITS, other_load=2.5).crowded
 
 
 # Measuring -----------------------------------------------------------------------------------------------------------
@@ -115,13 +105,6 @@ def test_the_threads_of_the_run_are_those_from_before(small):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_products_of_16_bits_may_be_computed_in_float32_and_no_product_less_exactly(dtype):
-    dtypes = machine_limits.same_products(dtype)
-    assert dtypes[0] == dtype and all(one.itemsize >= dtype.itemsize for one in dtypes)
-    assert (torch.float32 in dtypes) == (dtype.itemsize <= 4)
-
-
 def test_every_way_of_reading_reads_every_word():
     for name, read in machine_limits.reads(2 * 4096, CPU).items():
         found = read().sum()
@@ -149,14 +132,6 @@ def test_the_last_level_caches_of_all_allowed_cores_count_once_each(tmp_path, mo
         levels = (1, "Data", "32K", core), (1, "Instruction", "64K", core), (3, "Unified", "16384K", shared)
         caches(tmp_path, core, *levels)
     assert cache_bytes(CPU, tmp_path) == 2 * 16 * 2**20
-
-
-@pytest.mark.parametrize("size", ["", "many"])
-def test_caches_that_are_not_described_are_unknown(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(machine_limits, "allowed_cores", lambda: [0])
-    assert cache_bytes(CPU, tmp_path / "none") is None
-    caches(tmp_path, 0, (3, "Unified", size, "0"))
-    assert cache_bytes(CPU, tmp_path) is None
 
 
 def test_weights_fit_the_cache_up_to_its_size(small, monkeypatch):

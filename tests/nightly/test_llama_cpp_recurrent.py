@@ -4,7 +4,6 @@ Other kinds of recurrent layers, delta nets (Qwen3.5) and Mamba 2 (Nemotron-H), 
 library.
 """
 
-import json
 import subprocess
 import sys
 from functools import partial
@@ -23,8 +22,6 @@ from spec_lab.core.request import Request
 from spec_lab.decode.engine import Engine
 from spec_lab.models import gguf
 from spec_lab.models.gguf_tokenizer import write_tokenizer
-from spec_lab.models.support import Unsupported
-from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram
 from spec_lab.runners import llama_recurrent
@@ -357,33 +354,8 @@ def test_greedy_decoding_with_ngram_chains_emits_what_plain_decoding_emits(tmp_p
     assert alone == [plain[number] for number in range(6)]
 
 
-def test_a_recurrent_draft_model_is_refused_by_name(file):
-    with pytest.raises(Unsupported, match=r"proposer\.path=.* recurrent"):
-        gguf.load_draft(str(file), Target.load(str(ZOO)))
-
-
 def run(*arguments, cwd):
     return subprocess.run(
         [sys.executable, "-m", "spec_lab", *arguments, "prompts.limit=3", "max_new_tokens=16", "warmup=1"],
         cwd=cwd, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
-
-
-def test_a_run_from_the_command_line(file, tmp_path):
-    done = run("target=gguf", f"target.path={file}", "proposer=ngram", "batch_size=2", "output_dir=out", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
-    arms = json.loads((tmp_path / "out/summary.json").read_text())["arms"]
-    assert "speculative" in arms and all(np.isfinite(one["tokens_per_second"]) for one in arms.values())
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["proposer=ngram_tree"], "drafts trees"), (["proposer=ngram", "target.snapshots=4"], "target.snapshots to 10"),
-        (["proposer=ngram", "target.snapshots=0"], "target.snapshots"),
-    ],
-    ids=lambda one: "",
-)  # fmt: skip
-def test_what_cannot_be_verified_is_refused_in_one_line(file, tmp_path, options, named):
-    done = run("target=gguf", f"target.path={file}", *options, "output_dir=out", cwd=tmp_path)
-    assert done.returncode and "Traceback" not in done.stderr and named in done.stderr + done.stdout

@@ -19,7 +19,6 @@ from spec_lab.decode.engine import Engine
 from spec_lab.decode.prefix_cache import PrefixCache
 from spec_lab.models import gguf
 from spec_lab.models.gguf_export import convert
-from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import NgramTree
@@ -131,16 +130,6 @@ def test_hidden_states_are_those_of_transformers(files, library, layers):
     found, expected = lm.forward([lm.open()], [text], draft), model.forward([model.open()], [text], draft)
     assert worst(found.logits, expected.logits) < 1e-3
     assert worst(found.pending[0], expected.pending[0]) < 2e-3 and worst(found.nodes[0], expected.nodes[0]) < 2e-3
-
-
-def test_what_is_captured_may_change_while_sequences_are_open(files, library):
-    lm, plain = runner(files, library, "f32"), runner(files, library, "f32")
-    sequence, text = lm.open(), [1, 2, 3]
-    lm.forward([sequence], [text], empty(1))
-    for layers in ((2,), (), (-1,)):
-        lm.capture(layers)
-        text.append(9)
-        assert worst(lm.forward([sequence], [[9]], empty(1)).logits, decoded(plain, text, 1)) < 1e-4
 
 
 def windowed(file, window):
@@ -263,11 +252,6 @@ def test_a_damaged_file_is_refused_or_computed_but_never_ends_the_process(files,
         assert done.returncode == 0, (file.name, done.returncode, done.stderr[-2000:])
 
 
-def test_a_missing_tokenizer_folder_is_named(files):
-    with pytest.raises((OSError, Unsupported), match="nowhere"):
-        gguf.load(str(files / "target-bf16.gguf"), tokenizer="nowhere")
-
-
 # The command line ----------------------------------------------------------------------------------------------------
 
 
@@ -307,16 +291,6 @@ def test_proposers_run_on_llama_cpp(files, tmp_path, options):
     run("target=gguf", target, *options, *SHORT, "output_dir=out", cwd=tmp_path)
     arms = json.loads((tmp_path / "out/summary.json").read_text())["arms"]
     assert all(np.isfinite(one["tokens_per_second"]) for one in arms.values())
-
-
-@pytest.mark.parametrize("option", ["+experiment=peers", "target.dtype=bfloat16"])
-def test_what_requires_transformers_is_refused_in_one_line(files, tmp_path, option):
-    target = f"target.path={files / 'target-bf16.gguf'}"
-    done = subprocess.run(
-        [sys.executable, "-m", "spec_lab", "target=gguf", target, option, *SHORT, "output_dir=out"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["f32", "q8_0"])

@@ -19,7 +19,7 @@ from spec_lab.propose.best_first import Budget
 from spec_lab.propose.ngram import Index, Ngram, NgramTree
 from spec_lab.propose.pld_plus import ComputedText, PldPlus
 from spec_lab.propose.step_costs import StepCosts
-from spec_lab.propose.stop_rules import AdaEdl, Confidence, described, rule_of
+from spec_lab.propose.stop_rules import AdaEdl, Confidence
 from spec_lab.propose.suffix import Suffix
 from spec_lab.propose.suffix_index import SuffixIndex
 from spec_lab.propose.tree_plan import TreePlan
@@ -85,12 +85,6 @@ def test_a_policy_that_fails_is_named_and_not_the_proposer(target, depth, said):
         adaptive.propose(batch_of(target, requests(), adaptive))
 
 
-def test_what_was_not_recorded_is_an_error(target):
-    adaptive = adapt(draft_model("1x1"), RecordedPolicy({0: [Limit(1)]}, source="run"))
-    with pytest.raises(ValueError, match="run holds no decision for step 0 of request 1"):
-        adaptive.propose(batch_of(target, requests(), adaptive))
-
-
 def test_recorded_decisions_are_for_the_same_prompts(target):
     first = requests()[0]
     for prompt in ((first.name, len(first.tokens)), ("other", len(first.tokens)), (first.name, 1 + len(first.tokens))):
@@ -100,25 +94,6 @@ def test_recorded_decisions_are_for_the_same_prompts(target):
         else:
             with pytest.raises(ValueError, match=f"request 0 of run is prompt '{prompt[0]}' with {prompt[1]} tokens"):
                 adaptive.init(first)
-
-
-def test_a_rule_of_an_extension_is_recorded_by_its_name():
-    class Never:
-        name, before, reads_path = "never", False, False
-
-    assert described(Never()) == {"rule": "never"}
-    with pytest.raises(ValueError, match="no rule 'never'"):
-        rule_of({"rule": "never"})
-
-
-def test_a_proposer_has_one_policy(target):
-    with pytest.raises(ValueError, match="has the policy 'fixed' already"):
-        adapt(adapt(draft_model("1x1"), FixedDepth(1)), FixedDepth(2))
-
-
-def test_steps_without_a_policy_record_none(target):
-    _, steps = decode(target, draft_model("1x1"), requests())
-    assert not any("policy" in row for one in steps for row in one.rows())
 
 
 def test_a_threshold_of_0_stops_nothing_and_one_of_1_everything(target):
@@ -185,16 +160,6 @@ def test_pairs_that_do_not_fit_are_refused(target, truth):
     ):
         with pytest.raises(ValueError, match=why):
             adapt(proposer, policy)
-
-
-def test_a_wrong_number_of_limits_is_an_error(target):
-    class Few(FixedDepth):
-        def decide(self, batch, states):
-            return [Limit(1)]
-
-    adaptive = adapt(draft_model("1x1"), Few(1))
-    with pytest.raises(ValueError, match=r"decide must return 3 Limit, .*not \[Limit"):
-        adaptive.propose(batch_of(target, requests(), adaptive))
 
 
 @pytest.mark.parametrize("make", [lambda target: draft_model("1x1x1"), lambda target: Ngram(3, 4, 1)])

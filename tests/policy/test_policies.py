@@ -11,7 +11,7 @@ import pytest
 from spec_lab.core.limit import Limit
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.policy.bandit import Bandit, Rewards, largest
-from spec_lab.policy.costs import DraftCosts, Timing, drafter_of, without_costs
+from spec_lab.policy.costs import DraftCosts, drafter_of
 from spec_lab.policy.depths import FixedDepth, Heuristic
 from spec_lab.policy.goodput import GainOverCost, Goodput, Levels, Rate
 from spec_lab.policy.policy import DraftOutcome
@@ -20,7 +20,7 @@ from spec_lab.propose.best_of import BestOf
 from spec_lab.propose.jacobi import Jacobi
 from spec_lab.propose.lookahead import Lookahead
 from spec_lab.propose.ngram import Ngram, NgramTree
-from spec_lab.propose.stop_rules import AdaEdl, Confidence, Gain, Svip, described, rule_of
+from spec_lab.propose.stop_rules import AdaEdl, Svip
 from spec_lab.propose.suffix import Suffix
 from spec_lab.propose.suffix_counts import SuffixRules
 
@@ -49,28 +49,6 @@ def play(policy, states, accepts, step=0, seed=0):
 
 
 # Limits and rules
-
-
-def test_a_limit_is_read_as_it_was_written():
-    for limit in (Limit(), Limit(0), Limit(3, 0.25, "heads")):
-        assert Limit.parse(limit.as_json()) == limit
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"depth": -1}', '{"depth": true}', '{"depth": 1.5}', '{"more": 1}', '{"threshold": "a"}',
-             '{"part": 3}', None, 7],
-)  # fmt: skip
-def test_what_is_no_limit_is_refused(text):
-    with pytest.raises(ValueError, match="not a policy's decision"):
-        Limit.parse(text)
-
-
-def test_rules_are_read_as_they_were_recorded():
-    for rule in (None, Confidence(), AdaEdl(0.1), Svip(0.3), Gain()):
-        assert rule_of(json.loads(json.dumps(described(rule)))) == rule
-    for wrong in ({"rule": "best"}, {"rule": "adaedl", "factor": "x"}):
-        with pytest.raises(ValueError, match="stops drafts"):
-            rule_of(wrong)
 
 
 # Depths
@@ -118,13 +96,6 @@ def test_a_threshold_that_stops_every_draft_falls_again():
     assert policy.decide(batch(), [state])[0].threshold == pytest.approx(0.0, abs=1e-3)
 
 
-def test_without_a_controller_the_threshold_stays():
-    policy = Threshold(Svip(), 0.3, depth=4)
-    state = policy.init(None)
-    policy.learn([outcome(state, Limit(), 4, 0)])
-    assert policy.decide(batch(), [state]) == [Limit(4, 0.3)]
-
-
 # Costs
 
 
@@ -134,16 +105,6 @@ def test_costs_are_interpolated_between_what_was_timed_and_go_on_beyond_it():
     assert LINEAR.of(16) == pytest.approx(2.6)
     assert LINEAR.of(4, 3) == pytest.approx((1.4 + 4.0) / 2)
     assert LINEAR.of(4, 9) == pytest.approx(4.0 + 2.6)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [({"batch_size": 0}, "policy.batch_size"), ({"temperature": -1}, "policy.temperature"),
-     ({"recalibrate": 1}, "policy.recalibrate"), ({"cache": ""}, "policy.cache"), ({"cache": 3}, "policy.cache")],
-)  # fmt: skip
-def test_wrong_options_of_the_timing_are_named(options, named):
-    with pytest.raises(ValueError, match=named):
-        Timing(**options)
 
 
 # Goodput
@@ -376,13 +337,6 @@ def test_thompson_sampling_is_keyed_by_the_seed_of_the_run():
 def test_wrong_options_are_named(load, options, named):
     with pytest.raises(ValueError, match=named):
         load.load(None, None, **options)
-
-
-def test_what_was_measured_when_a_tree_was_chosen_is_no_part_of_the_key_of_costs():
-    facts = {"tree": "0 1", "costs": "cached", "round_seconds": {}, "expected_tokens": 2.0}
-    assert without_costs({**facts, "parts": {"a": {"depth": 3, "costs_steady": True}}}) == {
-        "tree": "0 1", "parts": {"a": {"depth": 3}},
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

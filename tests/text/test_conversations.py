@@ -3,15 +3,14 @@
 import json
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from spec_lab.text import chat_template, conversations, records
+from spec_lab.text import conversations
 from spec_lab.text.chat_template import ChatTemplate, template_facts
 from spec_lab.text.conversations import chat, chat_options
-from spec_lab.text.prompts import Prompt, digest, encode_turn, jsonl
+from spec_lab.text.prompts import Prompt, digest, encode_turn
 from tests.checkpoints import LETTERS
 
 TEMPLATE = (
@@ -107,17 +106,6 @@ def test_thinking_and_options_reach_the_template_and_are_refused_where_nothing_r
         text(*chat(write(tmp_path, {"prompt": "a", "tools": [{"name": "f"}]})), template=LOOSE)
 
 
-def test_what_reads_a_name_is_a_variable_not_a_word(tmp_path):
-    path = write(tmp_path, {"prompt": "a"})
-    words = "{# enable_thinking, effort #}effort {{ messages[0].effort }}{% set tools = 1 %}{{ tools }}"
-    with pytest.raises(ValueError, match=r"prompts\.thinking=true has no effect"):
-        text(*chat(path, thinking=True), template=words)
-    with pytest.raises(ValueError, match=r"prompts\.options\.effort has no effect"):
-        text(*chat(path, options={"effort": "low"}), template=words)
-    with pytest.raises(ValueError, match="has tools, which have no effect"):
-        text(*chat(write(tmp_path, {"prompt": "a", "tools": [{"name": "f"}]})), template=words)
-
-
 def test_a_system_prompt_that_the_template_does_not_read_is_refused(tmp_path):
     (one,) = chat(write(tmp_path, {"prompt": "a"}), system="s")
     for template in (LOOSE, "{% for one in messages if one.role == 'user' %}{{ one.content }}{% endfor %}"):
@@ -142,14 +130,6 @@ def test_a_tokenizer_with_several_templates_and_no_default_is_refused():
         text(Prompt("p", "a", template=ChatTemplate()), template={"rag": "a", "tool_use": "b"})
 
 
-def test_reasoning_of_recorded_answers_has_the_names_that_templates_read(tmp_path):
-    answer = {"role": "assistant", "content": "x", "reasoning": "r", "other": None}
-    said = [{"role": "user", "content": "a"}, answer, {"role": "user", "content": "b"}]
-    (one,) = chat(write(tmp_path, {"messages": said}))
-    template = "{{ messages[1].thinking }}{{ messages[1].reasoning_content }}{{ messages[1].other is defined }}"
-    assert text(one, template=template) == "rrFalse"
-
-
 def test_a_file_replaces_the_tokenizers_template(tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text("[{{ messages[0].content }}]")
@@ -160,12 +140,6 @@ def test_a_file_replaces_the_tokenizers_template(tmp_path):
     assert own["template"] == "checkpoint" and len(own["template_sha256"]) == 64
     plain = template_facts([(ChatTemplate(), False)], tokenizer(None))
     assert plain == template_facts([(None, False)], tokenizer()) == {"template": "none"}
-
-
-def test_a_tokenizer_may_have_a_template_of_its_own_for_tools():
-    own = tokenizer({"default": "d{{ messages[0].content }}", "tool_use": "{{ tools[0].name }}"})
-    assert encode_turn(Prompt("p", "a", template=ChatTemplate()), own, 100)[0] == "da"
-    assert encode_turn(Prompt("p", "a", template=ChatTemplate(), tools=({"name": "f"},)), own, 100)[0] == "f"
 
 
 @pytest.mark.parametrize(
@@ -179,33 +153,6 @@ def test_a_tokenizer_may_have_a_template_of_its_own_for_tools():
 def test_a_template_that_fails_names_the_prompt(template):
     with pytest.raises(ValueError, match="prompt 'p': the chat template refuses its messages"):
         text(Prompt("p", "a", template=ChatTemplate()), template=template)
-
-
-def test_what_is_no_template_names_the_prompt():
-    with pytest.raises(ValueError, match="prompt 'p': the chat template is no template of Jinja .*end of template"):
-        text(Prompt("p", "a", template=ChatTemplate()), template="{% for")
-
-
-def test_a_template_cannot_write_more_than_a_prompt_may_have(monkeypatch):
-    monkeypatch.setattr(records, "MAX_CHARACTERS", 500)
-    long = "{% for a in range(10) %}{% for b in range(100) %}x{% endfor %}{% endfor %}"
-    with pytest.raises(ValueError, match="prompt 'p': .*1000 characters"):
-        text(Prompt("p", "a", template=ChatTemplate()), template=long)
-
-
-def test_a_template_above_a_limit_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        chat_template, "LIMITS", chat_template.ProcessLimits(cpu_seconds=0.2, memory=2**30, seconds=100.0)
-    )
-    endless = "{% set n = range(90000) | list %}" + "{% for a in n %}" * 4 + "{% endfor %}" * 4
-    (tmp_path / "own.jinja").write_text(endless)
-    (one,) = chat(write(tmp_path, {"prompt": "a"}), template=str(tmp_path / "own.jinja"))
-    with pytest.raises(ValueError, match=r"own\.jinja \(prompts\.template\) is stopped: it runs for more than 0\.2 s"):
-        text(one)
-    of = tokenizer(endless)
-    of.name_or_path = "models/mine"
-    with pytest.raises(ValueError, match=r"prompt 'p': the chat template of models/mine is stopped: .*=none for plain"):
-        encode_turn(Prompt("p", "a", template=ChatTemplate()), of, 10_000)
 
 
 @pytest.mark.parametrize(
@@ -325,15 +272,6 @@ def test_numbers_of_messages_and_tools_are_bounded(tmp_path, monkeypatch):
             chat(write(tmp_path, line))
 
 
-def test_values_of_parquet_files_that_json_does_not_have_are_refused(tmp_path):
-    file = tmp_path / "chat.parquet"
-    for value in ({"a": pd.Timestamp("2020-01-01")}, {"a": b"x"}, b"x", pd.Timestamp("2020-01-01")):
-        pd.DataFrame([{"prompt": "a", "constraint": value}]).to_parquet(file)
-        for read in (chat, jsonl):
-            with pytest.raises(ValueError, match=r"chat\.parquet, row 1: 'constraint' is no text and no JSON"):
-                read(str(file))
-
-
 def test_digest_depends_on_everything_that_a_conversation_is_made_of():
     plain = Prompt("p", "a")
     changed = [
@@ -343,9 +281,3 @@ def test_digest_depends_on_everything_that_a_conversation_is_made_of():
         Prompt("p", "a", checker="exact", answer="b"), Prompt("p", "a", checker="exact", answer="c"),
     ]  # fmt: skip
     assert len({digest([one]) for one in [plain, *changed]}) == 1 + len(changed)
-
-
-def test_of_a_templated_prompt_that_is_too_long_the_middle_is_left_out():
-    own = tokenizer()
-    _, tokens = encode_turn(Prompt("p", "a" * 100, template=ChatTemplate()), own, 1000, longest=30)
-    assert len(tokens) == 30 and own.decode(tokens).startswith("<user>a") and own.decode(tokens).endswith("<assistant>")

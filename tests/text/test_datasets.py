@@ -146,27 +146,6 @@ def test_files_in_another_format_are_refused_with_the_line(tmp_path, name, line,
         load(name, write(tmp_path / "other.jsonl", [line]))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"name": "squad"}, "prompts.name must be one of spec_bench, mt_bench"),
-        ({"name": "gsm8k", "path": 3}, "prompts.path must name a file or a folder"),
-        ({"name": "gsm8k", "path": "x", "revision": "main"}, "prompts.revision"),
-        ({"name": "gsm8k", "revision": ""}, "prompts.revision"),
-        ({"name": "gsm8k", "path": "x", "limit": 0}, "prompts.limit"),
-        ({"name": "gsm8k", "path": "x", "thinking": 1}, "prompts.thinking"),
-    ],
-)
-def test_invalid_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        load(**options)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"none\.jsonl does not exist; set prompts\.path"):
-        load("gsm8k", str(tmp_path / "none.jsonl"))
-
-
 def test_compressed_files_are_bounded_by_what_they_hold(tmp_path, monkeypatch):
     path = write(tmp_path / "HumanEval.jsonl.gz", LINES["humaneval"] * 1)
     assert load("humaneval", path)[0].name == "HumanEval/0"
@@ -195,17 +174,6 @@ def test_parquet_files_are_bounded_and_read_as_far_as_needed(tmp_path, monkeypat
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"test\.parquet is no readable Parquet file"):
             load("gsm8k", str(file))
-
-
-def test_parquet_files_are_bounded_by_what_their_rows_hold(tmp_path, monkeypatch):
-    """A dictionary stores a text once that every row has."""
-    file = tmp_path / "test.parquet"
-    pd.DataFrame([{"question": "q" * 10**5, "answer": "#### 1"}] * 200).to_parquet(file)
-    monkeypatch.setattr(records, "MAX_FILE", 10**7)
-    assert file.stat().st_size < 10**5
-    with pytest.raises(ValueError, match=r"test\.parquet has more than 10000000 bytes uncompressed"):
-        load("gsm8k", str(file))
-    assert len(load("gsm8k", str(file), limit=80)) == 80
 
 
 def test_answers_that_the_checker_cannot_compare_are_refused_with_the_line(tmp_path):

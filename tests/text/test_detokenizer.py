@@ -1,6 +1,5 @@
 """The detokenizer: text is released once, cut at stop strings, and never contains a banned string."""
 
-import codecs
 import math
 import random
 
@@ -57,18 +56,6 @@ def test_text_equals_decoding_all_bytes_at_once(pieces):
     assert text_and_finish(pieces) == (b"".join(pieces).decode("utf-8", "replace"), Finish("done"))
 
 
-@pytest.mark.nightly
-@few
-@given(pieces_of())
-def test_without_stop_strings_only_an_unfinished_character_is_held_back(pieces):
-    stream, decoder = Stream(pieces, Rules()), codecs.getincrementaldecoder("utf-8")("replace")
-    text = ""
-    for token, piece in enumerate(pieces):
-        assert not any(isinstance(event, Held) for event in stream.push(token))
-        text += decoder.decode(piece)
-        assert stream.text == text
-
-
 @few
 @given(pieces_of(), strings, st.integers(0, 4), st.none() | st.integers(4, 9), st.sets(st.integers(0, 5), max_size=2))
 @example([b"ab", b"cd"], ("abcd", "bc"), 0, None, set())
@@ -99,18 +86,6 @@ def test_released_text_never_changes(past, one, other, stops):
             if stream.finished is None:
                 stream.push(token)
         assert plain(pieces, [*begun, *future], rules).startswith(stream.text)
-
-
-@few
-@given(pieces_of(), strings)
-def test_only_a_prefix_of_a_stop_string_is_held_back(pieces, stops):
-    stream, held = Stream(pieces, Rules(stop_strings=stops)), ""
-    for token in range(len(pieces)):
-        events = [] if stream.finished else stream.push(token)
-        for event in events:
-            held = event.text if isinstance(event, Held) else held
-        assert not held or any(string.startswith(held) and string != held for string in stops)
-    assert stream.finished is None or held == ""
 
 
 @few
@@ -162,25 +137,10 @@ def test_a_stop_string_with_the_replacement_character_matches_a_genuine_one():
     assert text_and_finish(["a\ufffdb".encode()], stop_strings=("\ufffd",))[0] == "a"
 
 
-def test_a_genuine_replacement_character_is_not_held_back():
-    assert Stream(["\ufffd".encode()], Rules()).push(0, -1.0) == [Text("\ufffd", 1, (-1.0,))]
-
-
 def test_an_unfinished_character_is_released_broken_at_the_end():
     stream = Stream([b"\xf0\x9f", b"\x98"], Rules())
     assert stream.push(0, -1.0) == [] and stream.push(1, -2.0) == []
     assert stream.end("gone") == [Text("\ufffd", 2, (-1.0, -2.0)), Finish("gone")]
-
-
-def test_an_unfinished_character_is_released_broken_where_a_stop_string_may_begin():
-    stream = Stream([b"\xe2", b"a"], Rules(stop_strings=("ab",)))
-    assert stream.push(0, -1.0) == []
-    assert stream.push(1, -2.0) == [Text("\ufffd", 1, (-1.0,)), Held("a")]
-
-
-def test_a_token_partly_cut_off_counts_as_shown():
-    events = Stream([b"abc"], Rules(stop_strings=("c",))).push(0, -1.0)
-    assert events == [Text("ab", 1, (-1.0,)), Finish("stop_string", "c")]
 
 
 def test_a_stop_token_ends_the_text_and_is_no_part_of_it():
@@ -201,11 +161,6 @@ def test_nothing_stops_within_the_first_min_tokens():
     other = stream.fork()
     assert other.push(2)[-1].reason == "stop_string" and stream.push(1)[-1].reason == "stop"
     assert stream.text == other.text == "xx"
-
-
-def test_a_stop_string_begun_within_min_tokens_and_completed_after_them_counts():
-    assert text_and_finish([b"xa", b"b"], stop_strings=("ab",), min_tokens=1)[0] == "x"
-    assert text_and_finish([b"xa", b"b"], stop_strings=("ab",), min_tokens=2)[0] == "xab"
 
 
 def test_max_tokens_ends_the_text_and_releases_the_held_back_text():
@@ -318,23 +273,6 @@ def test_a_watcher_finds_the_first_complete_string_and_its_first_token(banned, t
         assert watcher.place.count == len(kept) == fork.place.count - 1
 
 
-def test_a_watcher_reports_whether_a_string_has_begun():
-    watcher, begun = Watcher([b"xa", b"b", b"y"], Strings(("abc",))), []
-    for token in (2, 0, 1, 2):
-        watcher.push(token)
-        begun.append(watcher.begun)
-    assert begun == [False, True, True, False]
-
-
-def test_text_is_held_back_while_its_token_may_be_removed():
-    stream = Stream([b"a", b"ba", b"c"], Rules(banned_strings=("aa",)))
-    assert stream.push(0) == [Held("a")]
-    assert stream.push(1) == [Held("aba")]  # without the second token the first may yet be banned
-    assert stream.push(0) == [Rewind(2, 1), Held("a")]
-    assert stream.push(0) == [Rewind(2, 0), Held("")]
-    assert stream.text == "" and stream.tokens == []
-
-
 @few
 @given(
     strings,
@@ -383,21 +321,6 @@ def test_after_rewinds_and_forks_a_stream_is_as_if_only_the_kept_tokens_had_come
         completed += sum(event.tokens for event in events if isinstance(event, Text))
         assert completed == len(stream.tokens) - events[-1].tokens
         assert stream.text == fresh.text == plain(pieces, stream.tokens, rules, healed)
-
-
-def test_removed_tokens_withdraw_their_text():
-    stream = Stream([b"xa", b"c", b"b"], Rules(stop_strings=("ab",)))
-    assert stream.push(0, -1.0) == [Text("x", 0, ()), Held("a")]
-    assert stream.push(1, -2.0) == [Text("ac", 2, (-1.0, -2.0)), Held("")]
-    assert stream.rewind(1) == [Withdrawn("ac", 2), Held("a")]
-    assert stream.push(2, -3.0) == [Text("", 1, (-1.0,)), Held(""), Finish("stop_string", "ab", 1, (-3.0,))]
-    assert stream.text == "x"
-
-
-def test_a_token_without_text_is_withdrawn_too():
-    stream = Stream([b""], Rules())
-    assert stream.push(0, -1.0) == [Text("", 1, (-1.0,))]
-    assert stream.rewind(1) == [Withdrawn("", 1)] and stream.rewind(0) == []
 
 
 def test_forks_are_independent():
@@ -478,23 +401,6 @@ def test_a_finished_stream_refuses_further_tokens():
     ):
         with pytest.raises(ValueError, match=r"finished \(done\)"):
             action()
-
-
-@pytest.mark.parametrize("token", [-1, 2])
-def test_a_token_that_does_not_exist_is_refused(token):
-    with pytest.raises(ValueError, match="2 pieces"):
-        Stream([b"a", b"b"], Rules()).push(token)
-    with pytest.raises(ValueError, match="2 pieces"):
-        Stream([b"a", b"b"], Rules(frozenset({token})))
-
-
-def test_more_tokens_than_received_cannot_be_removed():
-    stream = Stream([b"a"], Rules())
-    stream.push(0)
-    for count in (2, -1):
-        with pytest.raises(ValueError, match=f"{count} tokens of 1"):
-            stream.rewind(count)
-    assert stream.text == "a"
 
 
 @pytest.mark.parametrize(

@@ -87,25 +87,7 @@ def test_what_templates_do_not_need_is_missing(template):
         rendered(template, {})
 
 
-def test_long_conversations_are_far_from_the_limits():
-    template = "{% for one in messages %}{{ '{}: {}'.format(one.role, one.content.strip()) | indent(2) }}{% endfor %}"
-    messages = [{"role": "user", "content": "a\n" * 5000}] * 1000  # 10 million characters
-    request = {"source": template, "given": {"messages": messages}}
-    assert len(SANDBOX.ask(request, chat_template.LIMITS)) > 10**7
-
-
 def test_variables_are_those_that_are_read():
     assert {"messages", "tools", "bos_token"} <= set(variables(FEATURES))
     assert "tools" not in variables("{# tools #}tools {{ messages[0].tools }}{% set tools = 1 %}{{ tools }}")
     assert "thinking" in variables("{% if thinking is defined and thinking %}a{% endif %}")
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}",
-        "{% macro a() %}{{ thinking }}{% endmacro %}{% set thinking = thinking | default(true) %}{{ a() }}",
-    ],
-)
-def test_a_variable_with_a_default_is_read(template):
-    assert variables(template) == ["thinking"]

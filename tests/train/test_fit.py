@@ -58,10 +58,6 @@ def test_each_pass_sees_every_text_once_in_another_order():
     assert order == order_of(parts=5, rows=4, batch=8, passes=2.5)
 
 
-def test_a_rest_of_a_file_that_fills_no_step_is_left_out():
-    assert sorted(order_of(parts=2, rows=3, batch=8, passes=1)) == [(0, 0), (0, 3), (1, 0), (1, 3)]
-
-
 def test_a_step_is_computed_on_its_texts_in_pieces(paths, tmp_path):
     own = trainer()
     objective = Objective(own.model)
@@ -133,16 +129,6 @@ def test_a_checkpoint_of_another_training_is_refused(paths, tmp_path, changed):
     again = trainer()
     with pytest.raises(ValueError, match="output_dir"):
         fit(again, Objective(again.model), others, tmp_path / "out", plan, facts)
-
-
-def test_too_few_texts_are_refused(paths, tmp_path):
-    own = trainer()
-    with pytest.raises(ValueError, match="no texts"):
-        fit(own, Objective(own.model), [], tmp_path / "out", PLAN, {})
-    with pytest.raises(ValueError, match=r"task\.rows=16.*task\.passes"):
-        fit(own, Objective(own.model), paths, tmp_path / "out", FitPlan(rows=16, part=8), {})
-    with pytest.raises(ValueError, match=r"task\.rows"):
-        FitPlan(rows=4, part=3)
 
 
 @pytest.mark.parametrize("wrong", ["loss", "gradient"])

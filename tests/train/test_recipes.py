@@ -3,7 +3,6 @@
 import errno
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +16,6 @@ from spec_lab.drafters.eagle.train import Eagle3Recipe
 from spec_lab.drafters.eagle.train_eagle1 import Eagle1Recipe
 from spec_lab.drafters.hydra.train import HydraRecipe
 from spec_lab.drafters.kangaroo.train import KangarooRecipe
-from spec_lab.drafters.medusa import train as medusa_training
-from spec_lab.drafters.medusa.files import read_medusa
 from spec_lab.drafters.medusa.measure import measure
 from spec_lab.drafters.medusa.train import MedusaRecipe
 from spec_lab.drafters.mtp.train import MtpRecipe
@@ -305,33 +302,6 @@ def test_held_out_answers_are_measured_as_the_target_s_own_continuations_are(nam
     assert (tmp_path / "drafter" / "calibration.json").exists()
 
 
-def test_held_out_answers_are_read_file_by_file_while_they_are_measured(target, tmp_path, monkeypatch):
-    recipe, read, events = RECIPES["medusa"], Texts.read, []
-    begun = recipe.begin(target, [], 0)
-    recipe.write(begun.module, target, tmp_path / "drafter", {"method": recipe.name})
-    paths = record(target, requests(COLD, new=12), recipe.states(target), tmp_path / "texts", 1, 2, 0, rest=True)
-    assert len(paths) > 1
-    monkeypatch.setattr(Texts, "read", lambda path: events.append("file") or read(path))
-
-    def consumed(heads, answers, **_):
-        events.extend("answer" for _ in answers)
-        return SimpleNamespace(write=lambda *args, **more: None)
-
-    monkeypatch.setattr(medusa_training, "of_texts", consumed)
-    begun.calibrate(tmp_path / "drafter", paths, 0.0)
-    assert events[-2 * len(paths) :] == ["file", "answer"] * len(paths)
-
-
-def test_answers_shorter_than_the_heads_leave_no_calibration_and_are_named(target, tmp_path, caplog):
-    recipe = RECIPES["medusa"]
-    begun = recipe.begin(target, [], 0)
-    recipe.write(begun.module, target, tmp_path / "drafter", {"method": recipe.name})
-    paths = record(target, requests(COLD, new=3), recipe.states(target), tmp_path / "texts", 2, 2, 0, rest=True)
-    begun.calibrate(tmp_path / "drafter", paths, 0.0)
-    assert not list((tmp_path / "drafter").glob("calibration*"))
-    assert "max_new_tokens to more than 3" in caplog.text
-
-
 def test_trained_medusa_heads_draft_as_documented(quick_cli, tmp_path, monkeypatch, caplog):
     """Also: a batch that is larger than a step is named, and equal trainings write equal files."""
     run = [one for one in checkpoints.short_runs(tmp_path, checkpoints.TEXTS * 2) if not one.startswith("proposer=")]
@@ -506,22 +476,6 @@ def test_losses_are_computed_where_the_target_is(name, target, tmp_path):
         found.objective(text)
 
 
-def test_texts_are_moved_to_the_device_of_the_parameters(target, tmp_path):
-    """The meta device, on which nothing can be computed, stands in for a GPU."""
-    paths, meta, seen = files(target, tmp_path), torch.device("meta"), []
-
-    def objective(text):
-        seen.append({one.device for one in (text.ids, text.first, text.length, text.hidden, text.counts(1))})
-        raise InterruptedError
-
-    trainer = Trainer(torch.nn.Linear(4, 4, device=meta), Plan(), 1, torch.float32)
-    with pytest.raises(InterruptedError):
-        fit(trainer, objective, paths, tmp_path / "out", FitPlan(rows=4, part=4), {})
-    with pytest.raises(InterruptedError):
-        task._held_out(objective, paths, 4, meta)
-    assert seen == [{meta}, {meta}]
-
-
 def test_held_out_acceptance_is_that_of_all_texts_together_however_they_are_filed(target, tmp_path):
     found, text = begun(HydraRecipe(heads=2), target, tmp_path), texts(target, 5, 12, first=(2, 8, 3))
     found.module.eval()
@@ -575,53 +529,12 @@ def test_what_cannot_be_trained_is_refused_before_the_target_answers(quick_cli, 
     assert not (tmp_path / "swept" / "texts").exists() and not (tmp_path / "swept" / "manifest.json").exists()
 
 
-@pytest.mark.nightly
-def test_answers_end_at_stop_strings(quick_cli, tmp_path):
-    more = ["stop_strings=[e]", "task.held_out=0.375", "task.answers=2", *SHORT["draft"]]
-    run = short(tmp_path, *more)
-    # Stop strings require an end-of-text token, and a decoder that states the tokens' bytes.
-    (tmp_path / "target" / "generation_config.json").write_text('{"eos_token_id": 56}')
-    tokenizer = tmp_path / "target" / "tokenizer.json"
-    decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
-    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"decoder": decoder}))
-    code, _, errors = quick_cli("+experiment=train_draft", *run)
-    assert code == 0, errors
-    letter, found = checkpoints.LETTERS.index("e"), 0
-    for path in (tmp_path / "swept").glob("*/part-*.safetensors"):
-        text = Texts.read(path)
-        for ids, first, length in zip(text.ids, text.first, text.length, strict=True):
-            own = ids[first:length].tolist()
-            assert letter not in own[:-1]
-            found += own[-1] == letter
-    assert found
-    assert len(list((tmp_path / "swept" / "held_out").iterdir())) == 2  # of 2 texts and of 1
-
-
 def test_a_training_that_diverges_ends_with_code_1_and_keeps_its_texts(quick_cli, tmp_path):
     command = ["+experiment=train_draft", *short(tmp_path, "task.learning_rate=1e36", *SHORT["draft"])]
     code, _, errors = quick_cli(*command)
     assert code == 1 and "step 2" in errors and "task.learning_rate" in errors
     assert len(list((tmp_path / "swept" / "texts").iterdir())) == 3
     assert (tmp_path / "swept" / "manifest.json").exists()
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.nightly
-def test_a_training_uses_the_run_s_threads(quick_cli, tmp_path, monkeypatch, threads):
-    seen, plain = [], Trainer.update
-
-    def seeing(self, *arguments):
-        seen.append((self.threads, *self.pool.map(lambda _: torch.get_num_threads(), range(self.threads))))
-        return plain(self, *arguments)
-
-    monkeypatch.setattr(Trainer, "update", seeing)
-    before = torch.get_num_threads()
-    try:
-        code, _, errors = quick_cli("+experiment=train_draft", *short(tmp_path, f"threads={threads}", *SHORT["draft"]))
-    finally:
-        torch.set_num_threads(before)
-    assert code == 0, errors
-    assert set(seen) == {(threads, *[1] * threads)}
 
 
 @every_recipe

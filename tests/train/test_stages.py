@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,8 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts.zoo import acceptance, corpus, distill, pretrain, prompts, stages
-from scripts.zoo.generate import Generation, TextPart
+from scripts.zoo import acceptance, pretrain, stages
 from scripts.zoo.settings import Settings
 from spec_lab.core.files import file_hash
 from spec_lab.drafters.draft_model.train import DraftRecipe
@@ -24,6 +22,7 @@ from spec_lab.drafters.medusa.network import Heads, Trunk
 from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.train.fit import FitPlan
+from spec_lab.train.generate import Generation
 from spec_lab.train.objectives import Measured
 from spec_lab.train.recipe import TargetHead
 from spec_lab.train.trainer import Plan, Trainer, schedule
@@ -115,17 +114,6 @@ def pretrained(settings, work, **options):
     return pretrain.pretrain(SHAPE, PLAN, *folders, work, settings.control, eval_windows=1, **options)
 
 
-@pytest.mark.nightly
-def test_corpus_and_prompts(settings):
-    sizes = json.loads((settings.work / "train" / "sizes.json").read_text())
-    assert all(sizes[w]["tokens"] > 1000 for w in corpus.WORKLOADS)
-    holdout = corpus.load_holdout(settings.zoo / "holdout.json")
-    assert len(holdout["modules"]) == 2 and holdout["topics"]
-    rows = prompts.read(settings.work / "prompts")
-    assert {r["workload"] for r in rows} == set(corpus.WORKLOADS)
-    assert {r["source"] for r in rows if r["workload"] == "code"} <= set(holdout["modules"])
-
-
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("killed_at", [3, 6, 10])  # at half depth, grown, in the decay
 def test_a_killed_training_resumes_to_identical_weights(settings, tmp_path, killed_at):
@@ -145,28 +133,12 @@ def test_the_number_of_threads_does_not_matter(settings, tmp_path):
         assert torch.equal(tensor, two.tensors()[name]), name
 
 
-def test_an_unfinished_checkpoint_is_not_read(settings, tmp_path):
-    """A kill while saving leaves a partial file next to the last complete one."""
-    pretrained(settings, tmp_path / "run", stop_after=3)
-    (tmp_path / "run" / "checkpoint.partial").write_bytes(b"half a file")
-    assert pretrained(settings, tmp_path / "run", stop_after=5).step == 5
-
-
 def test_the_control_file_moves_the_end_while_training(settings, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "control.json").write_text('{"grow_step": 2, "stable_steps": 3, "decay_steps": 2}')
     trainer = pretrained(settings, tmp_path / "run")
     assert trainer.step == 5 and trainer.model.config.num_hidden_layers == 2
     assert schedule(4, 2, 3, 2) > schedule(5, 2, 3, 2) == 0.0
-
-
-def test_growth_keeps_the_function(settings, tmp_path):
-    half = pretrained(settings, tmp_path / "run", stop_after=4)
-    grown = pretrain.grow(half, SHAPE)
-    assert (half.model.config.num_hidden_layers, grown.model.config.num_hidden_layers) == (1, 2)
-    ids = torch.randint(0, 512, (2, 20), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        assert torch.equal(half.model(ids).logits, grown.model(ids).logits)
 
 
 @pytest.mark.nightly
@@ -227,18 +199,6 @@ def test_a_killed_distillation_resumes_to_identical_weights(trained, tmp_path, k
         assert torch.equal(tensor, resumed[name]) and torch.equal(tensor, threads[name]), name
 
 
-@pytest.mark.nightly
-def test_a_distillation_refuses_a_checkpoint_of_another(trained, tmp_path):
-    distilled(trained, tmp_path, stop_after=2)
-    other = replace(trained, distillation=replace(trained.distillation, passes=4))
-    with pytest.raises(ValueError, match="a training with .* move"):
-        distilled(other, tmp_path)
-    with pytest.raises(ValueError, match="rows .*3, not 4"):
-        replace(trained.distillation, rows=4, part=3)
-    with pytest.raises(ValueError, match=r"generation\.batch .*distillation\.rows 3, not 4"):
-        distilled(replace(trained, distillation=replace(trained.distillation, rows=3)), tmp_path / "else")
-
-
 def test_drafters_learn_from_the_states_of_the_target_s_text(trained):
     for stage in (stages.states, stages.eagle3, stages.hydra):
         stage(trained)
@@ -275,24 +235,6 @@ def test_a_phase_is_not_resumed_after_another_one_before_it(trained, tmp_path):
         stages.eagle3(other)
 
 
-@pytest.mark.nightly
-def test_bfloat16_keeps_the_master_weights_between_phases(trained, tmp_path):
-    shutil.copytree(trained.zoo / "target", tmp_path / "zoo" / "target")
-    work = tmp_path / "work"
-    work.mkdir()
-    for name in ("train", "target"):
-        shutil.copytree(trained.work / name, work / name)
-    half = replace(trained, work=work, zoo=tmp_path / "zoo", dtype=torch.bfloat16)
-    for stage in (stages.states, stages.eagle3, stages.hydra, stages.drafters):
-        stage(half)
-    before, after = (load_file(work / "eagle3" / phase / "checkpoint.safetensors") for phase in "01")
-    learned = [name for name in before if name.startswith("master.")]
-    assert all(torch.equal(before[name], after[name]) for name in learned)  # the second phase has rates of 0
-    assert not all(torch.equal(before[name], before[name].bfloat16().float()) for name in learned)
-    with pytest.raises(ValueError, match="dtype"):
-        stages.eagle3(replace(half, dtype=torch.float32))
-
-
 def test_acceptance_is_measured_on_the_target_s_own_text(trained):
     model = AutoModelForCausalLM.from_pretrained(trained.zoo / "target", dtype=torch.float32)
     prompts, seen = [[5, 9, 301, 7], [44, 3]], []
@@ -312,36 +254,6 @@ def test_acceptance_is_measured_on_the_target_s_own_text(trained):
         torch.testing.assert_close(text.hidden[0], torch.cat([own[0], own[-1]], -1)[0].bfloat16(), rtol=0.02, atol=0.02)
 
 
-def test_drafters_to_compare_learn_from_equally_many_tokens(trained):
-    stages.states(trained)
-    stages.drafters(trained)
-    target = Target.load(str(trained.zoo / "target"), dtype="float32")
-    for name, recipe in trained.drafters.items():
-        recipe.load(target, trained.work / "drafters" / name, 2)
-        curve = (trained.work / "drafters" / name / "training" / "0" / "learning.jsonl").read_text().splitlines()
-        assert json.loads(curve[-1])["texts"] == 20
-
-
-def test_heads_to_compare_by_length_learn_from_ever_more_tokens(trained):
-    stages.states(trained)
-    stages.lengths(trained)
-    folders = [trained.work / "lengths" / name for name in ("0.2", "0.5")]
-    curves = [(one / "training" / "0" / "learning.jsonl").read_text().splitlines() for one in folders]
-    assert [json.loads(one[-1])["texts"] for one in curves] == [4, 10]
-
-
-def test_distilled_heads_predict_the_target_better_than_the_identity(trained, tmp_path):
-    target = trained.trained_target()
-    _, heads = distilled(trained, tmp_path)
-    text = TextPart.read(trained.work / "generated" / "part-0000.safetensors")
-    assert text.temperature == 0
-    p = distill.target_probs(target, text.hidden)
-    with torch.no_grad():
-        fresh = distill.HeadsInTraining(4, 2, 32, 48).bfloat16()
-        before, after = (distill.heads_loss(one, target, text, p) for one in (fresh, heads))
-    assert sum(after) < sum(before)
-
-
 def test_shipped_heads_equal_the_trained_ones(trained):
     """Also with embeddings unscaled."""
     target, plan = trained.trained_target().float(), trained.distillation
@@ -359,60 +271,3 @@ def test_shipped_heads_equal_the_trained_ones(trained):
         mixed = made.trunk(hidden, target.get_input_embeddings()(token))
         expected = torch.stack([target.lm_head(made.head(k, mixed)) for k in range(4)], 1)
         torch.testing.assert_close(ready(hidden, token), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_the_command_line_runs_a_stage(trained, tmp_path):
-    zoo = tmp_path / "zoo"
-    shutil.copytree(trained.zoo, zoo)
-    with pytest.raises(SystemExit):
-        stages.main(["no such stage", "--work", str(tmp_path)])
-    with pytest.raises(FileNotFoundError):
-        stages.main(["export", "--work", str(tmp_path), "--zoo", str(zoo), "--threads", "1"])
-
-
-def test_the_prompts_with_fewest_repeated_8_grams_are_shipped(trained):
-    candidates = {row["id"]: row for row in prompts.read(trained.work / "prompts")}
-    shares = json.loads((trained.work / "repeated_8grams.json").read_text())
-    assert shares.keys() == candidates.keys()
-    shipped = prompts.read(trained.zoo / "prompts")
-    assert Counter(row["workload"] for row in shipped) == trained.prompts
-    for workload in corpus.WORKLOADS:
-        texts = [row["prompt"] for row in shipped if row["workload"] == workload]
-        kept = [shares[name] for name, row in candidates.items() if row["prompt"] in texts]
-        left = [
-            shares[name]
-            for name, row in candidates.items()
-            if row["workload"] == workload and row["prompt"] not in texts
-        ]
-        assert max(kept) <= min(left)
-
-
-def test_texts_too_short_to_count_repeats_come_last():
-    rows = [{"id": str(i), "prompt": str(i), "workload": "code", "source": ""} for i in range(4)]
-    chosen = prompts.least(rows, [0.5, float("nan"), 0.0, 0.5], {"code": 3, "json": 1, "prose": 1})
-    assert [row["prompt"] for row in chosen["code"]] == ["0", "2", "3"]
-    assert [row["id"] for row in chosen["code"]] == ["code-000", "code-001", "code-002"]
-    assert chosen["json"] == []
-
-
-@pytest.mark.nightly
-def test_later_stages_start_from_shipped_models_where_none_were_trained(trained, tmp_path):
-    elsewhere = replace(trained, work=tmp_path / "work", zoo=tmp_path / "zoo")
-    shutil.copytree(trained.zoo, elsewhere.zoo)
-    for streams in ("train", "held_out"):
-        shutil.copytree(trained.work / streams, elsewhere.work / streams)
-    shipped = AutoModelForCausalLM.from_pretrained(trained.zoo / "target").state_dict()
-    found = elsewhere.trained_target().state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in shipped.items())
-    for stage in (stages.generate, stages.distill, stages.export):
-        stage(elsewhere)
-    kept = [load_file(one / "target" / "model.safetensors") for one in (trained.zoo, elsewhere.zoo)]
-    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
-    once, twice = trained.history()["distilled"], elsewhere.history()["distilled"]
-    assert len(once) == 1 and twice[:1] == once and len(twice) == 2  # its draft was distilled before
-    assert elsewhere.history()["distilled"] == twice
-    assert elsewhere.history() | {"distilled": once} == trained.history()
-    stages.card(elsewhere)
-    readme = (elsewhere.zoo / "README.md").read_text()
-    assert "then again: " in readme and "the heads the last time only" in readme and "earlier distillations" in readme
-    assert "the heads with it" in (trained.zoo / "README.md").read_text()
