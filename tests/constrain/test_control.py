@@ -19,7 +19,6 @@ from spec_lab.decode.engine import fixed_group
 from spec_lab.propose import Null
 from spec_lab.results.writer import outcomes
 from spec_lab.tasks.certify.exact import decoded
-from spec_lab.tasks.certify.ground_truth import truth
 from spec_lab.tasks.certify.instances import Instance
 from spec_lab.verify import Match, Token, Traversal
 from tests.constrain.narrow import FEW, TWO, V
@@ -60,13 +59,6 @@ def test_the_output_has_the_distribution_of_the_protocol_with_and_without_drafts
         applied = AppliedConstraint(constraint(script), placement, fast_forward=fast_forward)
         found = decoded(Instance(world, tree, tokens, applied=applied), drawn, verifier)
         assert distance(found, wanted) < 1e-12, (tree, drawn, verifier.name, placement, fast_forward)
-
-
-@pytest.mark.parametrize("name", [name for name in ALONE | SEVERAL if "breaks" not in name])
-def test_the_readable_oracle_agrees(name):
-    _, script, world, tokens = next(one for one in SCRIPTS if one[0] == name)
-    applied = AppliedConstraint(constraint(script))
-    assert distance(truth(Instance(world, "1", tokens, applied=applied)), oracle(world, makes(script), tokens)) < 1e-12
 
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
@@ -143,16 +135,6 @@ def test_forks_at_the_start_compute_the_prompt_once(target):
     assert [p for r in steps for p, is_prompt in zip(r.pending, r.prefill, strict=True) if is_prompt] == [
         len(PROMPTS[0])
     ]
-
-
-def test_forks_after_a_forced_beginning_compute_the_prompt_once(target):
-    script = at(0, [Branch(allow=None, ff=((7,),))], at(1, [Branch(), Branch()]))
-    bound = AppliedConstraint(ControllerConstraint(lambda r: Scripted(script), VOCABULARY), fast_forward=True)
-    group = fixed_group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 6)], CounterDraws(0), bound)
-    steps = list(group)
-    assert sum(sum(r.prefill) for r in steps) == 1
-    assert [s.emitted[0] for s in group.sequences] == [7, 7]
-    assert not target.lm.cells.references.any()
 
 
 @dataclass
@@ -253,30 +235,6 @@ def test_a_controller_that_raises_ends_only_its_own_request_and_is_named(target,
     list(well)
     assert mates == [one for one in results(well) if one[0] != "p1"]
     assert not target.lm.cells.references.any()
-
-
-def test_an_error_of_a_controller_is_named_with_the_event(target):
-    script = lambda events: GO if len(events) < 3 else 1 // 0  # noqa: E731
-    group = play(target, lambda r: script, Null())
-    list(group)
-    (error,) = group.errors.values()
-    assert "controller 'scripted' at Event(branch=0, backtrack=0, append=(" in error
-    assert "ZeroDivisionError" in error and "2 tokens emitted" in error
-
-
-def test_a_controller_that_cannot_be_constructed_is_named(target):
-    bound = AppliedConstraint(ControllerConstraint(lambda request: {}[request.name], VOCABULARY, "absent"))
-    group = fixed_group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
-    assert list(group) == [] and group.sequences[0].finish == "stuck"
-    assert "controller 'absent' cannot be made: KeyError: 'p'" in group.errors[group.sequences[0]]
-
-
-def test_a_factory_that_returns_no_controller_is_named_with_what_it_returns(target):
-    bound = AppliedConstraint(ControllerConstraint(lambda request: None, VOCABULARY, "absent"))
-    group = fixed_group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
-    assert list(group) == [] and group.sequences[0].finish == "stuck"
-    said = group.errors[group.sequences[0]]
-    assert "controller 'absent' cannot be made: None was returned for the request 'p'" in said
 
 
 def test_endless_backtracking_is_ended(target):

@@ -1,15 +1,10 @@
 """The package's controllers, with and without drafts."""
 
 import re
-from pathlib import Path
 
 import pytest
-import yaml
-from llguidance.hf import from_tokenizer
-from transformers import AutoTokenizer
 
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.banned import Banned
 from spec_lab.constrain.control import Branch, ControllerConstraint, Event
 from spec_lab.constrain.controllers import banned, candidates, choices, pattern, template
 from spec_lab.constrain.load import lark, regex
@@ -25,13 +20,10 @@ from spec_lab.tasks.certify.ground_truth import truth
 from spec_lab.tasks.certify.instances import Instance
 from spec_lab.tasks.certify.toy_models import RandomToy
 from spec_lab.verify import Token, Traversal
-from tests.constrain.narrow import FEW
 from tests.constrain.toys import Table, distance, uneven
 from tests.propose.lab import PROMPTS, draft_model, plain_logits
 from tests.tiny import VOCABULARY, tiny_model, tiny_target
 
-CONF = Path(__file__).parents[2] / "conf" / "constraint"
-ZOO = Path(__file__).parents[2] / "spec_lab" / "zoo" / "target"
 COLD, WARM = Sampling(), Sampling(1.0)
 WORDS = ["ab", "the ", "an", "cat", "ca", "\n\n", "x\n", "\nN", "er", "in", "on", "re", ": ", "12"]
 PIECES = [chr(97 + letter).encode() for letter in range(26)] + [
@@ -99,21 +91,6 @@ def test_greedy_output_with_drafts_is_greedy_output(target, name):
     ):
         assert results(play(target, MADE[name](), proposer)) == results(alone)
     assert results(play(target, MADE[name](), draft_model("2x1x1", "point"), fast_forward=False)) == results(alone)
-
-
-@pytest.mark.parametrize("name", MADE)
-def test_its_config_loads_it(name):
-    config = yaml.safe_load((CONF / f"controller_{name}.yaml").read_text())
-    assert config.pop("_target_") == f"spec_lab.constrain.controllers.{name}.load"
-    needed = {"choices": ["a"], "pattern": "a+", "strings": ["a"], "parts": ["Na", {"most": 2}]}
-    for option in ("placement", "draft_budget", "fast_forward", "distribution", "max_prefixes"):
-        config.pop(option)
-    options = {key: needed[key] if value == "???" else value for key, value in config.items()}
-    module = {"choices": choices, "pattern": pattern, "candidates": candidates, "banned": banned, "template": template}[
-        name
-    ]
-    made = module.load(vocabulary=LETTERS, **options)
-    assert made.name == name and made.vocabulary == VOCABULARY and AppliedConstraint(made).facts["name"] == name
 
 
 # Choices -------------------------------------------------------------------------------------------------------------
@@ -201,22 +178,6 @@ def test_the_mean_is_another_score_and_a_failed_text_is_never_kept():
 # Banned --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drawn", [Null(), "iid"], ids=["alone", "drafted"])
-@pytest.mark.nightly
-def test_banning_by_branches_and_by_states_have_one_distribution(drawn):
-    pieces = [b"a", b"b", b"ab", b"c"]
-    for strings in (("ab",), ("b", "cc"), ("aa", "bab")):
-        of = {"tree": "1x1", "tokens": 2, "toy": FEW}
-        states, branches = (
-            AppliedConstraint(Banned(strings, pieces)),
-            AppliedConstraint(banned.by_pieces(pieces, strings)),
-        )
-        wanted = truth(Instance(**of, applied=states))
-        assert not any(s.encode() in b"".join(pieces[t] for t in text) for ((text, _),) in wanted for s in strings)
-        assert distance(truth(Instance(**of, applied=branches)), wanted) < 1e-12
-        assert distance(decoded(Instance(**of, applied=branches), drawn, Token()), wanted) < 1e-12
-
-
 def test_banned_strings_do_not_appear(target):
     strings = ["a", "in", "\n", "er", "c"]
     free = play(target, banned.load(LETTERS, ["no such text"]), draft_model(), WARM, new=40)
@@ -259,40 +220,7 @@ def test_text_before_the_stop_inside_a_token_is_written_again():
     assert b"".join(LETTERS.bytes[t] for t in branch.ff[0]) == b"r\nA"
 
 
-def test_a_free_part_that_ends_by_its_stop_ends_the_text_as_well():
-    one = template.TemplateController(LETTERS, ((5, template.Strings(("e",))),))
-    one.step(Event())
-    (branch,) = one.step(Event(0, 0, (4,)))
-    assert (branch.backtrack, branch.allow, tuple(branch.ff[0])) == (1, None, (END,))
-    assert one.step(Event(0, 1, (END,))) == []
-
-
 # The bundled tokenizer ------------------------------------------------------------------------------------------------
-
-
-def test_with_the_tokenizer_of_the_bundled_target():
-    tokenizer = AutoTokenizer.from_pretrained(ZOO)
-    words = Vocabulary(4096, (0,), from_tokenizer(tokenizer, n_vocab=4096, eos_token=[0]))
-    target = tiny_target(vocab_size=4096, num_hidden_layers=1)
-    texts = ["return None", "return self.value", "raise ValueError"]
-    forms = {
-        "choices": (choices.load(words, texts), lambda text: text in texts),
-        "pattern": (pattern.load(words, "(def|class) [a-z_]{2,9}:"), re.compile("(def|class) [a-z_]{2,9}:").fullmatch),
-        "banned": (banned.load(words, ["e", "\n"]), lambda text: "e" not in text and "\n" not in text),
-        "template": (
-            template.load(words, ["né: ", {"most": 6, "stop": "e"}, "\nAge: ", {"most": 3}]),
-            lambda text: re.match("né: [^e]*\nAge: ", text),
-        ),
-    }
-    request = Request(0, "p", tuple(words.encode("def f(x):")), WARM, 20, frozenset({0}))
-    for name, (constraint, fits) in forms.items():
-        for proposer in (Null(), Ngram(4, 3, 1)):
-            group = fixed_group(
-                target, proposer, Token(), [request], CounterDraws(1), AppliedConstraint(constraint, fast_forward=True)
-            )
-            list(group)
-            text = b"".join(words.bytes[token] for token in group.sequences[0].emitted).decode("utf-8", "replace")
-            assert not group.errors and fits(text), (name, text)
 
 
 # Options -------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -12,7 +11,6 @@ from spec_lab.constrain.applied import AppliedConstraint
 from spec_lab.constrain.protocol import unpack
 from spec_lab.core.request import Request
 from tests.constrain.parts import A, B, bundled, toy
-from tests.labs import lab, settings
 
 PLACE = dict(placement="both", draft_budget=None, fast_forward=True, async_masks=False)
 
@@ -38,20 +36,6 @@ def test_a_requests_own_source_overrides_the_constraint_s():
     assert first(made) == [A] and first(made, "b") == [B]
 
 
-def test_a_schema_may_be_text_or_a_mapping():
-    schema = {"enum": [1]}
-    text, mapping = load.json_schema(toy(), json.dumps(schema)), load.json_schema(toy(), schema)
-    assert first(text) == first(mapping) != []
-
-
-def test_unknown_engines_and_controllers_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"constraint\.engine .*llguidance, xgrammar"):
-        load.regex(toy(), "a", engine="outlines")
-    for name in ("nowhere.make", "make", "json.nothing"):
-        with pytest.raises(ValueError, match=f"constraint.make={name}"):
-            load.controller(toy(), name)
-
-
 def test_text_options_are_combined_with_the_constraint():
     assert load.combine(None, None, PLACE) is None
     alone = load.combine(load.regex(toy(), "a+"), toy(), PLACE)
@@ -64,10 +48,6 @@ def test_text_options_are_combined_with_the_constraint():
         load.combine(load.controller(toy(), "tests.constrain.test_load.steered"), toy(), PLACE, banned=["a"])
     with pytest.raises(ValueError, match="bytes are known"):
         load.combine(None, None, PLACE, healing=True)
-
-
-def steered(vocabulary):
-    return lambda request: None
 
 
 def test_text_options_that_cannot_be_met_are_refused():
@@ -87,38 +67,12 @@ def test_the_default_of_forcing_follows_the_placement():
         assert applied.fast_forward is (placement in ("target", "both"))
 
 
-def test_unknown_options_of_an_engine_are_refused_by_name():
-    with pytest.raises(ValueError, match="constraint.nonsense .*constraint.engine=llguidance"):
-        load.regex(toy(), "a", nonsense=1)
-    with pytest.raises(ValueError, match="cannot be called with"):
-        load.controller(toy(), "os.getcwd")
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        ("core.faults.described", r"cannot be called with \(vocabulary"),
-        ("nowhere.at_all", "cannot be imported: No mod"),
-    ],
-)
-def test_no_line_of_the_caller_is_named_for_a_function_of_this_package(make, said):
-    with pytest.raises(ValueError, match=f"make=spec_lab.{make} {said}") as error:
-        load.controller(toy(), f"spec_lab.{make}", {"nonsense": 1})
-    assert "load.py" not in str(error.value)
-
-
 def test_the_facts_of_a_run_change_with_the_source_in_a_file(tmp_path):
     file, facts = tmp_path / "schema.json", []
     for most in (300, 301):
         file.write_text(json.dumps({"enum": [1], "description": "x" * most}))
         facts.append(load.json_schema(toy(), path=str(file), whitespace_flexible=False).facts)
     assert facts[0]["source_sha256"] != facts[1]["source_sha256"]
-
-
-def test_a_run_whose_prompts_have_no_source_is_refused_at_start_up(tmp_path):
-    applied = AppliedConstraint(load.regex(toy()))
-    with pytest.raises(ValueError, match="constraint=regex .*'p0'"):
-        replace(lab(), applied=applied).requests(settings(tmp_path))
 
 
 @pytest.mark.parametrize("kind", [load.json_schema, load.lark])
@@ -149,28 +103,6 @@ def test_a_schema_of_lines_allows_further_values_each_on_one_line():
     assert all(allowed(text) for text in ("[1, 2]", "[1,\n2]", "[1]\n[2, 3]", "[1]\n[2,3]\n", "[\n1]\n[2]"))
     assert not any(allowed(text) for text in ("[1][2]", "[1]\n[2,\n3]", "[1]\n\n[2]", "[1]\n1", "[1]\n\n"))
     assert made.facts["kind"] == "json_schema" and made.facts["schema_options"]["lines"] is True
-
-
-def test_a_prompt_may_bring_a_schema_of_lines():
-    state = load.json_schema(bundled(), lines=True).start(Request(0, "r", (1,), constraint='{"const": 1}'))
-    for token in bundled().engine.tokenize_str("1\n1"):
-        state.advance(token)
-    assert unpack(state.mask(), bundled().size)[list(bundled().ends)].any()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"schema": {}, "lines": "yes"}, "constraint.lines "),
-        ({"schema": {}, "lines": True, "engine": "xgrammar"}, "constraint.lines=true .*constraint.engine="),
-        ({"schema": "{", "lines": True}, "constraint.json_schema: not JSON"),
-        ({"schema": {"x-guidance": 3}, "lines": True}, "constraint.json_schema: x-guidance in a schema"),
-        ({"schema": {"maximum": 2**53 + 1}, "lines": True}, "constraint.json_schema: .*exactly"),
-    ],
-)
-def test_wrong_options_of_lines_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        load.json_schema(toy(), **options)
 
 
 @pytest.mark.parametrize(

@@ -166,29 +166,6 @@ def test_the_product_of_tilted_probabilities_is_the_conditional_distribution(nam
         assert product_of == pytest.approx(probability(name, text) / total, abs=1e-15)
 
 
-def test_sums_along_paths():
-    found = prefixes("dead ends")
-    x = log_p("dead ends", found)
-    expected = [
-        np.log(probability("dead ends", (*found.texts[node], int(found.tokens[node][place]))))
-        for node, place in found.outputs
-    ]
-    assert found.path_sums(x) == pytest.approx(expected, abs=1e-13)
-
-
-def test_an_output_without_probability_has_the_potential_zero():
-    found = prefixes("dead ends")
-    x = log_p("dead ends", found)
-    impossible = found.texts.index((0, 1))
-    x[impossible] = np.full(1, -np.inf)
-    log_h = log_potential(found, x)
-    assert log_h[impossible] == -np.inf and log_h[found.texts.index((0,))] == -np.inf
-    assert np.exp(log_h[0]) == pytest.approx(probability("dead ends", (1, 3)), abs=1e-15)
-    weights = Potential(found, log_h).weights
-    assert weights[0].tokens.tolist() == [0, 1] and weights[0].weight.tolist() == [0.0, 1.0]
-    assert weights[found.texts.index((0,))].weight.tolist() == [0.0]
-
-
 def test_probabilities_too_small_for_a_float_keep_their_ratio():
     found = prefixes("everything")
     log_h = log_potential(found, [one - 2000 for one in log_p("everything", found)])
@@ -215,17 +192,6 @@ def test_a_large_vocabulary_is_not_explored_beyond_the_limit():
     with pytest.raises(TooManyPrefixes):
         explore(Table(allowed, 50_000).start(REQUEST), frozenset({3}), 50_000, 8, 20)
     assert len(asked) < 100
-
-
-@pytest.mark.parametrize("at", ["mask", "advance", "nothing"])
-def test_a_constraint_without_a_valid_output_is_refused(at):
-    with pytest.raises(ConstraintError, match="no output that the constraint allows ends within max_new_tokens"):
-        explore(Cliffs(words((0, 1, 2), (1, 0)), at=at).start(REQUEST), frozenset({3}), 4, 3, 100)
-
-
-def test_a_constraint_that_raises_at_the_start_raises():
-    with pytest.raises(ConstraintError, match="nothing is allowed here"):
-        explore(Cliffs(words()).start(REQUEST), frozenset({3}), 4, 3, 100)
 
 
 def test_a_state_forks_and_refuses_tokens_that_lead_nowhere():

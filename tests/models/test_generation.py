@@ -6,8 +6,6 @@ import pytest
 
 from spec_lab.core.probabilities import Sampling
 from spec_lab.models.generation import CheckpointSampling
-from spec_lab.models.target import Target
-from tests.checkpoints import checkpoint
 
 
 def recommended(tmp_path, **fields):
@@ -45,12 +43,6 @@ def test_what_cannot_be_respected_is_refused(tmp_path, fields, message):
         CheckpointSampling().resolved(recommended(tmp_path, **fields))
 
 
-def test_a_target_without_the_file_is_refused(tmp_path):
-    for folder in (None, tmp_path):
-        with pytest.raises(ValueError, match=r"requires a generation_config\.json in the target's checkpoint"):
-            CheckpointSampling().resolved(folder)
-
-
-def test_a_loaded_target_knows_its_folder(tmp_path):
-    folder = checkpoint(tmp_path / "target")
-    assert Target.load(str(folder), dtype="float32").folder == folder
+def test_invalid_replacements_are_refused_at_start_up():
+    with pytest.raises(ValueError, match=r"sampling\.top_p must lie in"):
+        CheckpointSampling(top_p=2.0)

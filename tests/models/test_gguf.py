@@ -25,7 +25,7 @@ from spec_lab.runners.llama_recurrent import LlamaRecurrent
 from spec_lab.tasks.peers_llama import LlamaGenerate
 from tests.checkpoints import checkpoint
 from tests.drafters.small_tokenizers import PROSE, byte_level
-from tests.gguf_files import field, header, with_zoo_tokenizer
+from tests.gguf_files import with_zoo_tokenizer
 from tests.propose.lab import decode, emitted, requests
 from tests.runners.fake_llama import FakeLlama, logits_of, numbers
 from tests.runners.fake_recurrent import FakeRecurrent, RecurrentMemory
@@ -81,17 +81,6 @@ def test_a_target_states_its_own_threads(files):
     assert Target.load(str(files / "own")).lm.threads is None
 
 
-def test_what_bounds_layers_on_a_gpu_is_not_known(files):
-    assert load(files).lm.work is not None and load(files, gpu_layers=1).lm.work is None
-
-
-@pytest.mark.parametrize("more", [{"attention.sliding_window": 4}, {"attention.head_count": [4, 2]}], ids=str)
-def test_what_windows_and_uneven_layers_read_is_not_known(files, more):
-    file = read_gguf(files / "own.gguf")
-    named = {f"{file.architecture}.{name}": value for name, value in more.items()}
-    assert gguf.work_of(replace(file, metadata={**file.metadata, **named}), "f16") is None
-
-
 def test_of_a_mixture_of_experts_the_experts_of_one_row_are_counted(files):
     file = read_gguf(files / "own.gguf")
     few, many = (
@@ -124,24 +113,6 @@ def test_logits_without_drafts_are_those_of_plain_texts(files):
     assert not target.lm.sequences
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"kv_dtype": "f8"}, r"target\.kv_dtype must be one of f32"), ({"chunk": 0}, r"target\.chunk"),
-        ({"chunk": 2**15 + 1}, r"target\.chunk must be at most"),
-        ({"gpu_layers": 10**4}, r"target\.gpu_layers must be at most"),
-        ({"dtype": "bfloat16"}, r"target\.dtype must be one of float32"),
-        ({"threads": 0}, r"target\.threads"), ({"threads": 10**6}, r"target\.threads"),
-        ({"gpu_layers": -2}, r"target\.gpu_layers"), ({"cells": "1"}, r"target\.cells"),
-        ({"context": 257}, r"target\.context must be at most 256"), ({"context": True}, r"target\.context"),
-        ({"tokenizer": "/nowhere"}, "/nowhere"),
-    ],
-)  # fmt: skip
-def test_wrong_options_are_refused_by_name(files, options, named):
-    with pytest.raises((OSError, ValueError), match=named):
-        load(files, **options)
-
-
 def test_float32_is_exact_for_weights_in_float32_and_others_are_computed_as_they_are(files, tmp_path, caplog):
     target = load(files, dtype="float32")
     assert target.lm.settings.kv_dtype == "f32" and target.lm.context.library.made[-1].flash_attn_type == 0
@@ -150,24 +121,6 @@ def test_float32_is_exact_for_weights_in_float32_and_others_are_computed_as_they
     assert load(tmp_path, "bf16", dtype="float32").lm.settings.kv_dtype == "f16"
     assert "bf16.gguf" in caplog.text and "target.dtype=float32" in caplog.text
     assert load(tmp_path, "bf16", dtype="float32", kv_dtype="f32").lm.settings.kv_dtype == "f32"
-
-
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        (b"", "bad.gguf"), (b"GGUF", "ends within its header"), (b"safetensors", "does not begin with GGUF"),
-        (header(version=99), "version 99"), (header([field("general.architecture", 8, b"\xff" * 8)]), "bad.gguf"),
-    ],
-)  # fmt: skip
-def test_hostile_files_are_refused_before_llama_cpp_sees_them(tmp_path, content, named):
-    file = tmp_path / "bad.gguf"
-    file.write_bytes(content)
-    found = library()
-    found.llama_model_load_from_file = None
-    with pytest.raises((OSError, ValueError), match=named):
-        gguf.load(str(file), library=found)
-    with pytest.raises(OSError, match="missing"):
-        gguf.load(str(tmp_path / "missing.gguf"), library=found)
 
 
 def test_a_model_whose_positions_depend_on_the_size_of_the_cache_is_refused(files, monkeypatch):
@@ -181,15 +134,6 @@ def test_a_model_whose_positions_depend_on_the_size_of_the_cache_is_refused(file
     monkeypatch.setattr(gguf, "read_gguf", longrope)
     with pytest.raises(Unsupported, match="longrope"):
         load(files)
-
-
-def test_a_missing_package_is_named_with_what_to_install(files, monkeypatch):
-    def missing():
-        raise ImportError("pip install 'spec-lab[llamacpp]'")
-
-    monkeypatch.setattr(gguf, "load_library", missing)
-    with pytest.raises(Unsupported, match=r"spec-lab\[llamacpp\]"):
-        load(files, library=None)
 
 
 class WithTokenizer(FakeLlama):
@@ -265,19 +209,6 @@ def test_a_file_whose_own_rounding_is_large_passes_with_a_warning_and_faults_are
         load(files, library=NoisyAndSeesSiblings(4096, 32, 2))
 
 
-class NotFinite(FakeLlama):
-    def llama_decode(self, context, batch):
-        code = super().llama_decode(context, batch)
-        if batch.n_tokens == 1:
-            context.memory["logits"][:] = float("nan")
-        return code
-
-
-def test_logits_that_are_not_finite_are_refused(files):
-    with pytest.raises(Unsupported, match=r"own\.gguf .*NaN"):
-        load(files, library=NotFinite(4096, 32, 2))
-
-
 def recurrent(**more):
     return FakeRecurrent(4096, 32, 2, **more)
 
@@ -305,39 +236,6 @@ def test_the_self_check_refuses_a_library_whose_states_are_not_rolled_back(files
     monkeypatch.setattr("tests.runners.fake_recurrent.RecurrentMemory", KeepsNoSnapshots)
     with pytest.raises(Unsupported, match=r"wrongly in llama\.cpp: .* standard deviations"):
         load(files, library=recurrent())
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"snapshots": 0}, r"target\.snapshots must be a whole number of 1 or more"),
-        ({"snapshots": 65}, r"target\.snapshots must be at most 64"), ({"snapshots": True}, r"target\.snapshots"),
-        ({"chunk": 10}, r"target\.chunk must be more than .* 10 .*target\.snapshots"),
-        ({"snapshots": 2, "library": FakeLlama(4096, 32, 2)}, r"target\.snapshots=2 requires .*recurrent"),
-        ({"library": FakeRecurrent(4096, 32, 2, rolls=False)}, r"own\.gguf .*cannot roll back .*llama 1B F32"),
-    ],
-)  # fmt: skip
-def test_options_and_models_without_snapshots_are_refused_by_name(files, options, named):
-    with pytest.raises(ValueError, match=named):
-        load(files, **{"library": recurrent(), **options})
-
-
-def test_a_draft_model_with_recurrent_layers_is_refused_by_name(files, monkeypatch):
-    monkeypatch.setattr(gguf, "load_library", recurrent)
-    with pytest.raises(Unsupported, match=r"proposer\.path=.*own\.gguf has recurrent layers"):
-        DraftModel.load(load(files), str(files / "own.gguf"), depth=2)
-
-
-def test_llama_cpp_s_own_arms_are_refused_for_a_target_with_recurrent_layers(files):
-    with pytest.raises(ValueError, match="without recurrent layers"):
-        gguf.require_llama_cpp(load(files, library=recurrent()))
-
-
-def test_the_self_check_reports_a_library_that_fails(files):
-    own = library()
-    own.fails = -3
-    with pytest.raises(Unsupported, match="code -3"):
-        load(files, library=own)
 
 
 def test_the_self_check_is_measured_once_for_the_same_file_and_setting(files):
@@ -372,11 +270,6 @@ def test_llama_cpp_s_own_arms_compute_the_target_s_file_in_a_cache_of_the_size_o
     assert made == [(str(files / "own.gguf"), 256, "drafts in 256")]
 
 
-def test_a_draft_of_llama_cpp_s_own_with_another_tokenizer_is_refused(files):
-    with pytest.raises(ValueError, match=r"gpt2\.gguf has the target's tokens but splits text otherwise"):
-        LlamaGenerate.assisted(load(files), Sampling(), 0, str(files / "gpt2.gguf"))
-
-
 def test_a_draft_model_with_another_vocabulary_is_refused(files, monkeypatch, tmp_path):
     monkeypatch.setattr(gguf, "load_library", lambda: FakeLlama(128, 32, 2))
     convert(checkpoint(tmp_path / "other", vocab_size=128), tmp_path / "other.gguf")
@@ -398,10 +291,3 @@ def test_a_gguf_draft_with_another_vocabulary_drafts_shared_tokens(files, monkey
     group, steps = decode(target, draft, asked)
     assert emitted(group) == emitted(decode(plain, Null(), asked)[0])
     assert sum(info.draft.shape.nodes for info in steps) > 5
-
-
-def test_a_target_of_transformers_may_have_a_gguf_draft(files, monkeypatch):
-    monkeypatch.setattr(gguf, "load_library", library)
-    target = Target.load(str(files / "own"))
-    draft = DraftModel.load(target, str(files / "own.gguf"), depth=2)
-    assert draft.lm.settings == LlamaSettings(torch.get_num_threads())

@@ -11,7 +11,6 @@ from spec_lab.core.files import Unreadable
 from spec_lab.models.gguf_export import convert
 from spec_lab.models.gguf_file import GGUFFile, read_gguf
 from spec_lab.models.gguf_tokenizer import (
-    ALIASES,
     HF_JSON,
     PRE_TOKENIZERS,
     PROBES,
@@ -19,7 +18,6 @@ from spec_lab.models.gguf_tokenizer import (
     read_gguf_tokenizer,
     reads_as_llama_cpp,
 )
-from tests.checkpoints import checkpoint
 from tests.gguf_files import ZOO, with_zoo_tokenizer
 
 TEXTS = [*PROBES, "", " ", "<|endoftext|>a <|endoftext|>", "\n\n \t", *(
@@ -64,12 +62,6 @@ def test_it_is_built_from_tokens_and_merges_where_the_file_holds_no_json(tmp_pat
     assert built.decode([0, 5], skip_special_tokens=True) == own.decode([5])
 
 
-def test_a_known_alias_is_read_as_the_pre_tokenizer_that_it_means(tmp_path):
-    assert {*ALIASES.values()} <= PRE_TOKENIZERS.keys() and not ALIASES.keys() & PRE_TOKENIZERS.keys()
-    file = without(written(tmp_path, "llama-bpe"), HF_JSON, pre="llama3", add_bos_token=False)
-    assert_same(read_gguf_tokenizer(file), AutoTokenizer.from_pretrained(tmp_path / "checkpoint"))
-
-
 def test_a_begin_token_is_added_as_the_file_says(tmp_path):
     file = without(written(tmp_path, "llama-bpe"), HF_JSON, "tokenizer.ggml.add_bos_token", bos_token_id=0)
     plain = read_gguf_tokenizer(without(file, add_bos_token=False))("a b")["input_ids"]
@@ -90,13 +82,6 @@ def test_llama_cpp_is_not_asked_for_tokens_where_it_would_abort(tmp_path, fields
         "bos_token_id", "eos_token_id", "add_bos_token", "add_eos_token",
     )))  # fmt: skip
     assert reads_as_llama_cpp(without(file, **fields)) == asked
-
-
-def test_a_tokenizer_of_one_token_per_letter_survives(tmp_path):
-    convert(str(checkpoint(tmp_path / "checkpoint")), tmp_path / "model.gguf")
-    file, own = read_gguf(tmp_path / "model.gguf"), AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
-    assert not reads_as_llama_cpp(file)
-    assert_same(read_gguf_tokenizer(file), own, ["the cat sat", "a?b", ""])
 
 
 def test_a_folder_s_tokenizer_is_read_instead(tmp_path):
@@ -130,21 +115,6 @@ def test_an_unknown_or_corrupt_tokenizer_is_refused_with_the_file_s_name(tmp_pat
     assert str(file.path) in str(refused.value)
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("types", [3, "control", ["3"]])
-def test_token_types_that_are_no_numbers_are_left_out(tmp_path, types):
-    file = without(written(tmp_path, "qwen2"), token_type=types)
-    assert (
-        read_gguf_tokenizer(file)("a b")["input_ids"] == read_gguf_tokenizer(without(file, HF_JSON))("a b")["input_ids"]
-    )
-
-
-def test_a_corrupt_json_is_refused_with_the_file_s_name(tmp_path):
-    file = written(tmp_path, "qwen2")
-    with pytest.raises(Unreadable, match=r"model\.gguf"):
-        read_gguf_tokenizer(replace(file, metadata={**file.metadata, HF_JSON: '{"version": "1.0"}'}))
-
-
 @pytest.mark.parametrize("change", [
     lambda whole: whole["model"].update(ignore_merges=True),
     lambda whole: whole["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Whitespace"}),
@@ -159,10 +129,3 @@ def test_a_pre_tokenizer_has_llama_cpp_s_name_only_if_it_is_the_same(tmp_path, c
     assert pre_tokenizer_name(whole) == "qwen2"
     change(whole)
     assert pre_tokenizer_name(whole) is None
-
-
-def test_pre_tokenizers_of_gpt_2_and_of_single_digits_are_known_in_the_library_s_own_words():
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    digits = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level]}
-    for pre, name in ((byte_level, "gpt-2"), (digits, "smollm")):
-        assert pre_tokenizer_name({"pre_tokenizer": pre, "model": {"ignore_merges": False}}) == name

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from spec_lab.models.merged import merge
-from spec_lab.models.packed import PackedLinear, dense_copy, linear_of, pack, unpack
+from spec_lab.models.packed import PackedLinear, dense_copy, pack, unpack
 from spec_lab.models.target import Target
 from tests import checkpoints
 from tests.tiny import FAMILIES, tiny_model
@@ -89,12 +89,6 @@ def test_a_shared_layer_stays_shared_and_unpacking_gives_the_weights_back():
     assert parents[0][0] is parents[1][0] and torch.equal(parents[0][0].weight, weight)
 
 
-def test_a_replaced_forward_is_kept():
-    layers = nn.Sequential(nn.Linear(8, 8))
-    layers[0].forward = lambda x: torch.zeros_like(x)
-    assert pack(layers) == 0 and not layers(torch.ones(2, 8)).any()
-
-
 def test_merged_layers_are_packed():
     model = tiny_model(dtype=torch.float32)
     tokens = torch.tensor([[3, 1, 4, 1, 5]])
@@ -105,25 +99,6 @@ def test_merged_layers_are_packed():
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=1e-5)
     kinds = {type(module.joint) for module in model.modules() if hasattr(module, "rest")}
     assert kinds == {PackedLinear}
-
-
-def test_a_weight_and_a_bias_become_a_layer():
-    weight, bias, x = torch.randn(6, 4), torch.randn(6), torch.randn(3, 4)
-    for dtype, kind in ((torch.float32, PackedLinear), (torch.float64, nn.Linear)):
-        layer = linear_of(weight.to(dtype), bias.to(dtype))
-        assert type(layer) is kind
-        expected = nn.functional.linear(x.to(dtype), weight.to(dtype), bias.to(dtype))
-        torch.testing.assert_close(layer(x.to(dtype)), expected)
-
-
-def test_a_loaded_target_is_packed(tmp_path):
-    target = Target.load(str(checkpoints.checkpoint(tmp_path / "target")), dtype="float32")
-    model = target.model
-    assert not [name for name, one in model.named_modules() if type(one) is nn.Linear]
-    assert target.self_check < 1e-3 and target.services.hidden_size == 32
-    plain = tiny_model(dtype=torch.float32)
-    assert target.lm.facts["parameters"] == sum(one.numel() for one in plain.parameters())
-    assert target.lm.facts["packed"]
 
 
 def test_a_model_whose_code_reads_the_weights_itself_is_not_packed(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spec_lab.models import loading, quantization
-from spec_lab.models.quantization import CARRIED, OPTIONS, PACKAGES, carried, chosen, own_config
+from spec_lab.models.quantization import CARRIED, carried, chosen, own_config
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from tests.checkpoints import checkpoint
@@ -81,15 +81,6 @@ def test_a_data_type_without_kernels_is_named(installed, option, where, dtype, s
         chosen(option, None, where, dtype)
 
 
-def test_options_that_fit_are_accepted(installed):
-    assert chosen(None, None, CPU, "float64") is None
-    for option in OPTIONS:
-        found = chosen(option, None, CPU, "bfloat16")
-        assert found.method == option and not found.carried and not found.dequantized
-    assert chosen("torchao_int4", None, CPU, "bfloat16").group_size == 128
-    assert chosen("torchao_int4", 32, GPU, "bfloat16").group_size == 32
-
-
 @pytest.mark.parametrize(
     ("option", "package", "version", "says"),
     [
@@ -108,13 +99,6 @@ def test_a_missing_package_is_named_before_weights_are_read(
         load(folder, quantization=option)
 
 
-def test_bitsandbytes_does_not_fetch_code_from_the_hub(installed, monkeypatch):
-    monkeypatch.setattr(quantization, "find_spec", lambda name: name == "kernels" or None)
-    with pytest.raises(Unsupported, match="bnb_int4 .*code from the hub.*kernels.*uninstall"):
-        chosen("bnb_int4", None, CPU, "float32")
-    assert chosen("bnb_int4", None, GPU, "float32")
-
-
 def test_a_quantized_checkpoint_is_not_quantized_again(folder, installed):
     change(folder, quantization_config=FP8)
     with pytest.raises(ValueError, match=r"target.quantization=bnb_int8 .*unquantized .*target.quantization=null"):
@@ -131,16 +115,6 @@ CONFIGS = {
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "torchao": {"quant_method": "torchao", "quant_type": {"default": {"_type": "os.system", "_data": {}}}},
 }
-
-
-@pytest.mark.parametrize("method", CARRIED)
-def test_a_missing_package_of_a_checkpoint_is_named_before_weights_are_read(folder, installed, monkeypatch, method):
-    change(folder, quantization_config=CONFIGS[method])
-    package, least = PACKAGES[method][0]
-    installed[package] = None
-    monkeypatch.setattr(loading, "_fill", lambda *_, **__: pytest.fail("weights were read"))
-    with pytest.raises(Unsupported, match=rf"{method}, which requires {package} {least} or newer.*pip install .*"):
-        load(folder)
 
 
 @pytest.mark.parametrize("method", CARRIED)
@@ -189,29 +163,11 @@ def test_a_config_that_is_not_supported_is_named(folder, installed, monkeypatch,
         load(folder)
 
 
-@pytest.mark.parametrize("value", ["fp8", 3, ["fp8"]])
-def test_a_malformed_config_is_named(folder, value):
-    change(folder, quantization_config=value)
-    with pytest.raises(ValueError, match=r"config\.json: quantization_config must be a mapping"):
-        load(folder)
-
-
-def test_absent_sparsity_is_accepted(tmp_path, installed):
-    assert carried(
-        tmp_path, compressed(False, sparsity_config={"format": "dense"}, ignore=[r"re:.*lm_head$"]), CPU, "float32"
-    )
-
-
 def test_weights_without_activations_are_dequantized(tmp_path, installed):
     assert carried(tmp_path, compressed(False), CPU, "float32").dequantized
     assert not carried(tmp_path, compressed(True), CPU, "float32").dequantized
     both = compressed(False)["config_groups"]["group_0"]
     assert not carried(tmp_path, compressed(False, config_groups={"a": both, "b": both}), CPU, "float32").dequantized
-
-
-def test_ranks_do_not_share_a_quantized_target(folder, installed):
-    with pytest.raises(Unsupported, match="tensor_parallel does not support quantized targets .torchao_int8"):
-        load(folder, quantization="torchao_int8", tensor_parallel=True)
 
 
 # fp8 -------------------------------------------------------------------------------------------------------------
@@ -228,17 +184,6 @@ def test_an_fp8_checkpoint_is_dequantized(source, tmp_path):
     plain = load(source)
     assert target.lm.work == plain.lm.work and plain.facts["quantization"] is None
     assert target.lm.facts == plain.lm.facts | {"quantization": target.facts["quantization"]}
-
-
-def test_an_fp8_weight_without_a_scale_is_named(source, tmp_path):
-    pytest.importorskip("accelerate")
-    fp8(source, tmp_path / "target")
-    file = tmp_path / "target" / "model.safetensors"
-    tensors = load_file(file)
-    del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
-    save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight is F8_E4M3 and has no scale"):
-        load(tmp_path / "target")
 
 
 def test_a_misshapen_scale_is_named(source, tmp_path):

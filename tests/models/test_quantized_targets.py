@@ -13,7 +13,6 @@ from experiments.exactness.greedy import decoded
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
 from spec_lab.drafters.draft_model.propose import DraftModel
-from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram
@@ -92,20 +91,6 @@ def test_merged_layers_and_dense_attention_work(source):
     for more in ({"graphs": True}, {"attention": "dense"}):
         found = load(source, "torchao_int8", **more)
         torch.testing.assert_close(found.plain_logits([1, 2, 3], 1), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_group_that_divides_no_layer_is_named(tmp_path):
-    require("torchao_int4")
-    folder = checkpoint(tmp_path / "odd", hidden_size=24, intermediate_size=40)
-    with pytest.raises(Unsupported, match=r"torchao_int4: no layer can be quantized.*quantization_group_size"):
-        load(folder, "torchao_int4")
-
-
-def test_a_part_that_cannot_be_quantized_is_counted(tmp_path, caplog):
-    require("torchao_int4")
-    folder = checkpoint(tmp_path / "odd", hidden_size=64, intermediate_size=80)
-    assert 0.6 < load(folder, "torchao_int4").facts["quantization"]["share"] < 0.9
-    assert "% of the weights of its layers are quantized" in caplog.text
 
 
 # Checkpoints that are quantized already ------------------------------------------------------------------------------
@@ -220,17 +205,6 @@ def described(**changes):
 def test_a_wrong_header_is_named(header, edit, says):
     with pytest.raises(ValueError, match=says):
         load(header(edit))
-
-
-def test_a_tensor_of_another_shape_is_named(header):
-    def halve(tensors, _):
-        for part in ("qdata", "scale", "zero_point"):
-            name = f"model.layers.1.mlp.up_proj._weight_{part}"
-            if name in tensors and tensors[name].dim():
-                tensors[name] = tensors[name][:64].clone()
-
-    with pytest.raises(ValueError, match=r"up_proj.weight is \[64, 64\], not \[128, 64\]"):
-        load(header(halve))
 
 
 @pytest.mark.parametrize("activations", [False, True])

@@ -13,14 +13,12 @@ from spec_lab.models.layer_checks import check_exit
 from spec_lab.models.packed import PackedLinear, pack, packed_dtypes
 from spec_lab.models.plain_forwards import PlainForwards, plain_forward
 from spec_lab.models.support import Unsupported
-from spec_lab.models.target import Target
 from spec_lab.runners import causal_lm, prepare
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.runners.kv_cache import Cells, CellSequence
 from spec_lab.runners.layer_ranges import find_layers
 from spec_lab.runners.model_work import parameters_of
 from spec_lab.runners.prepare import Packer
-from tests.checkpoints import checkpoint
 from tests.models.families import tiny_family
 from tests.tiny import tiny_model
 
@@ -176,15 +174,6 @@ def test_a_copy_in_float32_has_the_same_numbers_in_plain_layers():
         torch.testing.assert_close(copy(tokens).logits, expected)
 
 
-def test_a_copy_that_does_not_fit_is_left_out(monkeypatch, caplog):
-    model = tiny_model(dtype=BF16)
-    monkeypatch.setattr(float32_copy, "available", lambda device: 1000)
-    assert PlainForwards.of(model).exact is None and "does not fit" in caplog.text
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    found = self_check.self_check(model, "spans")
-    assert found.passed and not found.in_float32
-
-
 def test_first_layers_are_compared_on_any_device_where_a_copy_of_the_whole_does_not_fit(monkeypatch, caplog):
     model = tiny_model(dtype=BF16, num_hidden_layers=40, tie_word_embeddings=True)
     monkeypatch.setattr(float32_copy, "available", lambda device: 4 * 2 * parameters_of(model) - 8)
@@ -214,29 +203,6 @@ def test_a_fault_that_float32_shows_is_not_looked_for_in_packed_layers(monkeypat
     with pytest.raises(Unsupported) as caught:
         self_check.self_check(tiny_model(dtype=BF16), "spans")
     assert type(caught.value) is Unsupported
-
-
-def test_a_plain_forward_that_fails_leaves_the_attention_as_it_was(monkeypatch):
-    model = tiny_model()
-    before = model.config._attn_implementation
-    assert before != "eager"
-    with pytest.raises(IndexError):
-        plain_forward(model, [[10**6]], eager=True)
-    assert model.config._attn_implementation == before
-
-
-def test_a_target_records_whether_masks_and_positions_were_checked_in_float32(tmp_path, monkeypatch):
-    folder = str(checkpoint(tmp_path / "model", dtype=BF16))
-    assert Target.load(folder, dtype="bfloat16").facts["self_check_in_float32"] is True
-    monkeypatch.setattr(PlainForwards, "of", lambda model, whole=False: PlainForwards(model, None))
-    assert Target.load(folder, dtype="bfloat16").facts["self_check_in_float32"] is False
-
-
-def test_the_result_is_measured_once(monkeypatch):
-    cache, model = ProcessCache(), tiny_model(dtype=BF16)
-    first = self_check.checked(model, "spans", "hash", cache)
-    monkeypatch.setattr(self_check, "self_check", None)
-    assert self_check.checked(model, "spans", "hash", cache) == first and first.passed
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)

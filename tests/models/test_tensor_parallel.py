@@ -3,10 +3,8 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pandas as pd
@@ -17,14 +15,11 @@ from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spec_lab.analysis.report.facts import device_text
 from spec_lab.core.draft import Draft, chain, empty, forest
 from spec_lab.drafters.medusa.network import Heads
-from spec_lab.models import loading, placement
+from spec_lab.models import loading
 from spec_lab.models.checkpoint import weights_hash
-from spec_lab.models.placement import refuse_offloading
 from spec_lab.models.self_check import self_check
-from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.models.tensor_parallel import Link
 from spec_lab.results.manifest import claim, manifest
@@ -177,28 +172,6 @@ def test_two_ranks_emit_the_tokens_of_one_with_a_tree_and_without(here, cli, tmp
         assert begun["weights_sha256"] == begun_by_two["weights_sha256"]
 
 
-@needs_gloo
-@pytest.mark.nightly
-def test_ctrl_c_ends_every_rank_and_keeps_the_finished_groups(here, tmp_path):
-    long = run_of(
-        here, "target.tensor_parallel=true", "output_dir=long", "batch_size=1", "max_new_tokens=100", "proposer=ngram"
-    )
-    process = torchrun("-m", "spec_lab", *long, cwd=tmp_path)
-    until = time.monotonic() + LIMIT
-    while not list(tmp_path.glob("long/parts/requests-*.parquet")) and time.monotonic() < until:
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    code, output = ended(process)
-    assert code != 0 and "finished groups of 4 are in" in output and "not every rank" not in output, output
-    assert not (tmp_path / "long" / "ended.json").exists() and (tmp_path / "long" / "requests.parquet").exists()
-
-
-@pytest.mark.nightly
-def test_idle_ranks_end(tmp_path):
-    code, output = ended(torchrun("-m", "spec_lab", "--cfg", "job", cwd=tmp_path))
-    assert code == 0 and output.count("tensor_parallel: false") == 1
-
-
 # Refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -229,13 +202,6 @@ def test_peers_are_refused_on_several_ranks_before_anything_is_loaded(as_if, cli
     assert code == 1 and "peers run in one process: leave them out" in errors
 
 
-def test_ranks_without_the_gpus_that_torch_is_built_for_are_refused(here, as_if, monkeypatch):
-    as_if(0, 2)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(ValueError, match="CUDA .*no GPU"):
-        Target.load(str(here / "llama"), tensor_parallel=True)
-
-
 def test_a_rank_that_reads_other_weights_than_the_first_one_is_refused(here, as_if):
     as_if(1, 2)
     with pytest.raises(OSError, match="weights .*rank 0"):
@@ -250,26 +216,6 @@ def test_after_an_interrupted_call_ranks_are_called_no_more(monkeypatch):
         raise KeyboardInterrupt
     with pytest.raises(RuntimeError, match="interrupted"), one._step():
         pytest.fail("it went on")
-
-
-@pytest.mark.parametrize(
-    ("target", "says"),
-    [
-        ({"device": None}, "cpu"),
-        ({"device": "cuda:1"}, "cuda:1"),
-        ({"device": None, "device_map": "auto"}, "device map auto"),
-        ({"device": None, "tensor_parallel": True}, "2 ranks"),
-        ({}, None),
-    ],
-)
-def test_a_report_names_the_placement_of_the_target(target, says):
-    assert device_text(target, ranks=2) == says
-
-
-def test_ranks_are_led_by_one_process_only(here, as_if, cli):
-    as_if(0, 2)
-    code, _, errors = cli("--multirun", *run_of(here, "output_dir=none", "seed=1,2", "hydra/launcher=joblib"))
-    assert code == 1 and "set hydra/launcher=basic" in errors
 
 
 @pytest.mark.parametrize(
@@ -305,22 +251,6 @@ def test_impossible_placements_are_named(here, more, says):
         Target.load(str(here / "llama"), dtype="float64", **more)
 
 
-@pytest.mark.nightly
-def test_a_number_of_ranks_that_does_not_divide_the_attention_heads_is_refused(here, as_if):
-    as_if(0, 3)
-    with pytest.raises(ValueError, match=r"4 heads \(num_attention_heads\) cannot .* 3 ranks"):
-        Target.load(str(here / "llama"), tensor_parallel=True)
-    as_if(0, 4)
-    with pytest.raises(ValueError, match=r"2 heads \(num_key_value_heads\) cannot .* 4 ranks"):
-        Target.load(str(here / "llama"), tensor_parallel=True)
-
-
-def test_a_model_without_a_plan_is_refused_by_name(here, as_if):
-    as_if(0, 2)
-    with pytest.raises(Unsupported, match="'gpt2' .*tensor-parallel plan"):
-        Target.load(str(here / "gpt2"), tensor_parallel=True)
-
-
 def test_only_the_first_rank_loads_a_target(here, as_if):
     as_if(1, 2)
     with pytest.raises(ValueError, match="rank 1 "):
@@ -333,28 +263,12 @@ def test_one_rank_has_the_whole_model(here, as_if):
     assert isinstance(target.lm.model.lm_head.weight, torch.nn.Parameter) and target.self_check < 1e-10
 
 
-def test_peers_are_refused_with_a_split_model(as_if):
-    from spec_lab.tasks.peers import as_transformers_runs_it
-
-    as_if(0, 2)
-    with pytest.raises(ValueError, match="peers "):
-        as_transformers_runs_it(None)
-
-
 def test_a_run_on_one_rank_is_not_resumed_on_two(as_if, tmp_path):
     given = ({}, 0, {}, "", ["baseline"], {})
     claim(tmp_path, manifest(*given))
     as_if(0, 2)
     with pytest.raises(ValueError, match="ranks: 1 there, 2 here"):
         claim(tmp_path, manifest(*given))
-
-
-def test_a_run_without_a_recorded_number_of_ranks_was_on_one(tmp_path):
-    given = ({}, 0, {}, "", ["baseline"], {})
-    older = manifest(*given)
-    del older["ranks"]
-    claim(tmp_path, older)
-    assert "ranks" not in claim(tmp_path, manifest(*given))
 
 
 # Several devices ---------------------------------------------------------------------------------------------------
@@ -402,19 +316,3 @@ def test_each_layers_cells_and_masks_are_where_the_layer_is(attention):
     assert {one.device.type for one in (*(output.logits for output in outputs), states, drafts)} == {"cpu"}
     for layer, device in zip(lm.cells.views, ("cpu", "meta"), strict=True):
         assert {span.device.type for store in layer for span in store} == {device}
-
-
-def test_layers_that_fit_no_gpu_are_refused():
-    model = tiny_model()
-    refuse_offloading(model)
-    model.hf_device_map = {"model": 0, "lm_head": 1}
-    refuse_offloading(model)
-    model.hf_device_map = {"model.embed_tokens": 0, "model.layers": "cpu", "lm_head": "disk"}
-    with pytest.raises(ValueError, match=r"model\.layers and 1 more .*cpu"):
-        refuse_offloading(model)
-
-
-def test_a_device_map_without_accelerate_names_the_extra(here, monkeypatch):
-    monkeypatch.setattr(placement, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"accelerate: pip install 'spec-lab\[large\]'"):
-        Target.load(str(here / "llama"), device_map="auto")

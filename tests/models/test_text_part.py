@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
-from spec_lab.models.text_part import KINDS, text_modules, text_name, text_tensors
+from spec_lab.models.text_part import KINDS
 from tests.checkpoints import checkpoint
 from tests.tiny import COMMON
 
@@ -183,20 +183,6 @@ def test_tensors_that_are_missing_or_surplus_are_named(folder, old, new, says):
     assert str(folder) in str(caught.value)
 
 
-def test_a_tensor_of_another_shape_is_named(folder):
-    tensors = load_file(folder / "model.safetensors")
-    name = "language_model.model.layers.1.mlp.up_proj.weight"
-    save_file(tensors | {name: tensors[name][:24].clone()}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj.weight is \[24, 32\], not \[48, 32\]"):
-        Target.load(str(folder), dtype="float32")
-
-
-def test_a_tensor_that_is_there_twice_is_named():
-    both = {"language_model.model.norm.weight": 0, "model.language_model.norm.weight": 1}
-    with pytest.raises(ValueError, match=r"model.norm.weight .*twice.*language_model.model.norm.weight"):
-        text_tensors(both)
-
-
 def test_other_kinds_of_multimodal_models_are_refused_by_name(folder):
     for kind in ("aya_vision", "cohere2_vision"):
         change(folder, model_type=kind)
@@ -212,14 +198,6 @@ def test_what_the_text_model_cannot_do_is_refused(folder):
         Target.load(str(folder), dtype="float32")
 
 
-@pytest.mark.parametrize("fields", [{"get_text_config": "x"}, {"attribute_map": {"vocab_size": "eos_token_id"}}])
-def test_fields_that_would_replace_code_are_ignored_in_the_text_config_too(folder, fields):
-    expected = Target.load(str(folder), dtype="float32").plain_logits([1, 2, 3], 1)
-    text = json.loads((folder / "config.json").read_text())["text_config"]
-    change(folder, text_config=text | fields, vision_config={"model_type": 7, "hidden_size": "junk"})
-    assert torch.equal(Target.load(str(folder), dtype="float32").plain_logits([1, 2, 3], 1), expected)
-
-
 def test_end_of_text_tokens_of_the_whole_config_are_used(folder):
     (folder / "generation_config.json").unlink(missing_ok=True)
     change(folder, eos_token_id=7)
@@ -233,10 +211,3 @@ def test_weights_that_are_stored_apart_are_not_tied(texts, tmp_path):
     found = Target.load(str(folder), dtype="float32")
     assert torch.equal(found.plain_logits([1, 2, 3], 1), expected.plain_logits([1, 2, 3], 1))
     assert found.lm.facts == expected.lm.facts
-
-
-def test_names_of_modules_are_those_of_the_text_model():
-    names = ["lm_head", "language_model.lm_head", "vision_tower", "model.visual", "multi_modal_projector", "re:.*head"]
-    assert text_modules(names) == ["lm_head", "lm_head", "re:.*head"]
-    assert text_name("model.language_model.layers.0.mlp") == "model.layers.0.mlp"
-    assert text_name("model.layers.0.mlp") == "model.layers.0.mlp" and text_name("model.vision_tower.x") is None
