@@ -29,7 +29,7 @@ from tests import recurrent
 from tests.constrain.scripted import Scripted, after
 from tests.drafters.test_early_exit import early_exit
 from tests.drafters.test_medusa import heads_of
-from tests.models import families_positions
+from tests.models import families
 from tests.propose.lab import COLD, WARM, cascade, draft_model
 from tests.tiny import VOCABULARY, tiny_model, tiny_target
 
@@ -102,7 +102,7 @@ def test_a_prefix_cache_changes_no_token(target, name, limits):
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("make", [
     partial(tiny_model, "mistral-windows"), partial(tiny_model, "llama4_text"),
-    partial(families_positions.tiny_family, "deepseek_v2-dense"), partial(families_positions.tiny_family, "bloom"),
+    partial(families.tiny_family, "deepseek_v2-dense"), partial(families.tiny_family, "bloom"),
 ])  # fmt: skip
 def test_nor_do_layers_with_windows_chunks_latents_and_biases(target, make):
     target = replace(target, lm=CausalLM(make()))

@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from spec_lab.runners.attention import FULL, AttentionKind, layer_kinds
 from tests import recurrent
-from tests.models import families_positions
-from tests.tiny import COMMON, CONTEXT
+from tests.tiny import COMMON, CONTEXT, GPT, VOCABULARY
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
@@ -37,6 +36,8 @@ class Family(NamedTuple):
         dtype: float32 for mixtures of experts, whose router chooses in it.
         model_type: where it is not the family's name.
         seed: of its weights; one whose texts are no repetition of one token.
+        context: maximum number of positions.
+        dense: whether ``attention=dense`` decodes it too.
         short: whether the short test run decodes it.
     """
 
@@ -48,6 +49,8 @@ class Family(NamedTuple):
     model_type: str = ""
     seed: int = 0
     short: bool = False
+    context: int = CONTEXT
+    dense: bool = True
 
 
 NO_WINDOW = (dict(sliding_window=CONTEXT),)
@@ -122,13 +125,103 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
-def tiny_family(name: str, **changes: Any) -> Any:
+def positions(
+    model_type: str, fields: dict[str, Any], remark: str, dtype: torch.dtype = torch.float64, **more: Any
+) -> Family:
+    """A family with positions or attention of its own."""
+    return Family(fields, {FULL}, remark, dtype=dtype, model_type=model_type, **more)
+
+
+NO_TOKENS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+BLOOM = NO_TOKENS | dict(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, seq_length=CONTEXT)
+MPT = NO_TOKENS | dict(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=CONTEXT)
+SIX = dict(hidden_size=48, n_head=6)
+"""Six heads: ALiBi's slopes of a number that is no power of two."""
+LATENT = COMMON | dict(
+    q_lora_rank=16, kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=8, head_dim=4
+)  # fmt: skip
+EXPERTS = dict(
+    n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=16, n_shared_experts=1,
+    first_k_dense_replace=1,
+)  # fmt: skip
+DENSE = dict(first_k_dense_replace=2)
+LONGROPE = dict(
+    sliding_window=None, original_max_position_embeddings=32,
+    rope_parameters=dict(
+        rope_type="longrope", rope_theta=1e4, short_factor=[1.0, 1.5, 2.0, 2.5], long_factor=[2.0, 3.0, 5.0, 9.0],
+        original_max_position_embeddings=32,
+    ),
+)  # fmt: skip
+
+POSITIONS: dict[str, Family] = {
+    "bloom": positions("bloom", BLOOM, "ALiBi (no `skip`)", dense=False, short=True),
+    "bloom-six-heads": positions("bloom", BLOOM | SIX, "ALiBi (no `skip`)", dense=False),
+    "mpt": positions("mpt", MPT, "ALiBi", dense=False),
+    "mpt-six-heads": positions("mpt", MPT | dict(d_model=48, n_heads=6), "ALiBi", dense=False),
+    "falcon": positions("falcon", COMMON | dict(alibi=False), "attention of its own, one head of keys"),
+    "falcon-grouped": positions(
+        "falcon", COMMON | dict(alibi=False, new_decoder_architecture=True, num_kv_heads=2),
+        "attention of its own, grouped heads",
+    ),
+    "falcon-sequential": positions(
+        "falcon", COMMON | dict(alibi=False, multi_query=False, parallel_attn=False, bias=True), "attention of its own"
+    ),
+    "falcon-alibi": positions(
+        "falcon", COMMON | dict(alibi=True, multi_query=False, parallel_attn=False), "ALiBi", dense=False
+    ),
+    "falcon-alibi-shared": positions("falcon", COMMON | dict(alibi=True), "ALiBi, one head of keys", dense=False),
+    "falcon-alibi-grouped": positions(
+        "falcon", COMMON | dict(alibi=True, new_decoder_architecture=True, num_kv_heads=2), "ALiBi, grouped heads",
+        dense=False,
+    ),
+    "gptj": positions("gptj", GPT | dict(rotary_dim=4), "a table of rotations"),
+    "codegen": positions("codegen", GPT | dict(rotary_dim=4), "a table of rotations"),
+    "deepseek_v2": positions(
+        "deepseek_v2", LATENT | EXPERTS | dict(topk_method="greedy"), "latent attention, complex rotations, experts",
+        torch.float32,
+    ),
+    "deepseek_v2-dense": positions("deepseek_v2", LATENT | DENSE, "latent attention, complex rotations", short=True),
+    "deepseek_v3": positions("deepseek_v3", LATENT | EXPERTS, "latent attention, experts", torch.float32),
+    "deepseek_v3-dense": positions("deepseek_v3", LATENT | DENSE | dict(q_lora_rank=None), "latent attention"),
+    "glm4_moe_lite": positions(
+        "glm4_moe_lite", LATENT | EXPERTS | dict(mlp_layer_types=["dense", "sparse"]), "latent attention, experts",
+        torch.float32,
+    ),
+    "longcat_flash": positions(
+        "longcat_flash", LATENT | dict(
+            num_hidden_layers=4, ffn_hidden_size=48, num_layers=2, moe_topk=2, n_routed_experts=4, zero_expert_num=1,
+            expert_ffn_hidden_size=16,
+        ), "latent attention, two of them in a layer, experts (no `early_exit` or `skip`)", torch.float32,
+    ),
+    "minicpm3": positions("minicpm3", LATENT, "latent attention"),
+    "youtu": positions("youtu", LATENT, "latent attention"),
+    "llama-dynamic": positions(
+        "llama", COMMON | dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)), "dynamic RoPE"
+    ),
+    "phi3-longrope": positions("phi3", COMMON | LONGROPE, "LongRoPE", context=32),
+    "minicpm3-longrope": positions(
+        "minicpm3", LATENT | LONGROPE | dict(
+            rope_parameters=LONGROPE["rope_parameters"] | dict(short_factor=[1.0, 2.0], long_factor=[2.0, 5.0])
+        ), "latent attention, LongRoPE", context=32,
+    ),
+    "phimoe-longrope": positions(
+        "phimoe", COMMON | LONGROPE | dict(
+            num_key_value_heads=2, num_local_experts=4,
+            rope_parameters=LONGROPE["rope_parameters"] | dict(short_mscale=1.2, long_mscale=1.3),
+        ), "LongRoPE whose scale changes too, experts", torch.float32, context=32,
+    ),
+}  # fmt: skip
+
+EVERY = FAMILIES | POSITIONS
+
+
+def tiny_family(name: str, dtype: torch.dtype | None = None, **changes: Any) -> Any:
     """A random model of a family in eval mode; its logits are spread so that the largest is unambiguous."""
     transformers.logging.set_verbosity_error()
-    family = FAMILIES[name]
+    family = EVERY[name]
     torch.manual_seed(family.seed)
     config = AutoConfig.for_model(family.model_type or name, **family.fields | changes)
-    model = AutoModelForCausalLM.from_config(config).to(family.dtype).eval()
+    model = AutoModelForCausalLM.from_config(config).to(dtype or family.dtype).eval()
     with torch.no_grad():
         for place, parameter in model.named_parameters():
             if place.endswith("sinks"):
@@ -153,16 +246,14 @@ def page() -> str:
         dtype = str(family.dtype).removeprefix("torch.")
         rows.append(f"| `{family.model_type or name}` | {layers} | {family.remark} | {dtype} |")
     more = []
-    for positions in families_positions.FAMILIES.values():
-        dtype = str(positions.dtype).removeprefix("torch.")
-        more.append(
-            f"| `{positions.model_type}` | {positions.remark} | {'yes' if positions.dense else 'no'} | {dtype} |"
-        )
+    for family in POSITIONS.values():
+        dtype = str(family.dtype).removeprefix("torch.")
+        more.append(f"| `{family.model_type}` | {family.remark} | {'yes' if family.dense else 'no'} | {dtype} |")
     states = []
     for build in recurrent.FAMILIES.values():
         (kind, *given), single = build.args, torch.float32
         states.append(f"| `{kind}` | {'float32' if single in given else 'float64'} |")
-    tables = (HEAD, rows), (POSITIONS, more), (RECURRENT, states)
+    tables = (HEAD, rows), (POSITIONS_HEAD, more), (RECURRENT, states)
     return "".join(head + "\n".join(dict.fromkeys(found)) + "\n" for head, found in tables)
 
 
@@ -182,8 +273,8 @@ is that of the test. `python -m tests.models.families` writes this page.
 | `model_type` | attention | besides | dtype |
 |---|---|---|---|
 """
-POSITIONS = """
-Families with positions or attention of their own, of which `tests/models/test_position_families.py` checks the same:
+POSITIONS_HEAD = """
+Families with positions or attention of their own, of which the same is checked:
 
 | `model_type` | positions and attention | also with `target.attention=dense` | dtype |
 |---|---|---|---|

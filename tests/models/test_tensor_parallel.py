@@ -25,7 +25,7 @@ from spec_lab.models.tensor_parallel import Link
 from spec_lab.results.manifest import claim, manifest
 from spec_lab.runners.causal_lm import CausalLM
 from tests.checkpoints import checkpoint, prompts
-from tests.models import families_positions
+from tests.models import families
 from tests.models.families import tiny_family
 from tests.tiny import tiny_model
 
@@ -47,7 +47,7 @@ def here(tmp_path_factory):
             folder / "llama", folder / family, ignore=shutil.ignore_patterns("*.safetensors", "config.json")
         )
         tiny_family(family).save_pretrained(folder / family)
-    families_positions.tiny_family("deepseek_v2-dense", q_lora_rank=None).save_pretrained(checkpoint(folder / "latent"))
+    families.tiny_family("deepseek_v2-dense", q_lora_rank=None).save_pretrained(checkpoint(folder / "latent"))
     checkpoint(folder / "draft", torch.float64, seed=1, num_hidden_layers=1)
     shutil.copytree(folder / "llama", folder / "unseen")
     prompts(folder / "prompts.jsonl")

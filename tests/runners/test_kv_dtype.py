@@ -22,7 +22,7 @@ from spec_lab.runners.kv_cache import Cells
 from spec_lab.verify import Match, Traversal
 from tests.checkpoints import saved
 from tests.drafters.test_early_exit import early_exit
-from tests.models import families, families_positions
+from tests.models import families
 from tests.propose.lab import COLD, draft_model
 from tests.tiny import tiny_model, tiny_target
 
@@ -55,10 +55,10 @@ def test_logits_are_those_of_a_plain_forward_with_rounded_keys_and_values(family
     (partial(families.tiny_family, "gemma2"), "spans", False),
     (partial(families.tiny_family, "gemma2"), "dense", False),
     (partial(families.tiny_family, "gemma2"), "spans", True),
-    (partial(families_positions.tiny_family, "deepseek_v2-dense"), "spans", False),
-    (partial(families_positions.tiny_family, "deepseek_v2-dense"), "dense", False),
-    (partial(families_positions.tiny_family, "deepseek_v2-dense"), "spans", True),
-    (partial(families_positions.tiny_family, "falcon"), "spans", False),
+    (partial(families.tiny_family, "deepseek_v2-dense"), "spans", False),
+    (partial(families.tiny_family, "deepseek_v2-dense"), "dense", False),
+    (partial(families.tiny_family, "deepseek_v2-dense"), "spans", True),
+    (partial(families.tiny_family, "falcon"), "spans", False),
     (partial(tiny_model, "llama4_text"), "spans", False),
 ])  # fmt: skip
 def test_so_are_those_of_layers_with_windows_chunks_soft_caps_and_latents(make, attention, fixed):
@@ -71,7 +71,7 @@ def test_so_are_those_of_layers_with_windows_chunks_soft_caps_and_latents(make, 
 
 def test_alibi_biases_are_not_rounded(tmp_path):
     """They are stored in keys, as numbers that grow with the position."""
-    model = families_positions.tiny_family("bloom")
+    model = families.tiny_family("bloom")
     with pytest.raises(ValueError, match="ALiBi biases require keys and values in the model's own data type"):
         CausalLM(model, kv_dtype=BF16)
     saved(tmp_path, model)

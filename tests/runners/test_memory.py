@@ -14,7 +14,7 @@ from spec_lab.runners.kv_cache import allocated
 from spec_lab.runners.memory import Decoding, ModelMemory, StateMemory, largest, need, what_fits
 from spec_lab.runners.mixers import state_tensors
 from tests import recurrent
-from tests.models import families, families_positions
+from tests.models import families
 from tests.tiny import tiny_model
 
 MODEL = ModelMemory(
@@ -115,9 +115,9 @@ def test_a_models_kv_cache_is_as_large_as_stated(family, dtype, attention):
 @pytest.mark.parametrize("make", [
     partial(families.tiny_family, "gemma2"), partial(families.tiny_family, "gemma4_text with shared keys and values"),
     partial(families.tiny_family, "gpt_oss"),
-    partial(families_positions.tiny_family, "deepseek_v2-dense"),
-    partial(families_positions.tiny_family, "falcon"), partial(families_positions.tiny_family, "bloom"),
-    partial(families_positions.tiny_family, "falcon-alibi-grouped"),
+    partial(families.tiny_family, "deepseek_v2-dense"),
+    partial(families.tiny_family, "falcon"), partial(families.tiny_family, "bloom"),
+    partial(families.tiny_family, "falcon-alibi-grouped"),
     recurrent.FAMILIES["lfm2"], recurrent.FAMILIES["falcon_h1"],
 ])  # fmt: skip
 def test_so_is_that_of_windows_latents_biases_and_layers_without_cells(make, attention):

@@ -112,7 +112,3 @@ def test_the_target_probabilities_are_not_changed():
     draft = Draft(chain(1), torch.tensor([0]), "iid", torch.tensor(Q[None]), np.array([0, -1]))
     Cascade(1.0, "chow")(draft, p)
     assert p.tolist() == [P.tolist(), P.tolist()]
-
-
-def test_cascade_declares_that_it_is_lossy():
-    assert Cascade.name == "cascade" and not Cascade().lossless and Cascade.accepts == {"iid", "without"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 
 import numpy as np
@@ -116,35 +115,6 @@ def test_the_verifier_equals_its_twin(dtype, case):
     np.testing.assert_allclose(joint(draft, verdict), emit / np.maximum(emit.sum(-1, keepdims=True), 1e-9), atol=1e-12)
 
 
-@pytest.mark.nightly
-@settings(max_examples=150)
-@given(case=races(), data=st.data())
-def test_residuals_are_returned_for_any_rows_in_any_order(case, data):
-    """p at leaves; the token that won at other rows, if no child holds it; nothing at dead rows, and never NaN."""
-    draft, p = case
-    shape, token = draft.shape, draft.token.numpy()
-    every = Gumbel()(draft, p).residual(np.arange(shape.rows)).numpy()
-    for row, children in enumerate(shape.children):
-        wanted = p[row].numpy()
-        if len(children):
-            y = int(np.argmax(scores(wanted, draft.noise[draft.q_row[row]].numpy())))
-            wins = wanted.any() and y not in token[children - shape.roots]
-            wanted = np.eye(len(wanted))[y] * wins
-        assert every[row].tolist() == wanted.tolist()
-    rows = np.array(data.draw(st.lists(st.integers(0, shape.rows - 1), min_size=1, max_size=6)))
-    assert Gumbel()(draft, p).residual(rows).tolist() == every[rows].tolist()
-
-
-@settings(max_examples=50)
-@given(case=races())
-def test_a_verdict_changes_no_input_and_is_repeatable(case):
-    draft, p = case
-    kept = p.clone(), draft.q.clone(), draft.noise.clone()
-    first, again = (joint(draft, Gumbel()(draft, p)) for _ in range(2))
-    assert (first == again).all()
-    assert torch.equal(p, kept[0]) and torch.equal(draft.q, kept[1]) and torch.equal(draft.noise, kept[2])
-
-
 def test_no_nodes_emits_from_the_target():
     p = torch.softmax(torch.randn(3, 7, dtype=torch.float64), -1)
     bare = Draft(forest((chain(0),) * 3), torch.empty(0, dtype=torch.long), "gumbel", p[:0], np.full(3, -1), p[:0])
@@ -178,20 +148,6 @@ def test_target_probabilities_without_mass_at_the_root_are_refused():
     assert verdict.stop.tolist() == [1.0, 0.0]
     with pytest.raises(ValueError, match="total mass"):
         choose(verdict, draft.shape, p, CounterDraws(0), [(0, 0, 0)])
-
-
-@pytest.mark.parametrize("size", [(3, 3), (1, 3), (2,)])
-def test_target_probabilities_of_other_rows_than_the_forest_are_refused(size):
-    draft, _ = pair([0.5, 0.5, 0.0], [1.0, 0.0, 0.0], 0)
-    with pytest.raises(ValueError, match=re.escape(f"{size}") + ".*2 rows"):
-        Gumbel()(draft, torch.full(size, 0.25))
-
-
-def test_siblings_that_repeat_a_token_are_refused():
-    q = torch.full((1, 3), 1 / 3)
-    draft = Draft(tree(((0,), (1,))), torch.tensor([2, 2]), "gumbel", q, np.array([0, -1, -1]), q.double())
-    with pytest.raises(ValueError, match="repeat"):
-        Gumbel()(draft, q.expand(3, 3))
 
 
 def test_gumbel_matching_and_rejection_sampling_refuse_each_other_s_drafts():
@@ -240,15 +196,6 @@ def test_the_closed_form_is_the_double_sum_and_within_its_bounds(seed, v, kinds)
     tv = 0.5 * np.abs(p - q).sum(-1)
     assert (match >= (1 - tv) / (1 + tv) - 1e-12).all() and (match <= 1 - tv + 1e-12).all()
     assert match[0] == pytest.approx(1.0, abs=1e-12)
-
-
-def test_the_closed_form_at_its_ends():
-    p, q = torch.tensor([[0.5, 0.5, 0, 0]]), torch.tensor([[0, 0, 0.5, 0.5]])
-    assert match_probability(p, q).tolist() == [0.0]
-    assert match_probability(p, p).tolist() == [1.0]
-    assert match_probability(p, 0 * p).tolist() == match_probability(0 * p, p).tolist() == [0.0]  # no NaN of a dead row
-    wide = torch.rand(2, 50_000, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    assert match_probability(wide, wide).tolist() == pytest.approx([1.0, 1.0], abs=1e-9)
 
 
 # Many noises -------------------------------------------------------------------------------------------------------

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_lab.core.draft import Draft, forest, tree
-from spec_lab.verify import KSeq, Token, Verdict, arrays, kseq
+from spec_lab.verify import KSeq, Token, Verdict, arrays
 from spec_lab.verify.kseq import least_rho
 from tests.distributions import twin_zoo
 from tests.distributions.tabular import Outputs, Verify, World
 from tests.distributions.test_closed_forms import WORLDS as MORE_WORLDS
-from tests.distributions.test_closed_forms import Same
 from tests.distributions.test_lossless import TREES, WORLDS, require_lossless
 from tests.distributions.twin_zoo import beta, bisected, one_of
 from tests.verify.test_twins import drafts, joint, random_distribution
@@ -67,11 +66,6 @@ def test_on_a_device_rho_is_that_of_the_cpu_to_rounding(monkeypatch):
     found = [least_rho(*case)[0] for case in cases]
     assert all(isinstance(rho, torch.Tensor) and rho.dtype == torch.float64 for rho in found)
     np.testing.assert_allclose([float(rho) for rho in found], expected, rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("name", ["[2]", "[3]", "[2,1]"])
-def test_one_step_with_wide_distributions_is_lossless(name):
-    require_lossless(Outputs.of_forest(World(5, v=5, support=5, plain=True), KSeq(), TREES[name], "iid"))
 
 
 def with_rho_times(factor: float) -> Verify:
@@ -181,12 +175,6 @@ def test_on_one_level_k_seq_accepts_at_least_what_token_does(k):
     assert min(gains) > -1e-12 and max(gains) > 0.01
 
 
-@pytest.mark.parametrize("name", ["[2]", "[2,2]"])
-def test_drafts_from_the_target_itself_are_fully_accepted(name):
-    outputs = Outputs.of_forest(Same(3), KSeq(), TREES[name], "iid")
-    assert outputs.accepted == pytest.approx(TREES[name].depth.max(), abs=1e-12)
-
-
 def wide(noise: float) -> tuple[Draft, torch.Tensor]:
     """Trees [2,2] over 5000 tokens in single precision; the more noise, the less q is like p."""
     random = torch.Generator().manual_seed(0)
@@ -204,13 +192,6 @@ def test_in_single_precision_the_target_s_own_drafts_are_fully_accepted():
     """Its distributions do not sum to exactly 1; that must not cost acceptance."""
     draft, p = wide(0.0)
     assert KSeq()(draft, p).expected_accepted(draft.shape).tolist() == [2.0, 2.0, 2.0]
-
-
-def test_rows_are_summed_in_parts_with_the_same_rho(monkeypatch):
-    draft, p = wide(1.0)
-    whole = least_rho(draft, p)
-    monkeypatch.setattr(kseq, "CHUNK", 2 * p.shape[-1])  # two rows at a time, of nine
-    assert least_rho(draft, p).tolist() == whole.tolist()
 
 
 @pytest.mark.parametrize("noise", [1e-3, 0.1, 1.0, 5.0])
@@ -231,7 +212,3 @@ def test_rejected_drafts_emit_from_the_residual():
     assert least_rho(draft, p)[0] == pytest.approx(1.75, abs=1e-12)
     assert verdict.stop.tolist() == [1.0, 0.0, 0.0]
     assert verdict.residual(np.array([0])).tolist() == [[0.0, pytest.approx(0.5625)]]
-
-
-def test_k_seq_supports_independent_siblings_only():
-    assert KSeq.name == "kseq" and KSeq.lossless and KSeq.accepts == {"iid"}

@@ -154,9 +154,3 @@ def test_the_noise_of_a_race_does_not_matter(verifier):
 
 
 # Options
-
-
-def test_threshold_verifiers_declare_that_they_are_lossy():
-    assert (Typical.name, Relaxed.name) == ("typical", "relaxed")
-    for verifier in (Typical(), Relaxed()):
-        assert not verifier.lossless and verifier.accepts == {"iid", "without", "point", "gumbel"}
