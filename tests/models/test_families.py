@@ -164,11 +164,11 @@ def test_a_model_that_drafts_for_itself_emits_the_tokens_of_generate(name, truth
     target = target_of(name)
     proposer = {
         "draft_model": lambda: DraftModel(CausalLM(tiny_family(name)), target.context, TREES),
-        "early_exit": lambda: EarlyExit(target.causal_lm, 1, TREES),
-        "skip": lambda: Skip(target.causal_lm, TREES, parse_sublayers("attn 1"), "request"),
+        "early_exit": lambda: EarlyExit(target.lm, 1, TREES),
+        "skip": lambda: Skip(target.lm, TREES, parse_sublayers("attn 1"), "request"),
     }[drafts]()
     if name in WITHOUT_LAYER_RANGES and drafts != "draft_model":
-        assert WITHOUT_LAYER_RANGES[name] in target.causal_lm.why_no_layer_ranges
+        assert WITHOUT_LAYER_RANGES[name] in target.lm.why_no_layer_ranges
         with pytest.raises(ValueError, match=f"proposer '{drafts}' requires layer_ranges of the target"):
             decode(target, proposer, wanted())
         return

@@ -41,8 +41,3 @@ def test_without_do_sample_a_checkpoint_is_greedy_as_in_transformers(tmp_path):
 def test_what_cannot_be_respected_is_refused(tmp_path, fields, message):
     with pytest.raises(ValueError, match=message):
         CheckpointSampling().resolved(recommended(tmp_path, **fields))
-
-
-def test_invalid_replacements_are_refused_at_start_up():
-    with pytest.raises(ValueError, match=r"sampling\.top_p must lie in"):
-        CheckpointSampling(top_p=2.0)

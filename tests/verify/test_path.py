@@ -151,6 +151,3 @@ def test_the_noise_of_a_race_does_not_matter(verifier):
     p = torch.tensor([[0.6, 0.3, 0.1], [0.1, 0.2, 0.7]])
     raced = Draft(chain(1), torch.tensor([0]), "gumbel", q, q_row, torch.zeros(1, 3, dtype=torch.float64))
     assert (verifier(raced, p).stop == verifier(Draft(chain(1), torch.tensor([0])), p).stop).all()
-
-
-# Options

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spec_lab.core.draft import POINT, WAYS, Draft, Shape, chain, forest, tree
-from spec_lab.verify import Match, Token, Traversal, arrays, choose, follows_argmax, greedy_path, parallel, rejection
+from spec_lab.verify import Match, Token, Traversal, arrays, choose, greedy_path, parallel, rejection
 from tests.distributions import twin
 from tests.distributions.tabular import explore
 

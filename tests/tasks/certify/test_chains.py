@@ -9,7 +9,7 @@ from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.tasks.certify.certificate import in_short, prove
 from spec_lab.tasks.certify.instances import QUICK, STEPS, Instance, every_instance
 from spec_lab.tasks.certify.toy_models import RandomToy
-from spec_lab.verify import Lenient, Token, chains_only, check_pair, misfit
+from spec_lab.verify import Lenient, Token, check_pair, misfit
 from tests.tasks.certify.parts import Uniform, Verifies
 from tests.tasks.certify.test_exact import draft_model
 
