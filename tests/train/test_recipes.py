@@ -16,6 +16,7 @@ from spec_lab.drafters.eagle.train import Eagle3Recipe
 from spec_lab.drafters.eagle.train_eagle1 import Eagle1Recipe
 from spec_lab.drafters.hydra.train import HydraRecipe
 from spec_lab.drafters.kangaroo.train import KangarooRecipe
+from spec_lab.drafters.medusa.files import read_medusa
 from spec_lab.drafters.medusa.measure import measure
 from spec_lab.drafters.medusa.train import MedusaRecipe
 from spec_lab.drafters.mtp.train import MtpRecipe

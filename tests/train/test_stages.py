@@ -10,7 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts.zoo import acceptance, pretrain, stages
+from scripts.zoo import acceptance, distill, pretrain, stages
+from scripts.zoo.generate import Generation
 from scripts.zoo.settings import Settings
 from spec_lab.core.files import file_hash
 from spec_lab.drafters.draft_model.train import DraftRecipe
@@ -22,7 +23,6 @@ from spec_lab.drafters.medusa.network import Heads, Trunk
 from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.train.fit import FitPlan
-from spec_lab.train.generate import Generation
 from spec_lab.train.objectives import Measured
 from spec_lab.train.recipe import TargetHead
 from spec_lab.train.trainer import Plan, Trainer, schedule
