@@ -61,13 +61,11 @@ class CausalDraftPass:
         for sequence, new, tokens in zip(sequences, planned.new, pending, strict=True):
             sequence.ahead = Ahead(self, list(tokens), new.taken, self.rows + new.start)
         self._sequences = sequences
-        total, device = planned.numbers.shape[1], self.packer.device
-        keep: Tensor | int = 0
-        if not every and total > len(pending):
+        keep: np.ndarray | int = 0
+        if not every and planned.numbers.shape[1] > len(pending):
             ends = np.array([rows.stop - 1 for rows in planned.pending], dtype=np.int64)
-            keep = 1 if len(pending) == 1 else upload(device, ends)[0]
-        (ids,) = upload(device, planned.numbers[0])
-        return self._call(self.packer.finish_level(planned, ids, keep), timed)
+            keep = 1 if len(pending) == 1 else ends
+        return self._call(self.packer.finish_level(planned, planned.numbers[0], keep), timed)
 
     @inference
     def extend(
@@ -88,7 +86,7 @@ class CausalDraftPass:
             parents = places[shape.parent[rows[own] - shape.roots]].tolist()
             known = zip(parents, token[own].tolist(), strict=True)
             ahead.parents |= dict(zip(places[rows[own]].tolist(), known, strict=True))
-        return self._call(self.packer.finish_level(planned, torch.from_numpy(token).to(self.packer.device)), timed)
+        return self._call(self.packer.finish_level(planned, token), timed)
 
     def finish(self, token: Tensor, host: np.ndarray | None = None) -> None:
         """See ``draft_pass.DraftPass``."""

@@ -289,8 +289,6 @@ class CausalLM(DraftRunner):
         timed: Phase | None = None,
     ) -> Extended:
         """See ``runner.DraftRunner``."""
-        if isinstance(token, np.ndarray):
-            token = torch.from_numpy(token).to(self.device)
         prepared = self._way.level(sequences, shape, rows, token)
         self.forwards += 1
         with timed or self.clock.phase("target_forward"):

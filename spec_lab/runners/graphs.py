@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.upload import upload_all
 from spec_lab.runners.attention import FULL, AttentionKind, CellCache, uncounted
 from spec_lab.runners.forward import Forward, ModelCall
 from spec_lab.runners.kv_cache import GRAIN, Cells, CellSequence, stored
@@ -262,8 +263,12 @@ class Graphs:
             self.packer.give_back(planned)
         return self.packer.prepare(sequences, pending, draft, prefill)
 
-    def level(self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray, token: Tensor) -> Forward:
+    def level(
+        self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray, token: Tensor | np.ndarray
+    ) -> Forward:
         """``CausalLM.extend``."""
+        if isinstance(token, np.ndarray):
+            (token,) = upload_all(self.packer.device, [token])
         planned = self.packer.plan_level(sequences, shape, rows)
         return self._fixed(planned, None, token) or self.packer.finish_level(planned, token)
 

@@ -447,7 +447,12 @@ def _by_span(store: Tensor) -> list[Tensor]:  # [S, ..] -> S views [1, ..]
 
 def as_index(slots: np.ndarray, device: torch.device) -> slice | Tensor:
     """The cheapest index for ``slots``: a slice where each follows the one before."""
+    return as_slice(slots) or torch.from_numpy(slots).to(device)
+
+
+def as_slice(slots: np.ndarray) -> slice | None:
+    """The slice that has these cells; None where they do not follow each other."""
     first, count = int(slots[0]), len(slots)
     if int(slots[-1]) - first == count - 1 and (count < 3 or not (np.diff(slots) != 1).any()):
         return slice(first, first + count)
-    return torch.from_numpy(slots).to(device)
+    return None

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Shape, upload
+from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.upload import upload_all
 from spec_lab.runners.attention import FULL, AttentionKind, Pack, Segment, attention_mask
 from spec_lab.runners.forward import Forward, ModelCall
-from spec_lab.runners.kv_cache import NONE_HELD, Cells, CellSequence, as_index
+from spec_lab.runners.kv_cache import NONE_HELD, Cells, CellSequence, as_slice
 
 NOTHING_GIVEN: Mapping[int, np.ndarray] = {}
 
@@ -235,28 +236,23 @@ class Packer:
     ) -> Prepared:
         """Prepare a forward of rows that are planned, after ``early`` ones; sequences without trees get no logits."""
         numbers, roots, trees = planned.numbers, planned.roots, len(planned.roots)
-        segments, attended = self._segments(planned)
-        self.keep(planned)
-        keep: Tensor | int
+        keep: Tensor | int = 0
         rows: np.ndarray | None = None
         if not trees:
             keep = 1  # a part of a prompt: only its cells are needed
         elif len(planned.new) == 1:
             keep = numbers.shape[1] - roots[0]
-        elif numbers.shape[1] == trees:
-            keep = 0
-        else:
+        elif numbers.shape[1] != trees:
             rows = planned.logits(draft)
         drafted = None if draft is None or not draft.shape.nodes else draft
         if drafted is not None and drafted.array is not None:
             numbers[0, planned.nodes[0] if rows is None else rows[trees:]] = drafted.array
-        if rows is None:
-            given = torch.from_numpy(numbers).to(self.device)
-        else:
-            given, index = upload(self.device, numbers, rows)
-            keep = torch.from_numpy(rows) if self.split else index  # of hidden states, perhaps on another device
+        segments, attended, (given, *index) = self._upload(planned, *((numbers,) if rows is None else (numbers, rows)))
+        self.keep(planned)
+        if rows is not None:
+            keep = torch.from_numpy(rows) if self.split else index[0]  # of hidden states, perhaps on another device
         if drafted is not None and drafted.array is None:
-            given[0, planned.nodes[0] if rows is None else index[trees:]] = drafted.token
+            given[0, planned.nodes[0] if rows is None else index[0][trees:]] = drafted.token
         if self.indexed and isinstance(keep, int):
             keep = torch.arange(numbers.shape[1] - keep if keep else 0, numbers.shape[1], device=self.device)
         return self._prepared(
@@ -272,7 +268,8 @@ class Packer:
         So the step of autoregressive decoding, whose host work is a visible share of it, is not slowed down by what
         only trees need.
         """
-        numbers = torch.tensor([[tokens[0] for tokens in pending], cells], device=self.device)  # positions are cells
+        given = np.array([[tokens[0] for tokens in pending], cells], dtype=np.int64)  # positions are cells here
+        (numbers,) = upload_all(self.device, [given])
         segments = self._no_segments()
         for kind, some in segments.items():
             for row, (sequence, cell) in enumerate(zip(sequences, cells, strict=True)):
@@ -322,7 +319,7 @@ class Packer:
         return Planned(np.stack([np.zeros_like(positions), positions]), new, [], [], [])
 
     def level(
-        self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray, token: Tensor
+        self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray, token: Tensor | np.ndarray
     ) -> Prepared:
         """Prepare nodes whose ancestors are computed already. See ``CausalLM.extend``."""
         return self.finish_level(self.plan_level(sequences, shape, rows), token)
@@ -344,44 +341,70 @@ class Packer:
         blocks = [slice(start, start + size) for start in starts]
         both_ways = [new._replace(mask=None, causal=False) for new in planned.new]
         planned = planned._replace(new=both_ways, pending=appended, nodes=blocks, roots=starts)
-        segments, attended = self._segments(planned)
+        segments, attended, (where,) = self._upload(planned, planned.numbers[1])
         self.keep(planned)
-        (where,) = upload(self.device, planned.numbers[1])
         rows = {"attended": attended, "pending": appended, "nodes": blocks}
         return self._prepared(where[None], where[None], segments, 0, **rows)
 
-    def finish_level(self, planned: Planned, token: Tensor, keep: Tensor | int = 0) -> Prepared:
+    def finish_level(self, planned: Planned, token: Tensor | np.ndarray, keep: np.ndarray | int = 0) -> Prepared:
         """``level`` of rows that are planned, with logits of the rows ``keep`` (``Prepared``)."""
-        segments, attended = self._segments(planned)
-        (where,) = upload(self.device, planned.numbers[1])
-        return self._prepared(token[None], where[None], segments, keep, attended=attended)
+        host = [array for array in (token, keep) if isinstance(array, np.ndarray)]
+        segments, attended, (where, *given) = self._upload(planned, planned.numbers[1], *host)
+        ids = token if isinstance(token, Tensor) else given[0]
+        rows = keep if isinstance(keep, int) else given[-1]
+        return self._prepared(ids[None], where[None], segments, rows, attended=attended)
 
     def _no_segments(self) -> dict[AttentionKind, list[Segment]]:
         if not self.kinds:
             return {FULL: []}
         return {self.kinds.get(layer, FULL): [] for layer in range(self.layers)}
 
-    def _segments(self, planned: Planned) -> tuple[dict[AttentionKind, list[Segment]], int]:
-        """The rows and cells of every kind of layer, and the cells attended to."""
-        segments = self._no_segments()
-        return segments, sum(self._add(segments, new) for new in planned.new)
+    def _upload(
+        self, planned: Planned, *arrays: np.ndarray
+    ) -> tuple[dict[AttentionKind, list[Segment]], int, list[Tensor]]:
+        """Return the rows and cells of every kind of layer, the cells attended to, and arrays on the device.
 
-    def _add(self, segments: dict[AttentionKind, list[Segment]], new: Uncommitted) -> int:
-        """Append the sequence's rows to the segments of every kind of layer; return the cells attended to."""
-        start, sequence, index, rows = new.start, new.sequence, as_index(new.taken, self.device), len(new.taken)
-        end = new.end
+        Masks, indices and arrays are uploaded together.
+        """
+        segments, host = self._no_segments(), list(arrays)
+        attended = sum(self._add(segments, new, host) for new in planned.new)
+        there = upload_all(self.device, host)
+        if len(host) > len(arrays):
+            masks: dict[int, Tensor] = {}
+            for some in segments.values():
+                for row, segment in enumerate(some):
+                    slots, mask = segment.slots, segment.mask
+                    if isinstance(mask, int) and mask not in masks:
+                        masks[mask] = there[mask].to(self.dtype)
+                    slots = there[slots] if isinstance(slots, int) else slots
+                    some[row] = segment._replace(slots=slots, mask=masks[mask] if isinstance(mask, int) else mask)
+        return segments, attended, there[: len(arrays)]
+
+    def _add(self, segments: dict[AttentionKind, list[Any]], new: Uncommitted, host: list[np.ndarray]) -> int:
+        """Append the sequence's rows to the segments of every kind of layer; return the cells attended to.
+
+        Their masks and indices are appended to ``host``, whose numbers stand for them until they are uploaded.
+        """
+        start, sequence, rows, end = new.start, new.sequence, len(new.taken), new.end
+        index = as_slice(new.taken)
         alone = end == len(sequence) + len(new.slots)  # all cells up to there belong to this sequence
         causal = alone and new.causal and not self.dense
         full = None
         if not causal and (not alone or new.mask is not None):
             full = np.empty((rows, end), dtype=np.float32)
             full[:] = sequence.bias(end)
-            columns = index if isinstance(index, slice) and len(new.slots) == rows else new.slots
+            columns = index if index is not None and len(new.slots) == rows else new.slots
             full[:, columns] = 0.0 if new.mask is None else new.mask
+        slots: Any = index
+        if index is None:
+            slots = len(host)
+            host.append(new.taken)
         for kind, some in segments.items():
             first, mask, simple = (0, full, causal) if kind == FULL else _nearby(kind, new, end, full, causal)
-            additive = None if mask is None else torch.from_numpy(mask).to(self.device, self.dtype)
-            some.append(Segment(sequence.span, start, start + rows, index, first, end, additive, simple))
+            place: Any = None if mask is None else len(host)
+            some.append(Segment(sequence.span, start, start + rows, slots, first, end, place, simple))
+            if mask is not None:
+                host.append(mask)
         return end
 
     def _prepared(

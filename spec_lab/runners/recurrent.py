@@ -104,14 +104,15 @@ class Recurrence:
         return replace(_advancing(prepared, every, [_tokens(draft, nodes) for nodes in trees]), early=early)
 
     def level(
-        self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray, token: Tensor
+        self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray, token: Tensor | np.ndarray
     ) -> Prepared:
         """``CausalLM.extend``."""
         refuse_branches(shape)
         prepared = self.packer.level(sequences, shape, rows, token)
         if any(sequence is not None and states_of(sequence).lost for sequence in sequences):
             raise RuntimeError("a sequence whose states were removed must be computed again by a forward first")
-        drafted, advances = token.tolist() if token.device.type == "cpu" else token.unbind(), []
+        on_device = isinstance(token, Tensor) and token.device.type != "cpu"
+        drafted, advances = token.unbind() if isinstance(token, Tensor) and on_device else token.tolist(), []
         start = 0
         for tree, sequence in enumerate(sequences):
             nodes = [drafted[place] for place in np.flatnonzero(shape.root[rows] == tree).tolist()]

@@ -7,6 +7,7 @@ The ``meta`` device has shapes and no numbers: uploads and indexing work there, 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Draft, chain, empty, forest, tree
@@ -85,6 +86,37 @@ def test_all_inputs_of_run_are_on_the_device(attention):
         masks, slots = [segment.mask for segment in segments], [segment.slots for segment in segments]
         for tensor in (one.ids, one.positions, one.keep, one.mask, *masks, *slots):
             assert not isinstance(tensor, torch.Tensor) or tensor.is_meta
+
+
+class Uploads(TorchDispatchMode):
+    """Counts copies from the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor) and output.is_meta:
+            self.count += any(isinstance(each, torch.Tensor) and not each.is_meta and each.dim() for each in args)
+        return output
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_a_forward_is_uploaded_at_once(size):
+    """Tokens, positions, masks, and cells with holes between them, in steps without drafts, of trees and of a level."""
+    lm, counts = meta_lm(), []
+    sequences = [lm.open() for _ in range(size)]
+    for number, shape in enumerate((forest((chain(0),) * size), forest((TREE,) * size))):
+        with Uploads() as uploads:
+            lm.run(lm.prepare(sequences, [[1]] * size, without_numbers(shape)))
+        counts.append(uploads.count)
+        for sequence in sequences:
+            sequence.accept((0, 2) if number else ())
+    lm.run(lm.prepare(sequences, [[1]] * size, without_numbers(forest((chain(0),) * size))))
+    shape = forest((TREE,) * size)
+    rows = np.flatnonzero(shape.depth == 1)
+    with Uploads() as uploads:
+        lm.extend(sequences, shape, rows, np.zeros(len(rows), dtype=np.int64))
+    assert [*counts, uploads.count] == [1, 1, 1]
 
 
 def test_nodes_computed_by_levels_read_nothing_back():
