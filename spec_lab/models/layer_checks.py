@@ -197,7 +197,7 @@ def check_skipping(lm: Runner, sublayers: frozenset[Sublayer], name: str) -> Non
 
 def skipped_to_check(sublayers: frozenset[Sublayer]) -> list[frozenset[Sublayer]]:
     """Return sets of sublayers that are skipped in different ways; see ``check_skipping``."""
-    layers = {kind: {one.layer for one in sublayers if one.kind == kind} for kind in ("attn", "mlp")}
+    layers = {kind: {sublayer.layer for sublayer in sublayers if sublayer.kind == kind} for kind in ("attn", "mlp")}
     sets = [frozenset({Sublayer(kind, min(own))}) for kind, own in layers.items() if own]  # type: ignore[arg-type]
     if both := layers["attn"] & layers["mlp"]:
         sets.append(frozenset({Sublayer("attn", min(both)), Sublayer("mlp", min(both))}))

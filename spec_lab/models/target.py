@@ -247,11 +247,11 @@ def _pack_checked(
         if not unpack(model):
             raise
         LOG.info("Self-check: again without packed linear layers (%s)", refusal)
-        found = checked(model, attention, sha256, cache, fixed, kv_dtype)
+        unpacked = checked(model, attention, sha256, cache, fixed, kv_dtype)
         LOG.warning(
             "The model runs without packed linear layers, which is slower: with them the self-check fails (%s)", refusal
         )
-        return found
+        return unpacked
 
 
 def end_tokens(vocabulary: int, tokenizer: Any, model: Any, stops: Iterable[int] = ()) -> frozenset[int]:

@@ -59,7 +59,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
         self._plans: dict[Shape, ForestIds] = {}
         self._asked: tuple[int, ...] = ()
         self._layers: tuple[int, ...] = ()
-        self._found: set[str] = set()  # tensors that llama.cpp was seen to compute
+        self._computed: set[str] = set()  # tensors that llama.cpp was seen to compute
         self._uses = 0  # of kept copies
 
     @property
@@ -141,7 +141,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
             )
         names = {_tensor(layer) for layer in states if layer != last}
         self.context.require(0, 0, names)
-        if names - self._found and self.context.has_ids:
+        if names - self._computed and self.context.has_ids:
             self._probe(names)
         self.context.set_embeddings(last in states)
         self._asked, self._layers = layers, states
@@ -160,7 +160,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
             raise ValueError(str(error)) from error
         finally:
             sequence.close()
-        self._found |= names
+        self._computed |= names
 
     # Forwards --------------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
         """
         shape = draft.shape
         plan = self._plan(shape) if shape.nodes else None
-        every = [*sequences, *(one for one, _ in prefill)]
+        every = [*sequences, *(sequence for sequence, _ in prefill)]
         tokens = [*pending, *(more for _, more in prefill)]
         paths = [self._least] * len(every) if plan is None else plan.widths + [self._least] * len(prefill)
         rows = sum(map(len, tokens)) + shape.nodes
@@ -238,21 +238,21 @@ class LlamaCpp(LlamaRunner, DraftRunner):
             counts.append(max(self._least, len(sequence.held.paths)))
         self._reserve(every, counts, count)
         context, begins, ids = self.context, {}, []
-        for tree, sequence, width, (found, begun) in zip(dict.fromkeys(trees), every, counts, new, strict=True):
+        for tree, sequence, width, (paths, begun) in zip(dict.fromkeys(trees), every, counts, new, strict=True):
             sequence.attach(width)
             end = begins[tree] = len(sequence)
             for path, source, common in begun:
                 context.share(sequence.ids[source], sequence.ids[path], end, end + common)
-            ids += [[sequence.ids[path] for path in numbers] for numbers in found]
+            ids += [[sequence.ids[path] for path in numbers] for numbers in paths]
         depths, tokens = shape.depth[rows].tolist(), token.tolist()
         positions = [begins[tree] - 1 + depth for tree, depth in zip(trees, depths, strict=True)]
-        if all(len(one) == 1 for one in ids):
+        if all(len(numbers) == 1 for numbers in ids):
             context.single_ids(tokens, positions, [number for (number,) in ids], count)
         else:
             context.reserve_rows(count)
             context.token[:count], context.position[:count], context.flags[:count] = tokens, positions, 1
-            each = np.array([len(one) for one in ids])
-            context.set_ids(each, 4 * (np.cumsum(each) - each), np.array([number for one in ids for number in one]))
+            each, flat = np.array([len(numbers) for numbers in ids]), [number for numbers in ids for number in numbers]
+            context.set_ids(each, 4 * (np.cumsum(each) - each), np.array(flat))
         self._ready = None
         logits, hidden = self._decode(count, count, timed)
         return Extended(logits.tensor, hidden, logits.array)
@@ -285,23 +285,23 @@ class LlamaCpp(LlamaRunner, DraftRunner):
         context, shape = self.context, draft.shape
         context.reserve_rows(rows)
         token, position, flags = context.token, context.position, context.flags
-        starts = [len(one) for one in every]
+        starts = [len(sequence) for sequence in every]
         attended = sum(starts) + rows
         plan = self._plan(shape) if plan is None else plan
         first = rows - shape.rows  # the row of the first root
         flags[:first] = context.embeddings
         flags[first:rows] = 1
         before = [len(new) - (number < trees) for number, new in enumerate(tokens)]
-        roots = [one.ids[:width] for one, width in zip(every, plan.widths, strict=False)]
-        ids = np.array([number for one in roots for number in one], dtype=np.int32)[plan.paths]
+        roots = [sequence.ids[:width] for sequence, width in zip(every, plan.widths, strict=False)]
+        ids = np.array([number for numbers in roots for number in numbers], dtype=np.int32)[plan.paths]
         counts, begins = plan.counts, plan.starts
         if first:
-            carried = [*roots, *(one.ids[: self._least] for one in every[trees:])]
-            more = np.repeat([len(one) for one in carried], before)
-            ids = np.concatenate([*(np.tile(one, n) for one, n in zip(carried, before, strict=True)), ids])
+            carried = [*roots, *(sequence.ids[: self._least] for sequence in every[trees:])]
+            more = np.repeat([len(numbers) for numbers in carried], before)
+            ids = np.concatenate([*(np.tile(numbers, n) for numbers, n in zip(carried, before, strict=True)), ids])
             counts = np.concatenate([more, counts])
             begins = 4 * (np.cumsum(counts) - counts)
-            token[:first] = [one for new, n in zip(tokens, before, strict=True) for one in new[:n]]
+            token[:first] = [value for new, n in zip(tokens, before, strict=True) for value in new[:n]]
             position[:first] = np.concatenate([
                 np.arange(start, start + n) for start, n in zip(starts, before, strict=True)
             ])  # fmt: skip

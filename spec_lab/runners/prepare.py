@@ -383,7 +383,8 @@ class Packer:
     def _add(self, segments: dict[AttentionKind, list[Any]], new: Uncommitted, host: list[np.ndarray]) -> int:
         """Append the sequence's rows to the segments of every kind of layer; return the cells attended to.
 
-        Their masks and indices are appended to ``host``, whose numbers stand for them until they are uploaded.
+        Unless they are on the CPU already, masks and indices are appended to ``host``, whose numbers stand for them
+        until they are uploaded.
         """
         start, sequence, rows, end = new.start, new.sequence, len(new.taken), new.end
         index = as_slice(new.taken)
@@ -395,16 +396,20 @@ class Packer:
             full[:] = sequence.bias(end)
             columns = index if index is not None and len(new.slots) == rows else new.slots
             full[:, columns] = 0.0 if new.mask is None else new.mask
+        here = self.device.type == "cpu"
         slots: Any = index
         if index is None:
-            slots = len(host)
-            host.append(new.taken)
+            slots = torch.from_numpy(new.taken) if here else len(host)
+            if not here:
+                host.append(new.taken)
         for kind, some in segments.items():
             first, mask, simple = (0, full, causal) if kind == FULL else _nearby(kind, new, end, full, causal)
-            place: Any = None if mask is None else len(host)
-            some.append(Segment(sequence.span, start, start + rows, slots, first, end, place, simple))
+            additive: Any = None
             if mask is not None:
-                host.append(mask)
+                additive = torch.from_numpy(mask).to(self.dtype) if here else len(host)
+                if not here:
+                    host.append(mask)
+            some.append(Segment(sequence.span, start, start + rows, slots, first, end, additive, simple))
         return end
 
     def _prepared(

@@ -57,11 +57,10 @@ class Recurrence:
 
     def __init__(self, model: Any, packer: Packer, run: Callable[[Forward], object]) -> None:
         self.config, self.run = model.config, run
-        found = find_mixers(model)
-        self.mixers, self.hidden_states = found.every, found.hidden_states
+        self.mixers, self.hidden_states, state_bytes, input_bytes = find_mixers(model)
         self.tokenwise = any(mixer.tokenwise for mixer in self.mixers)
         kept = 0 if self.tokenwise else MAX_AGAIN
-        self.memory = StateMemory(found.state_bytes, found.input_bytes, kept)
+        self.memory = StateMemory(state_bytes, input_bytes, kept)
         self.packer = replace(packer, chunk=sys.maxsize) if self.tokenwise else packer
 
     def states(self) -> RecurrentStates:
@@ -210,8 +209,8 @@ class RecurrentStates:
     def fork(self) -> RecurrentStates:
         """See ``kv_cache.SequenceStates``."""
         cache = copy(self.cache)
-        cache.layers = [_copied(one) for one in self.cache.layers]
-        snapshots = {layer: _copied(one) for layer, one in self.snapshots.items()}
+        cache.layers = [_copied(state) for state in self.cache.layers]
+        snapshots = {layer: _copied(state) for layer, state in self.snapshots.items()}
         twin = replace(self, cache=cache, snapshots=snapshots, inputs=dict(self.inputs), tokens=list(self.tokens))
         twin.accept()
         return twin

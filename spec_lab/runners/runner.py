@@ -119,10 +119,10 @@ class Output:
         if nodes or not isinstance(rows, slice):
             own = _numbers(self.node_rows[sequence]) if nodes else []
             index = np.array([*_numbers(rows), *(own[node] for node in nodes)], dtype=np.int64)
-            found = self.hidden.index_select(0, torch.from_numpy(index).to(self.hidden.device))
+            states = self.hidden.index_select(0, torch.from_numpy(index).to(self.hidden.device))
         else:
-            found = self.hidden[rows].clone()
-        return torch.cat([self.early[sequence], found]) if sequence in self.early else found
+            states = self.hidden[rows].clone()
+        return torch.cat([self.early[sequence], states]) if sequence in self.early else states
 
     @property
     def pending(self) -> list[Tensor]:
