@@ -232,6 +232,8 @@ def rms_norm(width: int, layers: DraftLayers) -> nn.RMSNorm:
 class DrafterNetwork(nn.Module):
     """A drafter's network, which calls the target's embedding and LM head."""
 
+    settings: Any
+    """Its sizes and kind."""
     _services: TargetServices | None = None
 
     @property
@@ -243,6 +245,11 @@ class DrafterNetwork(nn.Module):
     @services.setter
     def services(self, services: TargetServices) -> None:
         self._services = services
+
+    @property
+    def layers(self) -> int:
+        """The number of layers that the settings state; of Hydra, of each head."""
+        return int(self.settings.layers)
 
 
 N = TypeVar("N", bound=DrafterNetwork)

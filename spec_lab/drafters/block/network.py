@@ -95,11 +95,6 @@ class BlockNetwork(DrafterNetwork):
         self.markov_head = MarkovHead(settings.vocab_size, settings.markov_rank) if settings.markov_rank else None
 
     @property
-    def layers(self) -> int:
-        """The number of decoder layers."""
-        return self.settings.layers
-
-    @property
     def levels(self) -> int:
         """Maximum number of levels that a block drafts."""
         return self.settings.block_size - (not self.settings.predicts_next)

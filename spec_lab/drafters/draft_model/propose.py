@@ -22,7 +22,7 @@ from spec_lab.drafters.draft_model.cache import DraftCache, Tentative
 from spec_lab.drafters.draft_model.forced import RUN, ForcedChains
 from spec_lab.drafters.draft_model.loading import check_same_tokens, load_draft
 from spec_lab.drafters.draft_model.retokenized import Tokens
-from spec_lab.drafters.draft_model.vocabularies import SameTokens, SharedTokens, Vocabularies, intersect
+from spec_lab.drafters.draft_model.vocabularies import SameTokens, SharedTokens, intersect
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import Computed
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
@@ -50,11 +50,11 @@ class DraftModel(TreeProposer):
         plan: TreePlan,
         name: str = "draft_model",
         sha256: str = "",
-        vocabularies: Vocabularies | None = None,
+        vocabularies: SameTokens | None = None,
     ) -> None:
         super().__init__(plan, name, Requires(), sha256)
         self.lm, self.context = lm, context
-        self.vocabularies: Vocabularies = vocabularies or SameTokens()
+        self.vocabularies: SameTokens = vocabularies or SameTokens()
         self._bare = lru_cache(maxsize=256)(lambda roots: empty(roots, lm.device))
 
     @staticmethod

@@ -130,7 +130,7 @@ class Retokenized:
         self._tokens = lru_cache(KEPT)(self._tokenize)
 
     def __call__(self, tokens: list[int]) -> list[int]:
-        """See ``Vocabularies.read``."""
+        """See ``SameTokens.read``."""
         found = list(self.prefix)
         start = int(bool(tokens) and tokens[0] == self.begin)
         spaced = self.target_spaced

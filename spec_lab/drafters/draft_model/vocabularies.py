@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from logging import getLogger
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,70 +41,41 @@ SPELLED = "It is 2024; f(x) = y.\n  End"
 """A text that the bytes of a tokenizer's tokens must spell."""
 
 
-class Vocabularies(Protocol):
-    """Translates between the tokens of a target and those of a draft model."""
+class SameTokens:
+    """Translates between the tokens of a target and those of a draft model, which are the same here."""
 
-    @property
-    def same(self) -> bool:
-        """Whether both have the same tokens, so that any token of the target can be read as a node."""
-        ...
+    same = True
+    """Whether both have the same tokens, so that any token of the target can be read as a node."""
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        ...
-
-    def read(self, tokens: list[int]) -> list[int]:
-        """What the draft model reads for a sequence of the target's tokens. Empty: it cannot draft there."""
-        ...
-
-    def nodes(self, token: np.ndarray) -> np.ndarray:
-        """Drafted tokens ``[n]`` in the draft model's ids."""
-        ...
-
-    def logits(self, computed: Computed) -> Computed:
-        """The draft model's logits as logits over the target's tokens ``[n, V]``."""
-        ...
-
-    def toy(self, vocabulary: int) -> Vocabularies:
-        """The same kind between two toy models over so many tokens."""
-        ...
-
-
-class SameTokens:
-    """The draft model has the target's tokens."""
-
-    same = True
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Nothing to record."""
         return {}
 
     def read(self, tokens: list[int]) -> list[int]:
-        """See ``Vocabularies``."""
+        """What the draft model reads for a sequence of the target's tokens. Empty: it cannot draft there."""
         return tokens
 
     def nodes(self, token: np.ndarray) -> np.ndarray:
-        """See ``Vocabularies``."""
+        """Drafted tokens ``[n]`` in the draft model's ids."""
         return token
 
     def logits(self, computed: Computed) -> Computed:
-        """See ``Vocabularies``."""
+        """The draft model's logits as logits over the target's tokens ``[n, V]``."""
         return computed
 
-    def toy(self, vocabulary: int) -> Vocabularies:
-        """See ``Vocabularies``."""
+    def toy(self, vocabulary: int) -> SameTokens:
+        """The same kind between two toy models over so many tokens."""
         return self
 
 
-class SharedTokens:
-    """The tokens that a target and a draft model share. See ``Vocabularies``.
+class SharedTokens(SameTokens):
+    """The tokens that a target and a draft model share. See ``SameTokens``.
 
     Args:
         pairs: ``[S, 2]`` the shared tokens in the target's and in the draft model's ids.
         vocabulary: V, the width of the target's logits.
-        reading: what the draft model reads, as of ``Vocabularies.read``.
+        reading: what the draft model reads, as of ``SameTokens.read``.
         tokens: number of tokens that the target's tokenizer has.
     """
 
@@ -114,7 +85,7 @@ class SharedTokens:
         self, pairs: Sequence[tuple[int, int]], vocabulary: int, reading: Callable[[list[int]], list[int]], tokens: int
     ) -> None:
         self.count, self.vocabulary, self.tokens = len(pairs), vocabulary, tokens
-        self.pairs, self.read = dict(pairs), reading
+        self.pairs, self._reading = dict(pairs), reading
         own = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         self._target, self._draft = torch.from_numpy(own[:, 0].copy()), torch.from_numpy(own[:, 1].copy())
         # Where a draft's logits are broken, any token may be drawn before the tree is dropped: it needs some id.
@@ -126,18 +97,22 @@ class SharedTokens:
         """The number of shared tokens, and their share of the target's."""
         return {"vocabularies": "intersect", "shared_tokens": self.count, "shared_share": self.count / self.tokens}
 
+    def read(self, tokens: list[int]) -> list[int]:
+        """See ``SameTokens``."""
+        return self._reading(tokens)
+
     def nodes(self, token: np.ndarray) -> np.ndarray:
-        """See ``Vocabularies``."""
+        """See ``SameTokens``."""
         return self._ids[token]
 
     def logits(self, computed: Computed) -> Computed:
-        """See ``Vocabularies``."""
+        """See ``SameTokens``."""
         own = computed.logits
         self._target, self._draft = self._target.to(own.device), self._draft.to(own.device)
         found = own.new_full((len(own), self.vocabulary), -torch.inf)
         return RowLogits.of(found.index_copy_(1, self._target, own.index_select(1, self._draft)))
 
-    def toy(self, vocabulary: int) -> Vocabularies:
+    def toy(self, vocabulary: int) -> SharedTokens:
         """Ids in reverse order, and a last token that is not shared but can be read."""
         counterparts = [vocabulary - 1 - token for token in range(vocabulary)]
         pairs = list(enumerate(counterparts[:-1]))

@@ -92,11 +92,6 @@ class Eagle(DrafterNetwork):
         self.fc = nn.Linear(2 * settings.hidden_size, settings.hidden_size, settings.bias, device="meta")
 
     @property
-    def layers(self) -> int:
-        """The number of decoder layers."""
-        return self.settings.layers
-
-    @property
     def tokens(self) -> int:
         """The number of the target's tokens that the head drafts."""
         return self.settings.vocab_size
@@ -161,11 +156,6 @@ class Eagle3(DrafterNetwork):
         if settings.draft_vocab_size is not None:
             self.lm_head = nn.Linear(h, settings.draft_vocab_size, bias=False, device="meta")
         self.register_buffer("ids", torch.arange(settings.draft_vocab_size or 0), persistent=False)
-
-    @property
-    def layers(self) -> int:
-        """The number of decoder layers."""
-        return self.settings.layers
 
     @property
     def tokens(self) -> int:

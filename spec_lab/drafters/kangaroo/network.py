@@ -51,11 +51,6 @@ class Kangaroo(DrafterNetwork):
         for layer in self.body.layers:
             del layer.mlp, layer.post_attention_layernorm
 
-    @property
-    def layers(self) -> int:
-        """The number of attention layers."""
-        return self.settings.layers
-
     def forward(self, x: Tensor, positions: Tensor, cache: Any, mask: Any = None) -> Tensor:
         """Exit states ``[b, N, H]`` at positions ``[b, N]`` -> normed states ``[b, N, H]``."""
         rotation = self.body.rotate(x, positions)
