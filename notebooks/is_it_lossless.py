@@ -136,8 +136,8 @@ print(f"{control.failure.instance}: {control.failure.wrong}")
 from IPython.display import display
 
 from spec_lab.analysis import figures
+from spec_lab.tasks.certify.convergence import convergence
 from spec_lab.tasks.certify.sampled import joint
-from spec_lab.tasks.certify.show import convergence
 from spec_lab.tasks.certify.significance import distance, expected_distance
 
 # %matplotlib inline

@@ -144,11 +144,12 @@ figure.tight_layout()
 # %%
 from rich.console import Console
 
-from spec_lab.analysis import compare
+from spec_lab.analysis import compare, console
+from spec_lab.analysis.results.comparison import result
 
 greedy = chains[chains["sampling"] == "greedy"].set_index("proposer.depth")["run"]
 comparison = compare.compare([folder / greedy[1], folder / greedy[5]])
-compare.show(comparison, Console(width=100, force_jupyter=False))
+console.show(result(comparison), Console(width=100, force_jupyter=False))
 
 # %%
 found = compare.as_frame(comparison).set_index("figure")

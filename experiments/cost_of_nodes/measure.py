@@ -25,7 +25,7 @@ from rich.console import Console
 
 import spec_lab
 from experiments.plots import baseline_share, bounds, factor, fill, markdown, shown
-from spec_lab.analysis import metrics
+from spec_lab.analysis import figures, metrics
 from spec_lab.analysis.figures import COLOURS, GREY, STYLE
 from spec_lab.analysis.tracking import Files
 from spec_lab.core.probabilities import Sampling
@@ -36,7 +36,7 @@ from spec_lab.propose import Null, Proposer
 from spec_lab.propose.ngram import Ngram
 from spec_lab.tasks import cost as costs
 from spec_lab.tasks.benchmark import run
-from spec_lab.tasks.cost import show
+from spec_lab.tasks.cost.summary import summarise
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.text.prompts import jsonl
 from spec_lab.verify import Token
@@ -209,7 +209,7 @@ def draw(table: pd.DataFrame) -> Figure:
 
 def of_nodes(frame: pd.DataFrame) -> str:
     """Return the table of t(n) in milliseconds, and of t(n) / t(0)."""
-    rows = pd.DataFrame(show.summarise(frame)["nodes"])
+    rows = pd.DataFrame(summarise(frame)["nodes"])
     table = [["batch", "context", *(f"n = {n:g}" for n in sorted(rows["nodes"].unique()))]]
     for (batch, context), own in rows.groupby(["batch", "context"]):
         each = own.sort_values("nodes")["seconds"].to_numpy()
@@ -246,7 +246,7 @@ def report(out: Path, folder: Path) -> pd.DataFrame:
     if frame.empty:
         raise ValueError(f"{out / 'nodes'} holds no costs; measure first, without --read")
     table.to_csv(folder / "results.csv", index=False, float_format="%.4g")
-    show.draw(frame, folder)
+    figures.save({"cost": figures.step_costs(summarise(frame)["nodes"])}, folder, ("png",))
     with rc_context(STYLE):
         draw(table).savefig(folder / "predicted.png", bbox_inches="tight")
     for part, text in {"cost": of_nodes(frame), "predicted": f"{compared(table)}\n\n{baseline_share(out)}"}.items():

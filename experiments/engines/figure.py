@@ -33,7 +33,7 @@ from experiments.plots import (
 )
 from spec_lab.analysis import metrics
 from spec_lab.tasks import cost as costs
-from spec_lab.tasks.cost import show
+from spec_lab.tasks.cost.summary import summarise
 
 REFERENCE = f"{LLAMA}bf16"
 """The engine whose own loop all baselines are compared with."""
@@ -87,7 +87,7 @@ def results(runs: Path) -> pd.DataFrame:
     parts = [kept(each, "part", "engine", "prompts", more=more)]
     for engine in engines:
         if (runs / engine / "cost").is_dir():
-            nodes = pd.DataFrame(show.summarise(costs.load(runs / engine / "cost"))["nodes"])
+            nodes = pd.DataFrame(summarise(costs.load(runs / engine / "cost"))["nodes"])
             first = nodes[nodes["nodes"] == 0].set_index("batch")["seconds"]
             ratio = nodes["seconds"] / nodes["batch"].map(first)
             parts.append(nodes.assign(part="cost", engine=engine, over_no_nodes=ratio))

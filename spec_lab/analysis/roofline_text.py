@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spec_lab.analysis.text import number
 from spec_lab.core.roofline import Roofline
+from spec_lab.results.result import number
 
 
 def share_in_words(arm: Mapping[str, Any], machine: str = "this machine's") -> str:

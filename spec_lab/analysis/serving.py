@@ -7,16 +7,12 @@ and its last token, in seconds from the start of its segment.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.console import Console
 
-from spec_lab.analysis import figures, metrics
+from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Interval, TimingVerdict, cluster_interval, ratio, speedup_of_totals
-from spec_lab.analysis.roofline_text import roofline_notes
-from spec_lab.analysis.text import WIDE, cache_notes, interval, kv_notes, number, table, verdict_line
 
 PERCENTILES = (50, 90, 99)
 
@@ -114,58 +110,3 @@ def _roofline(own: pd.DataFrame) -> dict[str, Any]:
     share = cluster_interval(known["least_seconds"], known["forward_seconds"], known["segment"])
     memory = ratio(known["read_seconds"].sum(), known["least_seconds"].sum())
     return {"roofline_share": share._asdict(), "memory_bound_share": memory}
-
-
-def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
-    """Write the figure of latencies (``figures.latency``) into ``folder``; return its path."""
-    return figures.save({"latency": figures.latency(latencies(frame))}, folder, ("png",))
-
-
-def print_summary(summary: Mapping[str, Any], console: Console, verbose: bool = False) -> None:
-    """Print each arm's throughput, speed-up over the baseline, goodput, and latencies in milliseconds.
-
-    With ``verbose``, and on a terminal of ``WIDE`` columns or more, a second table has the parts of the time to the
-    first token, and means. A note names the segments that were left out because a request broke.
-    """
-    arms = summary["arms"]
-    console.print(verdict_line(summary), highlight=False)
-    shown = table(
-        f"{summary['experiment']}: {next(iter(arms.values()))['requests']} requests, arrivals: {summary['arrivals']}"
-    )
-    shown.add_column("arm", overflow="fold")
-    ends = [(what, p) for what in ("ttft", "tpot") for p in ("p50", "p99")]
-    for name in ("tokens/s", "speed-up [95 %]", "goodput/s", *(f"{what.upper()}\n{p} ms" for what, p in ends)):
-        shown.add_column(name, justify="right")
-    for arm, own in arms.items():
-        times = (_milliseconds(own[what][p]) for what, p in ends)
-        rates = number(own["tokens_per_second"], ".0f"), interval(own["speedup"]), number(own["goodput"])
-        shown.add_row(arm, *rates, *times)
-    console.print(shown)
-    if verbose or console.width >= WIDE:
-        parts = table("Latencies in milliseconds")
-        parts.add_column("arm", overflow="fold")
-        columns = [(what, key) for what in ("queue", "prefill") for key in ("mean", "p50", "p99")]
-        columns += [("ttft", "mean"), ("tpot", "mean")]
-        for what, key in columns:
-            parts.add_column(f"{what.upper() if what in ('ttft', 'tpot') else what} {key}", justify="right")
-        for arm, own in arms.items():
-            parts.add_row(arm, *(_milliseconds(own[what][key]) for what, key in columns))
-        console.print(parts)
-    console.print(
-        "speed-up: total tokens/s over the baseline's on the same segments. TTFT: time to the first token. TPOT: time "
-        "per further token, of requests with more than one.",
-        highlight=False,
-    )
-    for note in (*kv_notes(summary.get("kv_dtype")), *cache_notes(summary.get("cached_prompt_shares", {}))):
-        console.print(note, highlight=False)
-    shares = {name: {**own, "memory_bound_steps": own.get("memory_bound_share")} for name, own in arms.items()}
-    console.print("\n".join(roofline_notes(shares, summary.get("roofline"))), highlight=False)
-    if summary["broken_segments"]:
-        console.print(
-            f"In {summary['broken_segments']} of {summary['segments']} segments a request broke: they are left out of "
-            "the figures of all arms; see 'errors' in summary.json."
-        )
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return number(None if seconds is None else 1e3 * seconds, ".0f")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,7 @@ from rich import box
 from rich.table import Table
 
 from spec_lab.core.terminal import visible
-
-WIDE = 130
-"""Columns of a terminal that shows every column of a table without ``verbose``."""
+from spec_lab.results.result import Cell, Value, cell, interval
 
 
 @dataclass(frozen=True)
@@ -30,11 +27,13 @@ class FigureFormat:
     form: str = ".2f"
     scale: float = 1.0
 
-    def text(self, value: Mapping[str, float | None] | float | None) -> str:
+    def cell(self, value: Value) -> Cell:
+        """Return the cell of a value, or of an interval."""
+        return cell(value, self.form, self.scale)
+
+    def text(self, value: Value) -> str:
         """Return a value, or an interval, as text."""
-        if isinstance(value, Mapping):
-            return interval(value, self.form)
-        return "" if value is None else number(self.scale * value, self.form)
+        return self.cell(value).whole
 
 
 COLUMNS = {
@@ -66,17 +65,6 @@ COLUMNS = {
     "requests": FigureFormat("prompts", ".0f"),
 }
 """The figures of ``metrics.summarise`` that tables show, the same in the terminal and on pages."""
-
-
-def number(value: float | None, form: str = ".2f") -> str:
-    """Return a number as text; nothing for None, NaN and infinities."""
-    return "" if value is None or not math.isfinite(value) else format(value, form)
-
-
-def interval(value: Mapping[str, float | None], form: str = ".2f") -> str:
-    """Return a mean with its bounds, such as "1.50 [1.25, 1.75]"; the mean alone where it has none."""
-    mean, low, high = (number(value[end], form) for end in ("mean", "low", "high"))
-    return f"{mean} [{low}, {high}]" if low else mean
 
 
 def table(title: str) -> Table:

@@ -87,14 +87,16 @@ def _collect_into(folder: Path, table: pd.DataFrame, console: Console) -> int:
 
 def _compare(given: argparse.Namespace, console: Console) -> int:
     """Compare runs or sweeps, and print which differences are significant."""
-    from spec_lab.analysis.compare import as_frame, compare, show
+    from spec_lab.analysis.compare import as_frame, compare
+    from spec_lab.analysis.console import show
     from spec_lab.analysis.report import write_comparison
+    from spec_lab.analysis.results.comparison import result
 
     if not 0 < given.level < 1:
         raise ValueError(f"--level must be between 0 and 1, not {given.level:g}")
     with sweep.reading(*given.folders):
         found = compare(given.folders, given.level)
-        show(found, console, given.verbose)
+        show(result(found), console, given.verbose)
     if given.csv:
         _write_table(given.csv, as_frame(found).to_csv(index=False))
         say(console, f"Table: {given.csv}")

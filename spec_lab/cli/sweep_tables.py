@@ -11,7 +11,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-from spec_lab.analysis.text import COLUMNS, WIDE
+from spec_lab.analysis.console import WIDE
+from spec_lab.analysis.text import COLUMNS
 from spec_lab.core.terminal import visible
 from spec_lab.results import sweep
 

@@ -16,3 +16,15 @@ def visible(text: object) -> str:
     A page or a terminal then shows every character, and no text can change how other text is displayed.
     """
     return UNSEEN.sub(lambda found: f"<U+{ord(found[0]):04X}>", str(text).translate(CONTROLS))
+
+
+def short_path(path: object) -> str:
+    """Return a path without directories of one machine: from ``zoo/`` on in the package, else its last two parts.
+
+    Names on the hub and relative paths are kept; None is empty.
+    """
+    text = "" if path is None else str(path)
+    if not text.startswith(("/", "~")):
+        return text
+    _, package, inside = text.rpartition("/spec_lab/zoo/")
+    return f"zoo/{inside}" if package else "/".join([part for part in text.split("/") if part][-2:])

@@ -19,9 +19,10 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from spec_lab.analysis import metrics, show, tracking
-from spec_lab.analysis.names import MAIN, names_in_manifest, renamed, with_names
+from spec_lab.analysis import metrics, tracking
+from spec_lab.analysis.names import MAIN, names_in_manifest, renamed
 from spec_lab.analysis.policy_text import policy_note
+from spec_lab.analysis.tree_text import chosen_trees
 from spec_lab.core.memory import Peak
 from spec_lab.core.options import one_of
 from spec_lab.core.progress import Progress
@@ -30,6 +31,7 @@ from spec_lab.core.roofline import Roofline
 from spec_lab.decode.capacity import most_at_once
 from spec_lab.propose import Null
 from spec_lab.replay.bounds import ArmBounds, for_summary
+from spec_lab.results.result import Result
 from spec_lab.results.schema import CHECK_COLUMNS, DRAFT_COLUMNS, TIMING_COLUMNS, TURN_COLUMNS
 from spec_lab.results.writer import Recorder
 from spec_lab.tasks.certify.certificate import in_short
@@ -41,6 +43,9 @@ from spec_lab.tasks.token_texts import TokenTexts, token_rows
 from spec_lab.verify import Match
 
 LOG = logging.getLogger(__name__)
+
+DRAWN = ("acceptance", "throughput", "phases")
+"""Figures that are drawn at the end of a run; the page has more."""
 
 MOST_MARGINS = 32
 """Most outputs of an arm whose margin is computed, a prefill each."""
@@ -98,7 +103,7 @@ def run(
     groups = {start // size: turns[start : start + size] for start in range(0, len(turns), size)}
 
     def work(facts: Mapping[str, Any]) -> Done:
-        for line in (*show.chosen_trees(lab.facts(), facts["proposers"]), *_waiting(arms, min(size, len(requests)))):
+        for line in (*chosen_trees(lab.facts(), facts["proposers"]), *_waiting(arms, min(size, len(requests)))):
             console.print(line, soft_wrap=True, highlight=False)
         finished, names = recorder.finished(), names_in_manifest(facts)
         todo = [number for number in groups if number not in finished]
@@ -149,12 +154,7 @@ def run(
             bar.set_postfix_str("comparing outputs")
             summary |= margins(lab, requests, tables)
         summary |= metrics.run_verdict(tables, facts, names).summary()
-        return Done(
-            summary | used,
-            lambda: [] if many else _draw(with_names(tables, names), settings.output_dir / "figures"),
-            lambda found: show.show(found, console, settings.verbose),
-            tables,
-        )
+        return Done(summary | used, None if many else _result, tables, drawn=DRAWN)
 
     def left() -> tuple[int, str]:
         done = len(recorder.finished())
@@ -198,10 +198,10 @@ def _warm_up(arms: Mapping[str, Arm], requests: Sequence[Request], tokens: int) 
             arm.forget()
 
 
-def _draw(tables: metrics.Tables, folder: Path) -> list[Path]:
-    from spec_lab.analysis import figures  # a sweep's jobs draw nothing, and matplotlib takes a while to import
+def _result(folder: Path) -> Result:
+    from spec_lab.analysis.results.run import written  # a sweep's jobs draw nothing, and importing matplotlib is slow
 
-    return figures.draw(tables, folder)
+    return written(folder)
 
 
 def _summary(

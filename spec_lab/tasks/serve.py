@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,8 @@ from rich.console import Console
 
 from spec_lab.analysis.metrics import cached_prompt_shares
 from spec_lab.analysis.names import arm_names, renamed
-from spec_lab.analysis.serving import draw, print_summary, serving_verdict, summarise
+from spec_lab.analysis.results import serving
+from spec_lab.analysis.serving import serving_verdict, summarise
 from spec_lab.core.machine import Usage, other_load
 from spec_lab.core.memory import Peak
 from spec_lab.core.options import one_of, whole
@@ -191,8 +191,7 @@ def serve(
             "errors": frame.loc[frame["error"] != "", "error"].tolist(),
             **serving_verdict(complete, facts, baseline or "").summary(),
         }
-        shown = partial(print_summary, console=console, verbose=settings.verbose)
-        return Done(summary, lambda: draw(complete, settings.output_dir / "figures") if len(complete) else [], shown)
+        return Done(summary, serving.result)
 
     def left() -> tuple[int, str]:
         done = len(finished())

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from spec_lab.analysis.console import show
 from spec_lab.analysis.metrics import SCHEMA_VERSION
 from spec_lab.core.faults import PartError
 from spec_lab.core.files import remove_abandoned
 from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
 from spec_lab.results.parts import TableParts
+from spec_lab.results.result import Result
 from spec_lab.results.sweep import INTERRUPTED
 from spec_lab.results.writer import Tables
 from spec_lab.tasks.lab import Lab, Settings
@@ -27,17 +29,17 @@ class Done:
 
     Args:
         summary: the contents of its summary file, without ``schema_version``.
-        draw: draws the figures and returns their files.
-        print_summary: prints the result; called with the summary as it was written.
+        result: reads the result in the run's directory, once the summary is written; None where nothing is shown.
         tables: the run's rows, for the tracker; None for a task with other tables.
         code: the exit code.
+        drawn: names of the figures that are drawn; None for all.
     """
 
     summary: Mapping[str, Any]
-    draw: Callable[[], list[Path]]
-    print_summary: Callable[[dict[str, Any]], None]
+    result: Callable[[Path], Result] | None
     tables: Tables | None = None
     code: int = 0
+    drawn: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ class Task:
                 judged = ("verdict", "verdict_reasons", "repeated_groups")
                 facts |= {name: summary[name] for name in judged if name in summary}
                 write_json(out / "manifest.json", facts)
-            lab.tracker.finish(summary, done.draw(), done.tables)
+            found = done.result and done.result(out)
+            lab.tracker.finish(summary, _draw(found, out / "figures", done.drawn) if found else [], done.tables)
         except KeyboardInterrupt:
             if self.parts is not None:
                 self.parts.gather()
@@ -118,6 +121,13 @@ class Task:
             raise
         finally:
             lab.tracker.close()
-        done.print_summary(summary)
+        if found:
+            show(found, console, self.settings.verbose)
         console.print(f"{self.leaves}: {out}", soft_wrap=True, highlight=False)
         return done.code
+
+
+def _draw(result: Result, folder: Path, names: Sequence[str] | None) -> list[Path]:
+    from spec_lab.analysis import figures  # a sweep's jobs draw nothing, and matplotlib takes a while to import
+
+    return figures.save(result.draw(names), folder, ("png",))

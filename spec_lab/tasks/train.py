@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from spec_lab.analysis.results import training
 from spec_lab.core.options import brief, share, whole
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.progress import Progress
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.decode.engine import fixed_group
-from spec_lab.tasks import train_results as show
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.train.fit import FitPlan, Objective, fit, order_of, saved_steps
@@ -169,8 +169,7 @@ def train(
             "estimated_length": expected_length(agreed if lab.sampling.temperature == 0 else accepted),
             "measured_length": _measured(lab, settings, recipe, out / "drafter", rest), "learning": curve,
         }  # fmt: skip
-        figures = out / "figures"
-        return Done(summary, lambda: show.draw(curve, figures), lambda found: show.print_summary(found, console))
+        return Done(summary, training.result)
 
     def left() -> tuple[int, str]:
         done = saved_steps(out / "training")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -11,8 +12,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 
+from spec_lab.analysis import figures
 from spec_lab.analysis.figures import STYLE
 from spec_lab.analysis.metrics import Tables
+from spec_lab.results.result import Result, Section
 from tests.analysis.metrics.tables import steps
 
 SHARES = {
@@ -118,3 +121,16 @@ def shown_texts(figure: Figure) -> list[Text]:
     return [
         text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible() and text not in hidden
     ]
+
+
+def drawn_of(sections: Sequence[Section]) -> dict[str, Figure]:
+    """The figures of sections that there is data for."""
+    return Result("", "", sections).draw()
+
+
+def run_figures(tables: Tables, trees: Mapping[str, Collection] | None = None) -> dict[str, Figure]:
+    """The figures of a run that there is data for."""
+    makers = [figures.throughput, figures.acceptance, figures.tokens, figures.phases, figures.cost]
+    made = {make.__name__: make(tables) for make in makers}
+    made["accepted_trees"] = figures.accepted_trees(tables, trees)
+    return {name: figure for name, figure in made.items() if figure is not None}

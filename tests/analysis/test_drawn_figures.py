@@ -5,7 +5,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from spec_lab.analysis import figures
-from tests.analysis.drawn import faults, swept, tables
+from spec_lab.analysis.results.sweep import drawings
+from tests.analysis.drawn import drawn_of, faults, run_figures, swept, tables
 
 LONG = ["a_proposer_with_a_rather_long_name_" * 2 + end for end in "ab"]
 TWELVE = [f"draft_depth_{number}" for number in range(12)]
@@ -24,7 +25,7 @@ CASES = {
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("case", CASES)
 def test_the_figures_of_a_run(case):
-    drawn = figures.run_figures(tables(**CASES[case]), {"medusa": [(0,), (1,), (0, 0)]})
+    drawn = run_figures(tables(**CASES[case]), {"medusa": [(0,), (1,), (0, 0)]})
     assert {"throughput", "tokens", "phases", "cost"} <= {*drawn}
     assert {name: found for name, figure in drawn.items() if (found := faults(figure))} == {}
 
@@ -36,7 +37,7 @@ def test_the_figures_of_a_run(case):
      ([1, 4, 16, 64, 256, 1024], ["medusa", "ngram"], 3.0), ([1e-4, 1e-3, 1e-2, 1e-1], ["medusa"], 1.0)],
 )  # fmt: skip
 def test_the_figures_of_a_sweep(values, arms, fast):
-    drawn = figures.sweep_figures(swept(values, arms, fast), ["proposer.depth"])
+    drawn = drawn_of(drawings(swept(values, arms, fast), ["proposer.depth"]))
     assert {"speedups", "by_proposer.depth"} <= {*drawn}
     assert {name: found for name, figure in drawn.items() if (found := faults(figure))} == {}
 
@@ -54,12 +55,9 @@ def curve(lines: int, depth: int, measured: bool = True) -> list[dict]:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("lines", "depth"), [(1, 1), (2, 4), (30, 16)])
 def test_the_figures_of_a_training(lines, depth):
-    drawn = figures.training_figures(curve(lines, depth))
-    assert [*drawn] == ["learning", "held_out"]
+    drawn = {"learning": figures.learning(curve(lines, depth)), "held_out": figures.held_out(curve(lines, depth))}
     assert {name: found for name, figure in drawn.items() if (found := faults(figure))} == {}
-    assert [*figures.training_figures(curve(lines, depth, False))] == ["learning"] and figures.training_figures(
-        []
-    ) == {}
+    assert figures.held_out(curve(lines, depth, False)) is figures.learning([]) is None
 
 
 def changes(rows: int, name: str = "medusa") -> pd.DataFrame:
@@ -90,9 +88,9 @@ def verifiers(names: list[str]) -> dict:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("names", [["medusa"], TWELVE, LONG])
 def test_the_figures_of_a_verifier_study(names):
-    drawn = figures.verifier_figures(verifiers(names))
+    drawn = {name: figures.verifier_panels(verifiers(names), name) for name in ("accepted", "time")}
     assert {name: found for name, figure in drawn.items() if (found := faults(figure))} == {}
-    assert figures.verifier_figures({}) == {}
+    assert figures.verifier_panels({}, "time") is None
 
 
 @pytest.mark.parametrize("prompts", [["p0"], [f"prompt {number}" for number in range(12)], LONG])

@@ -10,7 +10,9 @@ import pytest
 from spec_lab.analysis import figures, metrics
 from spec_lab.analysis.figures import NodePosition, tree_layout
 from spec_lab.analysis.metrics import Tables, frames
-from spec_lab.tasks.benchmark import run
+from spec_lab.analysis.results.sweep import drawings
+from spec_lab.tasks.benchmark import DRAWN, run
+from tests.analysis.drawn import drawn_of, run_figures
 from tests.labs import Repeat, lab, settings
 
 
@@ -44,8 +46,7 @@ KEYS = ["proposer", "proposer.depth"]
 
 
 def test_files_are_images_of_some_size(tables, tmp_path):
-    drawn = figures.draw(tables, tmp_path)
-    assert [file.name for file in drawn] == ["acceptance.png", "throughput.png", "phases.png"]
+    drawn = figures.save({name: getattr(figures, name)(tables) for name in DRAWN}, tmp_path, ("png",))
     for file in drawn:
         width, height = size(file)
         assert width > 800 and height > 250
@@ -53,7 +54,7 @@ def test_files_are_images_of_some_size(tables, tmp_path):
 
 @pytest.mark.nightly
 def test_the_same_rows_give_the_same_file(tables, tmp_path):
-    once, again = (figures.draw(tables, tmp_path / name, ("svg",)) for name in ("a", "b"))
+    once, again = (figures.save(run_figures(tables), tmp_path / name, ("svg",)) for name in ("a", "b"))
     assert [one.read_bytes() for one in once] == [one.read_bytes() for one in again]
 
 
@@ -91,10 +92,9 @@ def test_a_tree_shows_each_arm_that_drafts(tables):
     ]
 
 
-def test_nothing_draws_nothing(tables, tmp_path):
+def test_nothing_draws_nothing(tables):
     nothing = only(tables)
-    assert figures.draw(nothing, tmp_path) == [] and figures.run_figures(nothing) == {}
-    assert figures.sweep_figures(pd.DataFrame(columns=["run", "arm"]), []) == {}
+    assert run_figures(nothing) == drawn_of(drawings(pd.DataFrame(columns=["run", "arm"]), [])) == {}
 
 
 def test_a_proposer_has_one_colour_whatever_stands_beside_it():
@@ -108,7 +108,7 @@ def test_a_proposer_has_one_colour_whatever_stands_beside_it():
 
 
 def test_an_svg_for_a_page_is_one_element_with_ids_of_its_own(tables):
-    drawn = figures.run_figures(tables)
+    drawn = run_figures(tables)
     for name, figure in drawn.items():
         text = figures.svg(figure, name)
         assert text.startswith("<svg") and text.count("<svg") == 1 and "<!--" not in text and "<style" not in text
@@ -126,7 +126,7 @@ def test_siblings_are_laid_out_below_each_other():
 
 def test_a_sweep_has_a_forest_and_lines(tmp_path):
     names = ["speedups", "tau_speedup_proposer", "tau_speedup_proposer.depth", "by_proposer.depth"]
-    drawn = figures.sweep_figures(swept(), KEYS)
+    drawn = drawn_of(drawings(swept(), KEYS))
     assert list(drawn) == names
     files = figures.save(drawn, tmp_path, ("png",))
     assert [file.name for file in files] == [f"{name}.png" for name in names]

@@ -8,21 +8,19 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from spec_lab.analysis import figures, metrics
+from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import sweeps
 from spec_lab.analysis.names import arm_names, names_in_manifest
+from spec_lab.analysis.results.run import written
 from spec_lab.tasks.benchmark import run
 from tests.labs import Repeat, lab, settings
 
 NAMES = {"speculative": "repeat", "longer": "longer", "baseline": "baseline"}
 
 
-def ran(folder, monkeypatch):
-    """A run with two proposers of the same name, and the rows that its figures are drawn from."""
-    drawn = []
-    monkeypatch.setattr(figures, "draw", lambda tables, _: drawn.append(tables) or [])
+def ran(folder):
+    """A run with two proposers of the same name."""
     run(lab(more_proposers={"longer": Repeat(4)}), settings(folder), {}, Console(file=StringIO()))
-    return drawn
 
 
 @pytest.mark.parametrize(
@@ -45,13 +43,12 @@ def test_a_manifest_names_every_arm_also_those_without_facts():
     assert names_in_manifest(manifest | {"proposers": {"speculative": {"tree": "0"}}})["speculative"] == "speculative"
 
 
-@pytest.mark.figures
-def test_rows_and_summary_keep_the_key_and_figures_show_the_name(tmp_path, monkeypatch):
-    (drawn,) = ran(tmp_path, monkeypatch)
+def test_rows_and_summary_keep_the_key_and_figures_show_the_name(tmp_path):
+    ran(tmp_path)
     tables = metrics.load(tmp_path)
     assert metrics.arms(tables) == [*NAMES] == [*json.loads((tmp_path / "summary.json").read_text())["arms"]]
-    assert metrics.arms(drawn) == [*NAMES.values()]
-    labels = [label.get_text() for label in figures.throughput(drawn).axes[1].get_yticklabels()]
+    drawn = written(tmp_path).draw(["throughput"])["throughput"]
+    labels = [label.get_text() for label in drawn.axes[1].get_yticklabels()]
     assert labels == ["repeat", "longer"]
 
 

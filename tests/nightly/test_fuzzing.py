@@ -27,7 +27,7 @@ def worker(request, tmp_path_factory):
         patch.setenv("WANDB_DISABLE_GIT", "true")  # it would run git
         patch.setattr("spec_lab.results.manifest.commit", lambda _: "here")
         patch.setattr("spec_lab.tasks.benchmark.in_short", lambda *_: {"certified": None})
-        patch.setattr("spec_lab.tasks.benchmark._draw", lambda *_: [])
+        patch.setattr("spec_lab.tasks.benchmark.DRAWN", ())
         yield of
     for one in made.values():
         one.close()

@@ -359,7 +359,7 @@ def test_every_arm_names_its_own_proposer_and_verifier_and_the_summary_the_main_
     assert {peer: list(ratios) for peer, ratios in summary["against"].items()} == {"other": ["repeating", "baseline"]}
     assert summary["against"]["other"]["baseline"]["mean"] > 0
     assert "Speed-up over peers" in " ".join(console.file.getvalue().split())
-    assert "toy: repeat, verifier token" in console.file.getvalue()
+    assert "proposer repeat, verifier token" in console.file.getvalue()
 
 
 def test_tokens_do_not_depend_on_the_batch(tmp_path):

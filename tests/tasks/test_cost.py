@@ -21,8 +21,9 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.sequence import Batch
 from spec_lab.propose import Null
 from spec_lab.tasks.benchmark import run
-from spec_lab.tasks.cost import Cost, load, measure, predict, predicted_and_measured, predicted_speedups, show
+from spec_lab.tasks.cost import Cost, load, measure, predict, predicted_and_measured, predicted_speedups
 from spec_lab.tasks.cost.predict import forwards, without_drift
+from spec_lab.tasks.cost.summary import median_of_others, verdict
 from spec_lab.tasks.cost.tables import COST, NEWER, PARTS
 from spec_lab.tasks.cost.timing import Fixed, binary_tree, room, texts, time_arms
 from spec_lab.tasks.lab import Loop
@@ -156,12 +157,12 @@ def costs(slow: int | None = None, load: float = 0.0) -> pd.DataFrame:
 
 def test_a_verdict_names_a_measurement_that_was_disturbed_and_load_by_other_processes():
     manifest = {"threads": 2, "machine": {"cores": 2}, "config": {}}
-    assert show.verdict(costs(), manifest) == metrics.TimingVerdict("reliable")
-    disturbed, loaded = show.verdict(costs(slow=4), manifest), show.verdict(costs(load=1.0), manifest)
+    assert verdict(costs(), manifest) == metrics.TimingVerdict("reliable")
+    disturbed, loaded = verdict(costs(slow=4), manifest), verdict(costs(load=1.0), manifest)
     assert disturbed.word != "reliable" and disturbed.kinds == ("outliers",)
     assert "measurement 4" in disturbed.reasons[0]
     assert loaded.word == "not reliable" and loaded.kinds == ("load",)
-    older = show.verdict(costs().drop(columns="other_cores"), manifest)
+    older = verdict(costs().drop(columns="other_cores"), manifest)
     assert older.word == "reliable" and older.kinds == ("unchecked",)
 
 
@@ -171,9 +172,9 @@ def test_a_repeat_is_compared_with_the_others_of_its_place():
         dict(turn=turn, batch=1, context=context, arm="chain", whole=whole, other_cores=0.0)
         for context in range(8) for turn, whole in enumerate((1.0, 1.2, 1.5))
     ])  # fmt: skip
-    usual = frame.groupby("context")["whole"].transform(show.median_of_others)
+    usual = frame.groupby("context")["whole"].transform(median_of_others)
     assert usual[:3].tolist() == pytest.approx([1.35, 1.25, 1.1])
-    assert show.median_of_others(pd.Series([2.0])).tolist() == [2.0]
+    assert median_of_others(pd.Series([2.0])).tolist() == [2.0]
 
 
 @pytest.mark.nightly

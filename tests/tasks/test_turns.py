@@ -45,7 +45,7 @@ def rows(out) -> dict[tuple[str, str, int], dict]:
 def without_figures():
     """Figures and certificates take longer than everything else here, and have tests of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("spec_lab.tasks.benchmark._draw", lambda *_: [])
+        patch.setattr("spec_lab.tasks.benchmark.DRAWN", ())
         patch.setattr("spec_lab.tasks.benchmark.in_short", lambda *_: {"certified": None})
         patch.setattr("tests.labs.CERTIFICATES", {})  # others share theirs
         yield

@@ -11,9 +11,9 @@ layout) are not in them.
 """
 
 from spec_lab.analysis.compare.changes import Comparison, compare
+from spec_lab.analysis.compare.frame import as_frame
 from spec_lab.analysis.compare.pairing import ArmComparison, FigureChange
 from spec_lab.analysis.compare.selection import SelectedRun, SettingValues
-from spec_lab.analysis.compare.show import as_frame, show
 
 __all__ = [
     "ArmComparison",
@@ -23,5 +23,4 @@ __all__ = [
     "SettingValues",
     "as_frame",
     "compare",
-    "show",
 ]

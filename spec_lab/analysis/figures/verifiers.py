@@ -54,14 +54,15 @@ TIME = (
 )
 
 
-def verifier_figures(proposers: Mapping[str, Mapping[str, Any]]) -> dict[str, Figure]:
-    """Draw what each verifier accepts (``accepted``) and how long it takes (``time``); nothing without a verifier.
+def verifier_panels(proposers: Mapping[str, Mapping[str, Any]], name: str) -> Figure | None:
+    """Draw what each verifier accepts (``accepted``) or how long it takes (``time``); None without a verifier.
 
     Args:
         proposers: ``proposers`` of the ``summary.json`` of ``task=verifier_study``, by the arms' shown names.
+        name: of the figure.
     """
-    proposers = {name: one for name, one in proposers.items() if one["verifiers"]}
-    return {name: panels(proposers, columns) for name, columns in (("accepted", ACCEPTED), ("time", TIME)) if proposers}
+    proposers = {arm: facts for arm, facts in proposers.items() if facts["verifiers"]}
+    return panels(proposers, {"accepted": ACCEPTED, "time": TIME}[name]) if proposers else None
 
 
 @rc_context(STYLE)

@@ -12,8 +12,9 @@ from rich.table import Table
 
 from spec_lab.analysis.projection.acceptance import RecordedDesign
 from spec_lab.analysis.projection.project import Deployment
-from spec_lab.analysis.text import interval, number, table
+from spec_lab.analysis.text import table
 from spec_lab.core.terminal import visible
+from spec_lab.results.result import interval, number
 
 NOTE = (
     "Speed-ups are over autoregressive decoding in the same batch. Intervals are 95 %, over requests: they carry the "

@@ -8,33 +8,40 @@ PNG and SVG files.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from spec_lab.analysis.report import (
-    certificate_page,
-    cost_page,
-    distance_page,
-    run_page,
-    serving_page,
-    sweep_page,
-    training_page,
-    verifiers_page,
+from spec_lab.analysis.compare import Comparison
+from spec_lab.analysis.report.facts import facts
+from spec_lab.analysis.report.page import render
+from spec_lab.analysis.report.token_view import token_view, verifications
+from spec_lab.analysis.results import (
+    certificate,
+    comparison,
+    cost,
+    distance,
+    run,
+    serving,
+    training,
+    verifiers,
 )
-from spec_lab.analysis.report.comparison_page import write_comparison as write_comparison
+from spec_lab.analysis.results import sweep as sweep_result
 from spec_lab.core.files import write_text
 from spec_lab.results import sweep
 from spec_lab.results.manifest import begun
+from spec_lab.results.result import Result
 
-PAGES: Mapping[str, Callable[[Path], str]] = {
-    "spec_lab.tasks.train.train": training_page.page,
-    "spec_lab.tasks.certify.task.certify": certificate_page.page,
-    "spec_lab.tasks.cost.measure": cost_page.page,
-    "spec_lab.tasks.verifier_study.study_verifiers": verifiers_page.page,
-    "spec_lab.tasks.constraint_distance.task.measure": distance_page.page,
-    "spec_lab.tasks.serve.serve": serving_page.page,
+RESULTS: Mapping[str, Callable[[Path], Result]] = {
+    "spec_lab.tasks.train.train": training.result,
+    "spec_lab.tasks.certify.task.certify": certificate.result,
+    "spec_lab.tasks.cost.measure": cost.result,
+    "spec_lab.tasks.verifier_study.study_verifiers": verifiers.result,
+    "spec_lab.tasks.constraint_distance.task.measure": distance.result,
+    "spec_lab.tasks.serve.serve": serving.result,
 }
-"""The page of each task (``_target_`` of its option ``task``); any other task's must have the rows of a run."""
+"""The result of each task (``_target_`` of its option ``task``); any other task's must have the rows of a run."""
 
 
 def write(folder: Path) -> Path:
@@ -56,9 +63,10 @@ def write(folder: Path) -> Path:
     """
     folder = Path(folder)
     if sweep.is_run(folder):
-        page = PAGES.get(_task(folder), run_page.page)(folder)
+        page = _page(folder)
     elif sweep.is_sweep(folder):
-        page = sweep_page.page(folder)
+        found = sweep_result.result(folder)
+        page = render(found, folder, found.title, found.facts)
     else:
         what = "holds neither a run (manifest.json) nor a sweep (sweep.json)" if folder.is_dir() else "does not exist"
         raise ValueError(f"{folder} {what}: name the output directory of a run or sweep")
@@ -67,11 +75,53 @@ def write(folder: Path) -> Path:
     return file
 
 
-def _task(folder: Path) -> str:
-    """Return the ``_target_`` of the task of a run; empty where its manifest has none.
+def write_comparison(compared: Comparison, file: Path) -> Path:
+    """Write the page about a comparison, and its figures to a folder beside it, ``<name>_figures``; return the page.
 
     Raises:
-        ValueError: the manifest is not readable.
+        OSError: a file cannot be written.
     """
-    manifest = begun(folder) or {"config": {}}
-    return str((manifest["config"].get("task") or {}).get("_target_", ""))
+    result = comparison.result(compared)
+    page = render(result, file.parent, result.title, {}, f"{file.stem}_figures")
+    write_text(file, page, errors="backslashreplace")
+    return file
+
+
+def _page(folder: Path) -> str:
+    """Return the page about a run.
+
+    Raises:
+        ValueError: the directory holds no rows of a run and will hold none; files that are not readable.
+    """
+    manifest: Mapping[str, Any] = begun(folder) or {"config": {}}
+    read = RESULTS.get(str((manifest["config"].get("task") or {}).get("_target_", "")))
+    view, names = None, []
+    if read is not None:
+        result = read(folder)
+    else:
+        rows = run.RunFiles.read(folder)
+        if not len(rows.tables.requests):
+            _refuse_other_task(folder)
+        result, names = run.computed(rows), list(rows.states)
+        view = token_view(folder, rows.tables, names, verifications(rows.manifest, rows.states, rows.temperature))
+        manifest = rows.manifest
+    about = facts(manifest, result.constraint, **result.facts)
+    return render(result, folder, f"{result.title}: {folder.resolve().name}", about, view=view, names=names)
+
+
+def _refuse_other_task(folder: Path) -> None:
+    """Refuse a directory without rows that is not a run's; a run whose first group is not finished has none yet.
+
+    Raises:
+        ValueError: another task wrote it, or it ended without rows; names the files there.
+    """
+    every = [file for place in (".", "parts", "figures") for file in (folder / place).glob("*.*") if file.is_file()]
+    expected = re.compile(r"\.|(manifest|ended)\.json$|report\.html$|(rounds|steps|requests|tokens|replay)[-.]")
+    others = sorted(str(file.relative_to(folder)) for file in every if not expected.match(file.name))
+    ended = sweep.ended(folder)
+    if others or (ended and ended["state"] == "done"):
+        files = ", ".join(others[:6]) + f" and {len(others) - 6} more" * (len(others) > 6)
+        raise ValueError(
+            f"{folder} holds no rows of a run, which a report requires; "
+            + (f"its task wrote {files}" if others else "its task wrote nothing but manifest.json")
+        )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_lab.analysis.names import MAIN
+from spec_lab.core.terminal import short_path
 from spec_lab.results import sweep
 from spec_lab.results.redact import without_secrets
 
@@ -26,7 +27,7 @@ def config(manifest: Mapping[str, Any]) -> dict[str, Any]:
     ``machine.gpus``, ``versions.torch``. The config is nested, because Weights & Biases shows ``{"proposer": {"depth":
     4}}`` as ``proposer.depth``, while filters do not find a key that contains the dot itself. Without value are no
     entries, since the runs of a group without value are not listed there. Secrets are blanked, paths of the machine
-    shortened (``report.page.short_path``); where files and the tracker are is left out.
+    shortened (``core.terminal.short_path``); where files and the tracker are is left out.
 
     Args:
         manifest: the contents of ``manifest.json``.
@@ -70,8 +71,6 @@ def _name(options: Mapping[str, Any]) -> str | None:
 
 def _plain(value: Any) -> Any:
     """Return a tree of options without entries that are empty or whose key begins with an underscore."""
-    from spec_lab.analysis.report.page import short_path  # importing matplotlib is slow
-
     if isinstance(value, Mapping):
         inner = {str(name): _plain(one) for name, one in value.items() if not str(name).startswith("_")}
         return {name: one for name, one in inner.items() if one is not None and one != {} and one != []}

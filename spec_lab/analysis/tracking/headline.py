@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spec_lab.analysis.names import MAIN
+from spec_lab.core.terminal import short_path
 
 NAMES = {
     "tau_pooled": "tau",
@@ -103,8 +104,6 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Figure]]:
             for number, one in enumerate(value[:MOST_ITEMS], start=1):
                 yield from _flat(f"{name}/{number}", one)
     elif isinstance(value, str):
-        from spec_lab.analysis.report.page import short_path  # importing matplotlib is slow
-
         yield name, short_path(value)[:MOST_LETTERS]
     elif isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         yield name, value

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from spec_lab.analysis.results.certificate import JOINT_DISTRIBUTION
 from spec_lab.constrain import ConstraintError
 from spec_lab.core.draft import Drawn
 from spec_lab.core.faults import attributed
@@ -30,9 +31,6 @@ from spec_lab.tasks.certify.sampled import joint, scores
 from spec_lab.tasks.certify.significance import ALPHA, chi_square, distance, holm
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.verify import Verifier
-
-JOINT_DISTRIBUTION = "joint distribution of four tokens"
-"""The name of the test of sampled texts."""
 
 MUCH = 0.15
 """A statistical test that would not have detected this total variation certifies nothing."""

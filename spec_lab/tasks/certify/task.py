@@ -7,18 +7,18 @@ from typing import Any
 
 from rich.console import Console
 
-from spec_lab.analysis import figures
+from spec_lab.analysis.results.certificate import result as certificate_result
 from spec_lab.core.options import whole
 from spec_lab.core.progress import Progress
 from spec_lab.propose import Proposer
 from spec_lab.results.manifest import write_json
 from spec_lab.tasks.certify.certificate import Control
+from spec_lab.tasks.certify.convergence import convergence
 from spec_lab.tasks.certify.exact import Counts
 from spec_lab.tasks.certify.instances import PLAIN, every_instance
 from spec_lab.tasks.certify.masks import MaskComparison
 from spec_lab.tasks.certify.pair import Certifier, Check, Pair, histogram
 from spec_lab.tasks.certify.sampled import joint
-from spec_lab.tasks.certify.show import convergence, show
 from spec_lab.tasks.certify.significance import ALPHA, POWER
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
@@ -100,13 +100,10 @@ def certify(
         certificate["convergence"] = convergence(
             [(pair.verifier.name, pair.verifier.lossless, (pair.texts, pair.expected)) for pair in pairs], control
         )
-        masks = None if compared is None else certificate["constraint"]["masks"]
         return Done(
-            certificate,
-            lambda: figures.save(figures.certificate_figures(certificate), out / "figures", ("png",)),
-            lambda _: show(pairs, broken, left_out, control_test, samples, masks, console),
+            certificate, certificate_result,
             code=FAILED if certificate["failed"] or control_test.p_value >= ALPHA else 0,
-        )
+        )  # fmt: skip
 
     def left() -> tuple[int, str]:
         what = f"{len(pairs)} of {len(chosen)} pairs"

@@ -47,6 +47,15 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 """The entries by method, in addition to ``prompt`` and ``method``."""
 
 
+GUARANTEES = {
+    "exact": "every valid output enumerated; exact up to the rounding of the target's probabilities",
+    "rejection": "global outputs are independent exact samples, unless task.attempts ended the sampling (then their "
+    "number depends on them, and estimates can be biased); distances are estimates with 95 % bootstrap intervals",
+    "expected_futures": "global outputs are exact only in the limit of many samples; distances are approximations",
+}
+"""What is exact and what is not, by method or sampler."""
+
+
 def parts(out: Path) -> TableParts:
     """Return the table of a run in its directory."""
     return TableParts(out, {"distances": DISTANCES})

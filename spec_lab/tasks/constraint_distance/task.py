@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from spec_lab.analysis.results import distance
 from spec_lab.constrain.potential import TooManyPrefixes
 from spec_lab.constrain.potential_bounds import SAMPLERS
 from spec_lab.constrain.protocol import ConstraintError
@@ -14,7 +15,7 @@ from spec_lab.core.options import one_of, whole
 from spec_lab.core.progress import Progress
 from spec_lab.core.request import Request
 from spec_lab.decode.global_constraint import Conditional
-from spec_lab.tasks.constraint_distance import show, tables
+from spec_lab.tasks.constraint_distance import tables
 from spec_lab.tasks.constraint_distance.distance import Sampler, estimate, exact
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
@@ -83,14 +84,10 @@ def measure(
             "constraint": lab.applied.facts if lab.applied else None,
             "temperature": lab.sampling.temperature,
             "max_new_tokens": settings.max_new_tokens,
-            "guarantee": show.GUARANTEES,
+            "guarantee": tables.GUARANTEES,
             "prompts": rows,
         }
-        return Done(
-            summary,
-            lambda: show.draw(rows, settings.output_dir / "figures"),
-            lambda found: show.print_summary(found, console),
-        )
+        return Done(summary, distance.result)
 
     def left() -> tuple[int, str]:
         done = len(tables.entries(written))

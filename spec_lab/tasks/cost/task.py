@@ -10,13 +10,14 @@ from rich.console import Console
 
 from spec_lab.analysis.names import names_in_manifest
 from spec_lab.analysis.projection.costs import TABLE
+from spec_lab.analysis.results import cost
 from spec_lab.core.files import write_text
 from spec_lab.core.options import whole
 from spec_lab.core.progress import Progress
 from spec_lab.core.roofline import Roofline
 from spec_lab.propose import Null
-from spec_lab.tasks.cost import show
 from spec_lab.tasks.cost.predict import forwards
+from spec_lab.tasks.cost.summary import summarise, verdict
 from spec_lab.tasks.cost.tables import parts
 from spec_lab.tasks.cost.timing import Fixed, room, texts, time_arms
 from spec_lab.tasks.lab import Lab, Loop, Settings
@@ -96,18 +97,13 @@ def measure(
         frame = tables.gather()["cost"]
         summary = {"experiment": settings.name, "target": lab.target.name, "temperature": lab.sampling.temperature}
         summary |= {"turns": repeats, "rounds": steps, "roofline": facts.get("roofline")}
-        summary |= show.summarise(frame, Roofline.of(facts.get("roofline")))
-        summary |= show.verdict(frame, facts).summary()
+        summary |= summarise(frame, Roofline.of(facts.get("roofline")))
+        summary |= verdict(frame, facts).summary()
         names = names_in_manifest(facts)
         drafting = {name: (names.get(name, name), arm.proposer.name) for name, arm in arms.items()
                     if not isinstance(arm.proposer, Fixed | Null)}  # fmt: skip
         write_text(settings.output_dir / TABLE, forwards(frame, drafting).to_csv(index=False))
-
-        def print_summary(found: Mapping[str, Any]) -> None:
-            arms = [{**one, "arm": names.get(one["arm"], one["arm"])} for one in found["arms"]]
-            show.print_summary({**found, "arms": arms}, console)
-
-        return Done(summary, lambda: show.draw(frame, settings.output_dir / "figures"), print_summary)
+        return Done(summary, cost.result)
 
     def left() -> tuple[int, str]:
         done = len(finished())

@@ -10,15 +10,15 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
+from spec_lab.analysis.results.verifiers import result as verifiers_result
 from spec_lab.core.options import whole
 from spec_lab.core.progress import Progress
 from spec_lab.replay.bounds import for_summary
-from spec_lab.results.manifest import finite
 from spec_lab.results.parts import Rows
 from spec_lab.results.study import load, parts
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
-from spec_lab.tasks.verifier_study import pooled, show
+from spec_lab.tasks.verifier_study import pooled
 from spec_lab.tasks.verifier_study.recorded import of_prompt, pairs, proposers_of
 
 
@@ -93,11 +93,7 @@ def study_verifiers(
         }
         if settings.record == "replay" and len(recorded):
             summary["bounds"] = {name: one.summary() for name, one in for_summary(settings.output_dir).items()}
-        return Done(
-            summary,
-            lambda: show.draw(finite(summary), settings.output_dir / "figures"),
-            lambda found: show.print_summary(found, console),
-        )
+        return Done(summary, verifiers_result)
 
     def left() -> tuple[int, str]:
         done = len(finished())

@@ -15,11 +15,10 @@ from matplotlib.image import imread
 
 from spec_lab.analysis import metrics, report
 from spec_lab.analysis.figures import colours
-from spec_lab.analysis.report.page import short_path
-from spec_lab.analysis.text import number
-from spec_lab.core.terminal import visible
+from spec_lab.core.terminal import short_path, visible
 from spec_lab.results import sweep
 from spec_lab.results.manifest import write_json
+from spec_lab.results.result import number
 from spec_lab.tasks.benchmark import run
 from tests.analysis.report.parsed import HOSTILE, Parsed
 from tests.labs import Repeat, lab, settings

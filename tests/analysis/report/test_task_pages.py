@@ -184,8 +184,8 @@ def test_a_pipe_in_place_of_a_table_is_refused(tmp_path):
 def test_every_bundled_task_has_a_page_or_the_rows_of_a_run():
     configs = Path(report.__file__).parents[3] / "conf" / "task"
     tasks = {re.search(r"^_target_: (.+)$", file.read_text(), re.MULTILINE)[1] for file in configs.glob("*.yaml")}
-    assert tasks - report.PAGES.keys() == {"spec_lab.tasks.benchmark.run", "spec_lab.tasks.stream.stream"}
-    for name in report.PAGES:
+    assert tasks - report.RESULTS.keys() == {"spec_lab.tasks.benchmark.run", "spec_lab.tasks.stream.stream"}
+    for name in report.RESULTS:
         module, _, function = name.rpartition(".")
         assert callable(vars(importlib.import_module(module))[function])
 

@@ -36,7 +36,7 @@ HOW = {"speculative": Verification("token", True, 1.0), "baseline": Verification
 def without_figures():
     """Figures and certificates take longer than everything else here, and have tests of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("spec_lab.tasks.benchmark._draw", lambda *_: [])
+        patch.setattr("spec_lab.tasks.benchmark.DRAWN", ())
         patch.setattr("spec_lab.tasks.benchmark.in_short", lambda *_: {"certified": None})
         patch.setattr("tests.labs.CERTIFICATES", {})
         yield

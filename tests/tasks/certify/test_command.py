@@ -235,7 +235,7 @@ def test_a_verifier_wrongly_declared_lossless_fails_and_the_first_wrong_text_is_
     assert found["complete"] is True and found["certified"] is False
     (why,) = found["failed"]
     assert why.startswith("ngram (point), mine: after [")
-    assert "ngram (point), mine FAILS: after [" in output and "] token " in output and "has probability" in output
+    assert "FAILS: ngram (point), mine: after [" in output and "] token " in output and "has probability" in output
     assert "Traceback" not in errors
 
 

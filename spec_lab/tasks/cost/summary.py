@@ -1,20 +1,14 @@
-"""The summary, the printed tables and the figure of measured costs."""
+"""The summary of measured costs, and the verdict on their times."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from spec_lab.analysis import figures, metrics
-from spec_lab.analysis.roofline_text import roofline_notes
-from spec_lab.analysis.text import verdict_line
+from spec_lab.analysis import metrics
 from spec_lab.core.roofline import Roofline
 from spec_lab.tasks.cost.predict import OF_ARM, OF_NODES
 
@@ -72,45 +66,3 @@ def median_of_others(values: pd.Series) -> pd.Series:
     The median of few values is one of them, which would seem not to vary.
     """
     return pd.Series([values.drop(index).median() for index in values.index], values.index).fillna(values)
-
-
-def print_summary(summary: Mapping[str, Any], console: Console) -> None:
-    """Print the tables of ``summary.json``."""
-    console.print(verdict_line(summary), highlight=False)
-    console.print(
-        f"{summary['experiment']}: temperature {summary['temperature']:g}, medians of {summary['turns']} repeats of "
-        f"{summary['rounds']} steps",
-        style="bold",
-        highlight=False,
-    )
-    nodes = pd.DataFrame(summary["nodes"])
-    for ratio, title in enumerate(("t(n), milliseconds of a step with n draft nodes per sequence", "t(n) / t(0)")):
-        table = _table(title)
-        for name in ("batch", "context", *(f"{n:g}" for n in sorted(nodes["nodes"].unique()))):
-            table.add_column(name, justify="right")
-        for (batch, context), rows in nodes.groupby(["batch", "context"]):
-            each = rows.sort_values("nodes")["seconds"]
-            shown = each / each.iloc[0] if ratio else 1e3 * each
-            table.add_row(str(batch), str(context), *(f"{value:.2f}" for value in shown))
-        console.print(table)
-    cases = {f"batch {one['batch']}, context {one['context']}: baseline": one for one in summary["baseline"]}
-    console.print("\n".join(roofline_notes(cases, summary["roofline"])), highlight=False)
-    arms = pd.DataFrame(summary["arms"])
-    table = _table("What an arm adds by drafting and verification, milliseconds per step")
-    table.add_column("arm", no_wrap=True)
-    places = arms[["batch", "context"]].drop_duplicates().sort_values(["batch", "context"])
-    for batch, context in places.itertuples(index=False):
-        table.add_column(f"batch {batch}\n{context}", justify="right")
-    for name, rows in arms.groupby("arm", sort=False):
-        each = rows.sort_values(["batch", "context"])["seconds"]
-        table.add_row(str(name), *(f"{1e3 * t:.2f}" for t in each))
-    console.print(table)
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False, padding=0)
-
-
-def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
-    """Write the figure of t(n) into ``folder``; return its path."""
-    return figures.save({"cost": figures.step_costs(summarise(frame)["nodes"])}, folder, ("png",))

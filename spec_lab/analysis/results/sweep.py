@@ -1,10 +1,11 @@
-"""The page about a sweep, from the summaries of its runs."""
+"""The result of a sweep, from the summaries of its runs."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -12,9 +13,10 @@ import pandas as pd
 
 from spec_lab.analysis import figures
 from spec_lab.analysis.metrics import sweeps
-from spec_lab.analysis.report.page import Cell, DataTable, Page, figure_cell, render, short_path
 from spec_lab.analysis.text import COLUMNS, losslessness
+from spec_lab.core.terminal import short_path
 from spec_lab.results import sweep
+from spec_lab.results.result import Cell, DataTable, Result, Section
 
 MAX_UNFINISHED = 200
 
@@ -26,18 +28,40 @@ FIGURES = (
 )  # fmt: skip
 """Columns of the table of rows."""
 
+SPEEDUPS = (
+    "Total tokens per total seconds over the baseline's on the same groups of prompts, with the 95 % interval over "
+    f"groups, the fastest first (at most {figures.MAX_ROWS}; the table has all rows). Intervals to the right of the "
+    "dashed line are faster than the baseline. Each interval holds for its row alone: the best of many are "
+    "overestimated, because chance put them first; spec-lab compare corrects for the number of comparisons."
+)
+TAU = (
+    "Each point is an arm of a run. Points of the same tau and different speed-ups differ in the cost of their drafts."
+)
+BY_OPTION = (
+    "One line for each setting of the other options, the 8 best where there are more; bands are 95 % intervals. Runs "
+    "that differ only in the seed are one point, their mean, with the means of their own bounds: they share their "
+    "prompts, so several cover no more prompts than one. Runs without a number are left out."
+)
+ROWS = (
+    "One row for each arm of each finished run, without baselines of other arms, the fastest first. Speed-up: the "
+    "arm's total tokens per total seconds over the baseline's on the same groups of prompts. A click on a heading "
+    "sorts; a run's name leads to its own report where there is one."
+)
+NO_SPEEDUP = "No finished run was compared with a baseline, so there is no speed-up."
+NO_FIGURES = "No run is finished yet, so there are no figures."
+
 ACCURACY = ("correct", "correct_change")
 """Columns whose interval stands in the same cell."""
 
 
-def page(folder: Path) -> str:
-    """Return the page's text; writes the figures to ``figures/`` as well.
+def result(folder: Path) -> Result:
+    """Return the result of a sweep, from the summaries of its runs.
 
     Raises:
         ValueError: files that are not readable.
     """
     runs, table = sweep.runs(folder), sweep.collect(folder)
-    keys = list(dict.fromkeys(sweep.key(one) for run in runs for one in run.overrides))
+    keys = list(dict.fromkeys(sweep.key(override) for run in runs for override in run.overrides))
     names = sweeps.run_labels(runs)
     if not len(table):
         table = pd.DataFrame(columns=["run", "arm"])
@@ -46,27 +70,44 @@ def page(folder: Path) -> str:
     count, unfinished = Counter(run.state for run in runs), [run for run in runs if run.state != "done"]
     experiments = sorted(set(table["experiment"].dropna())) if "experiment" in table else []
     of = f" of {', '.join(experiments)}" if experiments else ""
-    content = Page(
-        title=f"Sweep: {folder.resolve().name}",
-        lead=f"{len(runs)} runs{of}; varied: {', '.join(varied) or 'nothing'}",
-        warnings=_warnings(runs, table),
-        verdict=sweeps.verdicts(table, names),
-        drawn=figures.sweep_figures(table, keys),
-        facts=_facts(table, keys, varied),
+    states = ", ".join(f"{count[state]} {state}" for state in ("done", "running", "failed", "pending") if count[state])
+    note = [f"The first {MAX_UNFINISHED} of {len(unfinished)}."] * (len(unfinished) > MAX_UNFINISHED)
+    sections = [
+        Section("State", f"{states or 'No runs'}.", _unfinished(unfinished[:MAX_UNFINISHED], names), notes=note),
+        *drawings(table, keys),
+    ]
+    rows = _rows(folder, table, varied, names)
+    sections.append(Section("All rows", ROWS, rows, missing="" if rows.rows else NO_FIGURES))
+    return Result(
+        f"Sweep: {folder.resolve().name}",
+        f"{len(runs)} runs{of}; varied: {', '.join(varied) or 'nothing'}",
+        sections,
+        sweeps.verdicts(table, names),
+        _warnings(runs, table),
+        _facts(table, keys, varied),
     )
-    note = f"The first {MAX_UNFINISHED} of {len(unfinished)}." if len(unfinished) > MAX_UNFINISHED else ""
-    return render(
-        "sweep",
-        content,
-        folder,
-        states={state: count[state] for state in ("done", "running", "failed", "pending") if count[state]},
-        unfinished=_unfinished(unfinished[:MAX_UNFINISHED], names),
-        unfinished_note=note,
-        rows=_rows(folder, table, varied, names),
-        tau_speedup=[figures.file_name("tau_speedup", name) for name in sweeps.tau_and_speedup(table, keys)[1]],
-        by_option={key: figures.file_name("by", key) for key in sweeps.numeric(table, keys)},
-        max_rows=figures.MAX_ROWS,
-    )
+
+
+def drawings(table: pd.DataFrame, keys: Sequence[str]) -> list[Section]:
+    """Return the sections of figures: speed-ups, speed-up against tau by varied option, and by each numeric option.
+
+    Args:
+        table: of ``spec_lab.results.sweep.collect``.
+        keys: its columns that are options.
+    """
+    scatter = {
+        figures.file_name("tau_speedup", name): partial(figures.tau_and_speedup, table, keys, name)
+        for name in sweeps.tau_and_speedup(table, keys)[1]
+    }
+    sections = [
+        Section("Speed-ups", SPEEDUPS, None, {"speedups": partial(figures.forest, table, keys)}, missing=NO_SPEEDUP),
+        Section("Speed-up against tau", TAU, None, scatter, missing=NO_SPEEDUP),
+    ]
+    for key in sweeps.numeric(table, keys):
+        drawn = {figures.file_name("by", key): partial(figures.lines, table, keys, key)}
+        missing = f"No two runs with figures differ in {key} alone."
+        sections.append(Section(f"By {key}", BY_OPTION, None, drawn, missing=missing))
+    return sections
 
 
 def _unfinished(runs: Sequence[sweep.Run], names: Mapping[str, str]) -> DataTable:
@@ -101,7 +142,7 @@ def _rows(folder: Path, table: pd.DataFrame, varied: Sequence[str], run_names: M
     for row in rows.to_dict("records"):
         one = [Cell(sweeps.text(row[name])) for name in ("arm", *varied)] + [Cell(losslessness(row)[0])] * state
         one += [Cell(sweeps.text(row["verdict"]), title=sweeps.text(row.get("verdict_reasons")))] * judged
-        one += [figure_cell(name, sweeps.with_bounds(row, name) if name in ACCURACY else row[name]) for name in names]
+        one += [COLUMNS[name].cell(sweeps.with_bounds(row, name) if name in ACCURACY else row[name]) for name in names]
         link = f"{quote(str(row['run']))}/report.html" if row["run"] in reports else ""
         run = sweeps.text(row["run"])
         cells.append([*one, Cell(run_names.get(run, run), link=link, title=run)])

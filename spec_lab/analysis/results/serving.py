@@ -1,4 +1,4 @@
-"""The page about a served stream of requests."""
+"""The result of ``task=serve_trace``: throughput, latencies and goodput of a served stream of requests."""
 
 from __future__ import annotations
 
@@ -10,22 +10,18 @@ import pandas as pd
 import pyarrow as pa
 
 from spec_lab.analysis import figures
-from spec_lab.analysis.report.facts import ended_summary, page_of_run
-from spec_lab.analysis.report.page import Cell, DataTable, Section, render, value_cell
 from spec_lab.analysis.roofline_text import roofline_notes
 from spec_lab.analysis.serving import PERCENTILES, latencies, serving_verdict
 from spec_lab.analysis.text import cache_notes, kv_notes, verdict_line
 from spec_lab.core.files import Unreadable
 from spec_lab.core.tables import read_table
-from spec_lab.results.manifest import begun
+from spec_lab.results.result import INTERVAL, REAL, Cell, DataTable, Result, Section, cell, ended_run
 
-REAL = (float, None)
-TIMES = {"mean": REAL, **{f"p{one}": REAL for one in PERCENTILES}}
+TIMES = {"mean": REAL, **{f"p{percent}": REAL for percent in PERCENTILES}}
 ARM = {
     "requests": int, "tokens": int, "tokens_per_second": REAL, "goodput": REAL,
-    "speedup": {"mean": REAL, "low": REAL, "high": REAL}, "?memory_bound_share": REAL,
-    "?roofline_share": {"mean": REAL, "low": REAL, "high": REAL}, "queue": TIMES, "prefill": TIMES, "ttft": TIMES,
-    "tpot": TIMES,
+    "speedup": INTERVAL, "?memory_bound_share": REAL,
+    "?roofline_share": INTERVAL, "queue": TIMES, "prefill": TIMES, "ttft": TIMES, "tpot": TIMES,
 }  # fmt: skip
 SUMMARY = {
     "?verdict": str, "?verdict_reasons": [str],
@@ -50,42 +46,39 @@ ARMS = (
 )
 
 
-def page(folder: Path) -> str:
-    """Return the page's text; writes the figure to ``figures/`` as well.
+def result(folder: Path) -> Result:
+    """Return the result in a run's directory.
 
     Raises:
         ValueError: the task has not ended; files that are not readable.
     """
-    manifest, summary = begun(folder) or {}, ended_summary(folder, SUMMARY)
-    rows = _rows(folder)
+    manifest, summary = ended_run(folder, SUMMARY)
+    rows, arms = _rows(folder), summary["arms"]
     judged: Mapping[str, Any] = summary
     if "verdict" not in summary and manifest:  # an older run
-        judged = serving_verdict(rows, manifest, "baseline" if "baseline" in summary["arms"] else "").summary()
+        judged = serving_verdict(rows, manifest, "baseline" if "baseline" in arms else "").summary()
     warnings = [f"In {summary['broken_segments']} of {summary['segments']} segments a request broke: they are left out "
                 "of the figures of all arms."] * bool(summary["broken_segments"])  # fmt: skip
-    content = page_of_run(
-        folder,
-        manifest,
-        lead=f"Arrivals: {summary['arrivals']}, at most {summary['max_batch_size']} requests at once, temperature "
-        f"{summary['temperature']:g}, {summary['segments']} segments",
-        warnings=warnings + summary.get("errors", [])[:5],
-        verdict=verdict_line(judged),
-        drawn={"latency": figures.latency(latencies(rows))} if len(rows) else {},
-    )
-    shares = {
-        name: {**own, "memory_bound_steps": own.get("memory_bound_share")} for name, own in summary["arms"].items()
-    }
+    shares = {name: {**own, "memory_bound_steps": own.get("memory_bound_share")} for name, own in arms.items()}
     notes = [
         *kv_notes(summary.get("kv_dtype")),
         *cache_notes(summary.get("cached_prompt_shares", {})),
         *roofline_notes(shares, manifest.get("roofline")),
     ]
-    sections = [
-        Section("Arms", ARMS, _arms(summary["arms"]), notes=notes),
-        Section("Latencies", "Cumulative distributions over requests.", None, ["latency"],
-                missing="No segment was served without a broken request."),
-    ]  # fmt: skip
-    return render("sections", content, folder, sections=sections)
+    requests = max((own["requests"] for own in arms.values()), default=0)
+    drawn = {"latency": lambda: figures.latency(latencies(rows))} if len(rows) else {}
+    return Result(
+        manifest["config"].get("name", "run"),
+        f"{requests} requests, arrivals: {summary['arrivals']}, at most {summary['max_batch_size']} at once, "
+        f"temperature {summary['temperature']:g}, {summary['segments']} segments",
+        [
+            Section("Arms", ARMS, _arms(arms), notes=notes),
+            Section("Latencies", "Cumulative distributions over requests.", None, drawn,
+                    missing="No segment was served without a broken request."),
+        ],
+        [verdict_line(judged)],
+        [*warnings, *summary.get("errors", [])[:5]],
+    )  # fmt: skip
 
 
 def _rows(folder: Path) -> pd.DataFrame:
@@ -104,11 +97,16 @@ def _rows(folder: Path) -> pd.DataFrame:
 
 
 def _arms(arms: Mapping[str, Mapping[str, Any]]) -> DataTable:
+    times = [(what, end) for what in ("ttft", "tpot") for end in ("p50", "p90", "p99")]
+    times += [(what, end) for what in ("queue", "prefill") for end in ("mean", "p50", "p99")]
+    times += [("ttft", "mean"), ("tpot", "mean")]
+    names = {pair: f"{pair[0].upper() if pair[0][0] == 't' else pair[0]} {pair[1]} ms" for pair in times}
     rows = []
     for arm, own in arms.items():
-        times = [value_cell(own[what][p], ".1f", 1e3) for what in ("ttft", "tpot") for p in ("p50", "p90", "p99")]
-        rates = value_cell(own["tokens_per_second"], ".1f"), value_cell(own["speedup"]), value_cell(own["goodput"])
-        rows.append([Cell(arm, colour=figures.colour(arm)), value_cell(own["requests"], ".0f"), *rates, *times])
-    names = ["requests", "tokens/s", "speed-up [95 %]", "goodput/s"]
-    names += [f"{what} {p} ms" for what in ("TTFT", "TPOT") for p in ("p50", "p90", "p99")]
-    return DataTable([("arm", False), *((name, True) for name in names)], rows)
+        rates = cell(own["tokens_per_second"], ".1f"), cell(own["speedup"]), cell(own["goodput"])
+        spent = (cell(own[what][end], ".1f", 1e3) for what, end in times)
+        rows.append([Cell(arm, colour=figures.colour(arm)), cell(own["requests"], ".0f"), *rates, *spent])
+    columns = ["requests", "tokens/s", "speed-up [95 %]", "goodput/s", *names.values()]
+    kept = [names[what, end] for what in ("ttft", "tpot") for end in ("p50", "p99")]
+    more = ["requests", *(name for name in names.values() if name not in kept)]
+    return DataTable([("arm", False), *((name, True) for name in columns)], rows, more=more)

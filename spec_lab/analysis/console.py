@@ -1,0 +1,115 @@
+"""Results and tables on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spec_lab.core.terminal import visible
+from spec_lab.results.result import Cell, DataTable, Result, Section
+
+WIDE = 130
+"""Columns of a terminal that shows every column of a table without ``verbose``."""
+
+FOLDED = (24, 12)
+"""Letters of a text in the first column, and in another, from which it may be broken so that more columns fit."""
+
+
+def say(console: Console, text: str, style: str = "", wrap: bool = True) -> None:
+    """Print a text as it is."""
+    console.print(Text(visible(text), style=style), soft_wrap=not wrap)
+
+
+def show(result: Result, console: Console, verbose: bool = False) -> None:
+    """Print a result: the verdict on its times, what was measured, its sections.
+
+    Args:
+        result: the result.
+        console: prints.
+        verbose: print every column; a console of ``WIDE`` columns or more does so anyway.
+    """
+    for line in result.verdict:
+        say(console, line)
+    say(console, f"{result.title}: {result.lead}", "bold")
+    for line in result.warnings:
+        say(console, line, "bold", wrap=not line.startswith("Left out"))  # folders stay on one line
+    for section in result.sections:
+        show_section(section, console, verbose)
+
+
+def show_section(section: Section, console: Console, verbose: bool = False) -> None:
+    """Print a section's table, notes and failures; a section of figures alone prints nothing."""
+    if section.table is not None and show_table(section.title, section.table, console, verbose) and section.how:
+        say(console, section.how)
+    for line in section.notes:
+        say(console, line)
+    for line in section.failures:
+        say(console, f"FAILS: {line}", "bold red")
+
+
+def show_table(title: str, table: DataTable, console: Console, verbose: bool = False) -> bool:
+    """Print a table; return whether there was anything to print.
+
+    Columns of ``more`` are left out unless ``verbose`` or on a wide console. Where the others do not fit the width,
+    intervals are left out if they fit without; else the table continues below, with its first column again.
+    """
+    every = verbose or console.width >= WIDE
+    columns = [number for number, (name, _) in enumerate(table.columns) if every or name not in table.more]
+    if not columns or not table.rows:
+        return False
+    main = [number for number in columns if table.columns[number][0] not in table.more]
+    ends = _width(table, main, True) <= console.width or _width(table, main, False) > console.width
+    for number, part in enumerate(_parts(table, [*main, *(one for one in columns if one not in main)], ends, console)):
+        if title:
+            say(console, f"\n{title}{', continued' * (number > 0)}", "bold")
+        console.print(_grid(table, part, ends))
+    return True
+
+
+def _text(cell: Cell, ends: bool) -> str:
+    return visible(cell.whole if ends else cell.text)
+
+
+def _needed(table: DataTable, column: int, ends: bool) -> int:
+    """Return the width that a column needs: its numbers stay on one line, its heading and long texts may be broken."""
+    heading, numeric = table.columns[column]
+    longest = max(cell_len(_text(row[column], ends)) for row in table.rows)
+    return max(
+        longest if numeric else min(longest, FOLDED[column > 0]), *map(cell_len, visible(heading).split() or [""]), 0
+    )
+
+
+def _width(table: DataTable, columns: Sequence[int], ends: bool) -> int:
+    return 1 + sum(1 + _needed(table, column, ends) for column in columns)
+
+
+def _parts(table: DataTable, columns: Sequence[int], ends: bool, console: Console) -> Iterator[list[int]]:
+    """Yield the columns of tables that fit the console, each with the first column."""
+    first, *others = columns
+    part = [first]
+    for column in others:
+        if len(part) > 1 and _width(table, [*part, column], ends) > console.width:
+            yield part
+            part = [first]
+        part.append(column)
+    yield part
+
+
+def _grid(table: DataTable, columns: Sequence[int], ends: bool) -> Table:
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    for column in columns:
+        heading, numeric = table.columns[column]
+        shown.add_column(
+            Text(visible(heading)),
+            justify="right" if numeric else "left",
+            overflow="fold",
+            min_width=_needed(table, column, ends),
+        )
+    for row in table.rows:
+        shown.add_row(*(Text(_text(row[column], ends)) for column in columns))
+    return shown

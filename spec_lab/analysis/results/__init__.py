@@ -1,0 +1,1 @@
+"""The results of tasks, sweeps and comparisons, declared once for terminal, page and tracker."""

@@ -1,0 +1,165 @@
+"""The result of ``spec-lab compare``: every change between runs, and which are significant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from spec_lab.analysis import figures
+from spec_lab.analysis.compare import ArmComparison, Comparison, FigureChange, SettingValues, as_frame
+from spec_lab.analysis.metrics import Interval
+from spec_lab.analysis.text import COLUMNS, verdict_line
+from spec_lab.core.terminal import short_path
+from spec_lab.results.result import Cell, DataTable, Result, Section
+
+BADGES = {"significant": "strong", "too few": "warn"}
+
+CHANGES = (
+    "Each row is one figure of an arm in another run against the reference's, paired over the prompts or groups that "
+    "both have. Interval, all: holds for all tested changes at once; alone: for this change only. A change is "
+    "significant if the interval for all excludes no change (factor 1, difference 0)."
+)
+DRAWN = (
+    "Changes with the intervals that hold for all tested changes at once. Filled: significant; hollow: not. Dashed: no "
+    "change."
+)
+VERDICTS = {
+    "not significant": "the interval contains no change. This does not prove equality; the named change would be "
+    "significant.",
+    "identical": "no prompt differs.",
+    "too few": "too few prompts or groups for a test; run more of them.",
+}
+
+
+def result(comparison: Comparison) -> Result:
+    """Return a comparison as a result."""
+    several = len(comparison.runs) > 1
+    lead = f"{len(comparison.runs)} runs, the first is the reference" if several else "the arms of one run"
+    rows = [[Cell(run.label), Cell(short_path(run.name)), Cell(comparison.described[run.label])]
+            for run in comparison.runs]  # fmt: skip
+    compared = DataTable([(name, False) for name in ("", "run", "contents")], rows, len(rows) > 12)
+    equal = "The configurations are equal: differences come from chance, code or machine."
+    verdicts = [f"{label}: {verdict_line(judged.summary())}" for label, judged in comparison.verdicts.items()]
+    frame = as_frame(comparison)
+    columns = [frame[name] for name in ("reference", "other", "reference_name", "other_name")]
+    frame["label"] = [_label(*row) for row in zip(*columns, strict=True)]
+    drawn = {figures.file_name("change", name): partial(figures.changes, frame, name, heading(name))
+             for name in dict.fromkeys(frame["figure"])}  # fmt: skip
+    return Result(
+        "Comparison", f"{lead}; {comparison.tested} tested changes",
+        [
+            Section("Compared", "", compared, notes=[equal] * (several and not comparison.configuration)),
+            *_settings("Configuration, where it differs", comparison.configuration),
+            *_settings("Code, machine, weights, prompts, where they differ", comparison.provenance),
+            *(Section(pair_title(pair), CHANGES * (pair is comparison.pairs[-1]), _changes(pair, comparison.level))
+              for pair in comparison.pairs),
+            Section("Changes with intervals", DRAWN, None, drawn, notes(comparison), missing="No change was tested."),
+        ],
+        verdicts if len(verdicts) > 1 else [line.partition(": ")[2] for line in verdicts],
+        [f"Left out, not readable: {file}" for file in comparison.unreadable],
+    )  # fmt: skip
+
+
+def _label(reference: str, other: str, reference_name: str, other_name: str) -> str:
+    """Return a row's label: the runs where there are two, and the arms."""
+    arms = other_name if other_name == reference_name else f"{other_name} / {reference_name}"
+    return arms if reference == other else f"{other} / {reference}: {arms}"
+
+
+def _changes(pair: ArmComparison, level: float) -> DataTable:
+    reference, other = pair.names if pair.reference == pair.other else (pair.reference, pair.other)
+    rows = []
+    for change in pair.changes:
+        why, tested = verdict_text(change), change.verdict not in ("identical", "too few", "not tested")
+        units = f"{min(change.units)} {change.unit}s, {'paired' if change.paired else 'not paired'}"
+        smallest = change_text(change, change.smallest) if change.change else ""
+        rows.append(
+            [
+                Cell(heading(change.figure)),
+                *(Cell(value_text(value), value) for value in (change.reference, change.other)),
+                Cell(change_text(change, change.simultaneous.mean), change.simultaneous.mean),
+                *(_ends(change, bounds, tested) for bounds in (change.simultaneous, change.interval)),
+                Cell(smallest, change.smallest if smallest else float("nan")),
+                Cell(why, badge=BADGES.get(change.verdict, "plain"), title=why),
+                Cell(units if change.change else ""),
+            ]
+        )
+    names = (f"{reference}", f"{other}", "change", f"[{100 * level:.4g} %]", "alone", "significant from")
+    columns = [("figure", False), *((name, True) for name in names), ("verdict", False), ("units", False)]
+    return DataTable(columns, rows, filters=("figure", "verdict"), more=("alone", "significant from", "units"))
+
+
+def _ends(change: FigureChange, bounds: Interval, tested: bool) -> Cell:
+    ends = [change_text(change, end) for end in (bounds.low, bounds.high)]
+    return Cell(f"[{ends[0]}, {ends[1]}]", bounds.mean) if tested and all(ends) else Cell("", float("nan"))
+
+
+def _settings(title: str, settings: Sequence[SettingValues]) -> list[Section]:
+    rows = [[Cell(setting.key), Cell("; ".join(f"{' '.join(labels)}: {value}" for value, labels in setting.values))]
+            for setting in settings]  # fmt: skip
+    table = DataTable([("option", False), ("values", False)], rows, len(rows) > 12)
+    return [Section(title, "", table)] * bool(rows)
+
+
+def pair_title(pair: ArmComparison) -> str:
+    """Return which arms of which runs are compared, and on how many prompts."""
+    reference, other = pair.names if pair.reference == pair.other else (pair.reference, pair.other)
+    title = f"{other} compared with {reference}"
+    if pair.reference != pair.other:
+        title += f": {pair.names[0]}" if pair.names[0] == pair.names[1] else f": {pair.names[1]} with {pair.names[0]}"
+    if pair.prompts:
+        title += f"; {pair.prompts} prompts in both, {pair.identical:.0%} with the same output"
+    return title
+
+
+def heading(figure: str) -> str:
+    """Return the heading of a figure."""
+    return COLUMNS[figure].heading.removesuffix(" [95 %]")
+
+
+def verdict_text(one: FigureChange) -> str:
+    """Return the verdict, and why nothing was tested or what would be significant."""
+    if one.verdict == "not significant":
+        smallest = f"×{one.smallest:.2f}" if one.relative else f"{one.smallest:.2g}"
+        return f"{one.verdict}; {smallest} would be"
+    return f"{one.verdict}: {one.why}" if one.why else one.verdict
+
+
+def change_text(one: FigureChange, value: float) -> str:
+    """Return a change of this figure as text, a factor or a difference; empty for NaN."""
+    if value != value:
+        return ""
+    digits = 3 if one.figure in ("draft_token_rate", "correct") else 2
+    return f"×{value:.2f}" if one.relative else f"{value:+.{digits}f}"
+
+
+def value_text(value: float) -> str:
+    """Return a figure's value as text; empty for NaN."""
+    return "" if value != value else f"{value:.1f}" if abs(value) >= 100 else f"{value:.3f}"[:5]
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """Return what a reader must know of these runs, and the meaning of the verdicts that occur."""
+    changes = [one for pair in comparison.pairs for one in pair.changes]
+    verdicts = {one.verdict for one in changes}
+    lines = [*comparison.notes]
+    if comparison.tested:
+        significant = sum(one.verdict == "significant" for one in changes)
+        lines.append(
+            f"Significant: {significant} of {comparison.tested} tested changes. All intervals hold at once at "
+            f"{comparison.level:.4g} (jackknife over prompts, of speed over groups; Student's t; Bonferroni)."
+        )
+    lines += [f"{verdict}: {text}" for verdict, text in VERDICTS.items() if verdict in verdicts]
+    if any(one.figure == "speedup_geometric_mean" for one in changes):
+        lines.append(
+            "speed-up: total tokens/s over those of the baseline of the same run; the test uses the geometric mean "
+            "over groups."
+        )
+    if len(comparison.runs) > 1 and any(
+        one.figure == "speedup_geometric_mean" and one.verdict == "significant" for one in changes
+    ):
+        lines.append(
+            "The intervals of speed do not contain differences between a run and its repetition that affect all "
+            "prompts (a busy machine, another memory layout): repeat both runs before relying on a small change."
+        )
+    return lines

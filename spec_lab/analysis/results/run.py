@@ -1,0 +1,366 @@
+"""The result of ``task=benchmark``: speed, acceptance and time of every arm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from spec_lab.analysis import figures, metrics
+from spec_lab.analysis.metrics import PHASES, Tables
+from spec_lab.analysis.metrics.frames import Ranks
+from spec_lab.analysis.names import names_in_manifest, renamed, with_names
+from spec_lab.analysis.policy_text import policy_note
+from spec_lab.analysis.results.bounds import BOUNDS, NOTE, bounds_notes, bounds_table
+from spec_lab.analysis.roofline_text import roofline_notes
+from spec_lab.analysis.text import (
+    COLUMNS,
+    accuracy_notes,
+    cache_notes,
+    kv_notes,
+    losslessness,
+    margin_notes,
+    verdict_line,
+)
+from spec_lab.core.roofline import Roofline
+from spec_lab.propose import trees
+from spec_lab.results.manifest import finite
+from spec_lab.results.result import REAL, Cell, DataTable, Result, Section, cell, interval, number, read_run
+
+PARTS = {
+    "?proposer": (str, None), "?verifier": (str, None), "?constraint": (str, None), "?lossless": (bool, None),
+    "?certified": (str, bool, None), "?certificate": (None, {"?failure": (str, None), "?missing": [str]}),
+}  # fmt: skip
+MARGIN = {"median": float, "largest": float}
+SUMMARY = {
+    **PARTS, "?arms": {str: PARTS}, "?output_margins": {str: MARGIN}, "?bounds": {str: BOUNDS},
+    "?kv_dtype": (str, None), "?cached_prompt_shares": {str: REAL}, "?repeated_groups": {str: int},
+    "?answers": {"cut": int, "answers": int, "continued": int, "limit": int},
+}  # fmt: skip
+"""What is read of ``summary.json``; figures are computed from the rows."""
+
+BADGES = {"lossless": "good", "lossy": "warn", "NOT lossless": "bad", "not certified": "plain"}
+FIGURES = (
+    "tokens_per_second", "speedup", "correct", "correct_change", "tau_pooled", "draft_token_rate",
+    "time_to_first_token", "time_per_output_token", "tau_pooled_raw", "expected_tau", "nodes_per_step", "overhead",
+    "repeated_8gram_share", "speedup_with_prefill", "speedup_mean_of_groups", "roofline_share",
+    "roofline_share_end_to_end", "memory_bound_steps",
+)  # fmt: skip
+"""Columns of the table of arms."""
+
+MAIN_FIGURES = FIGURES[:2] + FIGURES[4:8]
+"""Those that every terminal shows."""
+
+ARMS = (
+    "Every arm decoded the same prompts in one process; the arms alternated. Speed-up: total tokens per total seconds "
+    "over the baseline's on the same groups of prompts, with its 95 % interval over groups. Tau: tokens per step, "
+    "bonus included, those forced by a constraint left out; untruncated tau: before stop tokens and limits cut; "
+    "expected tau: the same from the exact acceptance probabilities; variance reduction: how many times more groups "
+    "the untruncated tau would need for the same precision. Acceptance rate: accepted / drafted tokens. TTFT, TPOT: "
+    "mean time to the first token, per output token. Overhead: share of decode time outside module calls. Repeated "
+    "8-grams: share that occurred before in the same output. Speed-up, tokens/s and tau leave out the prefill."
+)
+PEERS = "Total tokens per total seconds over each peer's on the same prompts, with 95 % intervals."
+THROUGHPUT = (
+    "Left: decode speed of each group of prompts. Right: the speed-up, the arm's total tokens per total seconds over "
+    "the baseline's, with its 95 % interval; small dots are the groups' ratios. An interval to the right of the dashed "
+    "line is faster than the baseline on these prompts."
+)
+DEPTHS = (
+    "Survival: of all steps, the share that accepted k drafted tokens or more. Conditional: of the steps that accepted "
+    "k - 1 and had a draft for k, the share that accepted it. Bands: 95 % over groups."
+)
+TOKENS = "Each bar holds all steps of an arm, divided by the number of tokens that they emitted; tau is the mean."
+PHASE_TIME = (
+    "Decode time per emitted token. Overhead is the share outside the module calls of target, draft and heads. "
+    "Drafting pays if the whole bar is shorter than the baseline's."
+)
+COST = (
+    "Time of the phase target in one forward, by the nodes drafted per sequence: median and quartiles. Contexts are "
+    "pooled, and nodes are as the arms drafted them, so points differ in more than their nodes; "
+    "+experiment=cost_of_nodes varies nodes alone."
+)
+PATHS = (
+    "Each arm's draft tree, child ranks downwards and depth to the right, with the share of steps that accepted each "
+    "node (before cuts). Hollow: never accepted. Where a tree is not fixed, only accepted nodes are drawn; of large "
+    "trees the 64 nodes accepted most often."
+)
+NO_STEPS = "No finished group has a step after its prefill, so there is nothing to draw."
+
+Arms = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The files of a run, arms by the names under which they are shown.
+
+    Args:
+        folder: its directory.
+        manifest, summary: their contents; the summary of a run that has not ended is empty.
+        tables: its rows.
+        states: the entry of each arm in the summary; empty of a run that has not ended.
+    """
+
+    folder: Path
+    manifest: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    tables: Tables
+    states: Arms
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of the requests; 0 where it is not recorded."""
+        sampling = self.manifest.get("sampling") or self.manifest["config"].get("sampling") or {}
+        return float(self.summary.get("temperature", sampling.get("temperature", 0.0)) or 0.0)
+
+    @staticmethod
+    def read(folder: Path) -> RunFiles:
+        """Read a run.
+
+        Raises:
+            Unreadable: files that are not readable.
+        """
+        manifest, summary = read_run(folder, SUMMARY)
+        names = names_in_manifest(manifest)
+        manifest["proposers"] = renamed(manifest["proposers"], names)
+        for name in ("bounds", "output_margins", "cached_prompt_shares"):
+            summary[name] = renamed(summary.get(name) or {}, names)
+        tables, recorded = with_names(metrics.load(folder), names), renamed(summary.get("arms") or {}, names)
+        summary["arms"] = recorded
+        return RunFiles(folder, manifest, summary, tables, {arm: recorded.get(arm, {}) for arm in metrics.arms(tables)})
+
+
+def written(folder: Path) -> Result:
+    """Return the result of a run that has just ended, with the figures that its summary holds."""
+    run = RunFiles.read(folder)
+    return result(run, run.summary["arms"], verdict_line(run.summary))
+
+
+def computed(run: RunFiles) -> Result:
+    """Return the result of a run of any version, in any state, with figures and verdict computed from its rows."""
+    roofline = Roofline.of(run.manifest.get("roofline"))
+    arms = {}
+    for arm, state in run.states.items():
+        decisions = {"decisions": policy_note(run.tables.steps, arm, run.manifest["proposers"].get(arm, {}))}
+        arms[arm] = {**state, **finite(metrics.summarise(run.tables, arm, roofline=roofline)), **decisions}
+    return result(run, arms, verdict_line(metrics.run_verdict(run.tables, run.manifest).summary()))
+
+
+def result(run: RunFiles, arms: Arms, verdict: str) -> Result:
+    """Return the result of a run.
+
+    Args:
+        run: the run.
+        arms: state and figures of each arm, NaN as None.
+        verdict: on its times, in words.
+    """
+    tables, bounds = run.tables, run.summary["bounds"]
+    drafted = {arm: tree for arm, own in run.manifest["proposers"].items() if (tree := _tree(own.get("tree")))}
+    depths, conditional, phases, seconds = (
+        _depths(arms, "survival"), _depths(arms, "conditional"), _phases(arms, True), _phases(arms, False)
+    )  # fmt: skip
+    sections = [
+        Section("Arms", ARMS, _arms(arms, run), notes=_notes(run, arms)),
+        Section("Speed-up", THROUGHPUT, None, {"throughput": partial(figures.throughput, tables)},
+                missing="No arm was compared with a baseline in a full group of prompts, so there is no speed-up."),
+        Section("Acceptance by depth: survival", DEPTHS, depths, {"acceptance": partial(figures.acceptance, tables)},
+                missing="No arm drafted anything."),
+        Section("Acceptance by depth: conditional", "", conditional),
+        Section("Tokens per step", TOKENS, None, {"tokens": partial(figures.tokens, tables)}, missing=NO_STEPS),
+        Section("Decode time by phase", PHASE_TIME, phases, {"phases": partial(figures.phases, tables)},
+                missing=NO_STEPS),
+        Section("Decode time by phase, seconds", "", seconds),
+        Section("Time of the target by nodes", COST, None, {"cost": partial(figures.cost, tables)}, missing=NO_STEPS),
+        Section("Accepted paths", PATHS, None, {"accepted_trees": partial(figures.accepted_trees, tables, drafted)},
+                missing="No arm drafted anything that was accepted."),
+    ]  # fmt: skip
+    if peers := metrics.speedups_over_peers(tables):
+        rows = [[Cell(arm), *(cell(one[arm]) for one in peers.values())] for arm in next(iter(peers.values()))]
+        table = DataTable([("arm", False), *((peer, True) for peer in peers)], rows)
+        sections.insert(1, Section("Speed-up over peers [95 %]", PEERS, table))
+    if bounds:
+        sections.append(
+            Section("Bounds", NOTE, bounds_table(bounds), {"lost": partial(figures.lost, bounds)}, bounds_notes(bounds),
+                    missing="No arm has bounds for its own verifier.")
+        )  # fmt: skip
+    return Result(
+        str(run.manifest["config"].get("name", "run")), _lead(run), sections, [verdict], _warnings(run),
+        {"groups": str(tables.requests["group"].nunique())}, run.summary.get("constraint"),
+    )  # fmt: skip
+
+
+def _tree(text: Any) -> tuple[Ranks, ...]:
+    """Return the draft tree of a manifest; empty where ``trees.parse`` cannot read it."""
+    try:
+        return trees.parse(text) if isinstance(text, str) and text else ()
+    except ValueError:  # proposers of other packages may write their trees in another notation
+        return ()
+
+
+def _lead(run: RunFiles) -> str:
+    config, requests, summary = run.manifest["config"], run.tables.requests, run.summary
+    names = [own.get("name") for own in run.manifest["proposers"].values()]
+    workloads = ", ".join(sorted(set(requests["workload"])))
+    proposer = summary.get("proposer") or next(iter(names), "")
+    parts = [
+        f"proposer {proposer}" if proposer else "",
+        f"verifier {summary['verifier']}" if summary.get("verifier") else "",
+        f"constraint {summary['constraint']}" if summary.get("constraint", "none") != "none" else "",
+        f"temperature {run.temperature:g}",
+        f"batch size {config['batch_size']}" if "batch_size" in config else "",
+        f"{requests['request'].nunique()} prompts ({workloads})" if len(requests) else "",
+        f"at most {config['max_new_tokens']} new tokens" if "max_new_tokens" in config else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _warnings(run: RunFiles) -> list[str]:
+    requests = run.tables.requests
+    warnings, groups = [], requests["group"].nunique()
+    if not run.states or not any(run.states.values()):
+        of = f" of {run.manifest['groups']}" if run.manifest.get("groups") else ""
+        warnings.append(
+            f"This run has not ended: {groups}{of} groups of prompts are finished and shown here. Verifiers and "
+            "certificates are known when it ends."
+        )
+    if broken := len(metrics.broken_groups(requests)):
+        warnings.append(
+            f"In {broken} of {groups} groups a request broke: they are left out of speeds and of the comparison of "
+            "outputs; see 'errors' in summary.json."
+        )
+    if metrics.short_groups(requests) and requests["arm"].nunique() > 1:
+        warnings.append("The last group has fewer prompts than the others: it is left out of all speeds.")
+    errors = [error for error in requests["error"].unique() if error]
+    return warnings + errors[:5] + [f"and {len(errors) - 5} more errors"] * (len(errors) > 5)
+
+
+def _arms(arms: Arms, run: RunFiles) -> DataTable:
+    """Return the table of arms; a summary of an older version may lack figures."""
+    colour, rows = figures.colours(arms), []
+
+    def known(name: str, end: str = "mean") -> bool:
+        return any((own.get(name) or {}).get(end) is not None for own in arms.values())
+
+    checked, reduced = known("correct"), known("calibration", "variance_reduction")
+    names = [name for name in FIGURES if checked or not name.startswith("correct")]
+    names += ["identical_outputs"] * (run.temperature == 0)
+    for arm, own in arms.items():
+        facts, (word, why) = run.manifest["proposers"].get(arm, {}), losslessness(own)
+        drawn = f" ({facts['drawn']})" if facts.get("drawn") and facts.get("name") != "none" else ""
+        rows.append(
+            [
+                Cell(arm, colour=colour[arm]),
+                Cell(f"{own.get('proposer') or facts.get('name', '')}{drawn}"),
+                Cell(own.get("verifier") or ""),
+                Cell(word, badge=BADGES.get(word, ""), title=why),
+                *(COLUMNS[name].cell(own.get(name)) for name in names),
+                *[cell((own.get("calibration") or {}).get("variance_reduction"), ".1f")] * reduced,
+            ]
+        )
+    columns = [(name, False) for name in ("arm", "proposer", "verifier", "losslessness")]
+    columns += [(COLUMNS[name].heading, True) for name in names] + [("variance reduction", True)] * reduced
+    main = ["arm", *(COLUMNS[name].heading for name in MAIN_FIGURES)]
+    return DataTable(columns, rows, more=[name for name, _ in columns if name not in main])
+
+
+def _depths(arms: Arms, kind: str) -> DataTable:
+    """Return rates of acceptance by depth; on a terminal, those that are conditional only where all is shown."""
+    shown = {name: own[kind] for name, own in arms.items() if own.get(kind)}
+    deepest = max(map(len, shown.values()), default=0)
+    rows = [
+        [Cell(name), *(cell(rate) for rate in [*rates, *[None] * deepest][:deepest])] for name, rates in shown.items()
+    ]
+    columns = [("arm", False), *((str(depth), True) for depth in range(1, deepest + 1))]
+    return DataTable(columns, rows, more=[name for name, _ in columns] if kind == "conditional" else ())
+
+
+def _phases(arms: Arms, share: bool) -> DataTable:
+    """Return the decode time of each arm by phase: shares; or seconds, on a terminal only where all is shown."""
+    timed = {name: own for name, own in arms.items() if own.get("decode_seconds")}
+    rows = []
+    for phase, label in PHASES.items():
+        spent = [own["phase_seconds"][phase] for own in timed.values()]
+        if any(spent):
+            totals = [own["decode_seconds"] if share else 1 for own in timed.values()]
+            parts = (part / total for part, total in zip(spent, totals, strict=True))
+            rows.append([Cell(label), *(cell(part, ".1%" if share else ".2f") for part in parts)])
+    columns = [("phase", False), *((name, True) for name in timed)]
+    return DataTable(columns, rows, more=() if share else [name for name, _ in columns])
+
+
+def _notes(run: RunFiles, arms: Arms) -> list[str]:
+    """Return what a reader must know of this run."""
+    summary, main = run.summary, next(iter(arms.values()), {})
+    prefill, with_prefill = number(main.get("prefill_seconds")), interval(main.get("speedup_with_prefill"))
+    repeated = summary.get("repeated_groups")
+    return [
+        *([f"The prefill took {prefill} s" + f"; with the prefill, the speed-up is {with_prefill}" * bool(with_prefill)
+           + "."] if prefill else []),
+        *_estimates(arms),
+        *kv_notes(summary.get("kv_dtype")),
+        *cache_notes(summary["cached_prompt_shares"]),
+        *roofline_notes(arms, run.manifest.get("roofline")),
+        *(f"Policy of {name}: {own['decisions']}." for name, own in arms.items() if own.get("decisions")),
+        *_losslessness(arms),
+        *_cut(summary.get("answers")),
+        *accuracy_notes(arms),
+        *(_identical(arms) if run.temperature == 0 else []),
+        *margin_notes(summary["output_margins"]),
+        *["One arm only, so no speed-up was measured."] * (len(arms) == 1),
+        *([f"Decoded again, because they were disturbed: groups {', '.join(repeated)}."] if repeated else []),
+    ]  # fmt: skip
+
+
+def _cut(answers: Mapping[str, int] | None) -> list[str]:
+    """Return how many answers of conversations ended at the limit; nothing where none did."""
+    if not answers or not answers["cut"]:
+        return []
+    continued = answers["continued"]
+    later = f"; later turns continue {continued} of them as they were cut" if continued else ""
+    return [
+        f"{answers['cut']} of {answers['answers']} answers ended at max_new_tokens={answers['limit']}{later}. Raise "
+        "max_new_tokens for whole answers."
+    ]
+
+
+def _identical(arms: Arms) -> list[str]:
+    """Return whether the arms' outputs equal the baseline's; nothing where none was compared."""
+    shares = {name: share for name, own in arms.items() if (share := own.get("identical_outputs")) is not None}
+    different = [f"{name} {share:.1%}" for name, share in shares.items() if share < 1]
+    if not different:
+        return ["All outputs are identical to the baseline's."] * bool(shares)
+    others = "; every other arm 100 %" if len(different) < len(shares) else ""
+    return [f"Outputs identical to the baseline's: {', '.join(different)} of the prompts{others}."]
+
+
+def _estimates(arms: Arms) -> list[str]:
+    """Return how expected and untruncated tau compare."""
+    lines = []
+    if noise := [name for name, own in arms.items() if own.get("expected_kind") == "noise"]:
+        lines.append(
+            f"expected tau of {', '.join(noise)} is conditional on the noise that draft and target share: it equals "
+            "untruncated tau."
+        )
+    calibration = {name: own["calibration"] for name, own in arms.items() if own.get("calibration")}
+    reductions = [(name, own["variance_reduction"]) for name, own in calibration.items() if own["variance_reduction"]]
+    if reductions:
+        factors = ", ".join(f"{name} {factor:.1f}" for name, factor in reductions)
+        lines.append(f"Variance of untruncated tau over that of expected tau, over groups: {factors}.")
+    if different := [
+        f"{name} {interval(own, '+.3f')}"
+        for name, own in calibration.items()
+        if own["low"] is not None and not own["low"] <= 0 <= own["high"]
+    ]:
+        lines.append(f"Untruncated tau differs from expected tau: {', '.join(different)}.")
+    return lines
+
+
+def _losslessness(arms: Arms) -> list[str]:
+    """Return which arms preserve the target distribution, and which do not or are not certified."""
+    states = {name: losslessness(arm) for name, arm in arms.items() if arm.get("certificate") is not None}
+    lines = [f"{word}: {name}; {why}." for name, (word, why) in states.items() if word not in ("", "lossless")]
+    if certified := [name for name, (word, _) in states.items() if word == "lossless"]:
+        lines.append(f"Lossless, certified by enumeration: {', '.join(certified)}; +experiment=certify proves more.")
+    return lines

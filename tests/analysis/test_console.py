@@ -1,0 +1,53 @@
+"""Tables of results on a terminal: what does not fit is left out or continued, and nothing is cut."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from spec_lab.analysis.console import WIDE, show, show_table
+from spec_lab.results.result import Cell, DataTable, Result, Section, cell, interval
+
+VALUE = {"mean": 1.5, "low": 1.25, "high": 1.75}
+
+
+def printed(table: DataTable, width: int, verbose: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show_table("Title", table, console, verbose)
+    text = console.file.getvalue()
+    assert all(len(line.rstrip()) <= width for line in text.splitlines()) and "…" not in text
+    return text
+
+
+def wide(columns: int) -> DataTable:
+    names = [("arm", False), *((f"figure {number}", True) for number in range(columns))]
+    return DataTable(names, [[Cell("medusa"), *[cell(VALUE)] * columns]])
+
+
+@pytest.mark.parametrize(("columns", "intervals", "tables"), [(3, True, 1), (6, False, 1), (20, True, 5)])
+def test_intervals_are_left_out_or_columns_continue_where_a_table_does_not_fit(columns, intervals, tables):
+    text = printed(wide(columns), 80)
+    assert ("1.50 [1.25, 1.75]" in text) is intervals and text.count("medusa") == tables
+    assert text.count("1.50") == columns and text.count("continued") == tables - 1
+
+
+def test_columns_of_more_are_shown_if_verbose_or_on_a_wide_terminal():
+    table = DataTable([("arm", False), ("tau", True), ("cost", True)], [[Cell("a"), cell(2), cell(3)]], more=("cost",))
+    assert "3.00" not in printed(table, 80)
+    assert all("3.00" in text for text in (printed(table, 80, verbose=True), printed(table, WIDE)))
+
+
+def test_a_result_has_its_verdict_above_and_untrusted_text_as_it_is():
+    console = Console(file=io.StringIO(), width=80)
+    table = DataTable([("arm", False)], [[Cell("[red]a\x1b")]])
+    sections = [Section("Arms", "how", table, notes=["[bold]note"], failures=["wrong"]), Section("Figures", "figure")]
+    show(Result("run", "lead", sections, ["Verdict: reliable."]), console)
+    text = console.file.getvalue()
+    assert text.startswith("Verdict: reliable.\nrun: lead\n") and "figure" not in text
+    assert "[red]a␛" in text and "[bold]note" in text and "FAILS: wrong" in text
+
+
+def test_a_number_has_its_interval_and_what_is_not_known_is_empty():
+    assert interval(VALUE) == "1.50 [1.25, 1.75]" and interval(VALUE | {"low": None}) == interval(1.5) == "1.50"
+    assert [interval(unknown) for unknown in (None, float("nan"), {"mean": None, "low": 1.0, "high": 2.0})] == [""] * 3
+    assert interval({"mean": 0.5, "low": 0.25, "high": 0.75}, ".0f", 1e3) == "500 [250, 750]"
