@@ -19,16 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Shape
-from spec_lab.core.inference import inference
-from spec_lab.core.request import Request
+from spec_lab.core.draft import Shape
 from spec_lab.decode.proposer import Observation, Requires
-from spec_lab.decode.sequence import Batch
-from spec_lab.drafters.features import Features, FeatureState, observe_features
+from spec_lab.decode.sequence import Batch, SequenceState
+from spec_lab.drafters.features import FeatureReader, FeatureState, observe_features
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.tree_plan import TreePlan
-from spec_lab.propose.tree_proposer import TreeProposer
+from spec_lab.propose.tree_proposer import Forwards
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.feature_lm import FeatureLM
 from spec_lab.runners.runner import DraftRunner, KVSequence
@@ -68,7 +66,7 @@ class FeatureNetwork(Protocol):
         ...
 
 
-class FeatureDrafter(TreeProposer):
+class FeatureDrafter(FeatureReader):
     """Drafts below every sequence with one pending token and computed positions before it; nothing elsewhere.
 
     So nothing is drafted in the first step of a request, whose prompt is not computed yet, nor where forced tokens are
@@ -93,8 +91,8 @@ class FeatureDrafter(TreeProposer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(plan, name, Requires(hidden=network.hidden), sha256)
-        self.network, self.context = network, target.context
-        self.lm = FeatureLM(network, network.layers, target.lm.device, dtype or target.lm.dtype)
+        self.network, self.context, self.reserve = network, target.context, plan.computed
+        self.lm: FeatureLM = FeatureLM(network, network.layers, target.lm.device, dtype or target.lm.dtype)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> FeatureDrafter:
         """The same proposer with a random network in the toy's dtype, and another tree. See ``Proposer``."""
@@ -106,63 +104,46 @@ class FeatureDrafter(TreeProposer):
         own = {"hidden_states": list(self.network.hidden), "dtype": str(self.lm.dtype).removeprefix("torch.")}
         return self.plan.facts | own
 
-    def init(self, request: Request) -> FeatureState:
-        """An empty state."""
-        positions = min(len(request.tokens) + request.max_new_tokens, self.context)
-        return FeatureState(self.lm.open(positions + self.plan.computed), Features())
-
     def observe(self, observed: Sequence[Observation]) -> None:
         """Keep the features of every computed position."""
         observe_features(observed, lambda hidden: self.network.features(hidden.to(self.lm.dtype)))
-
-    def fork(self, state: FeatureState) -> FeatureState:
-        """Share the stable part, drop the tentative part."""
-        return state.fork()
 
     def rewind(self, state: FeatureState, length: int) -> None:
         """Forget from ``length`` on, and the input before it, which read the token there."""
         state.rewind(length, max(length - 1, 0))
 
-    def close(self, state: FeatureState) -> None:
-        """Free the KV cache."""
-        state.close()
+    def levels(self, sequence: SequenceState, room: int) -> int:
+        """See ``TreeProposer``."""
+        computed, state = len(sequence.kv), sequence.state
+        ready = len(state.kv) < computed == state.features.end and len(sequence.tokens) == computed + 1
+        return room if ready else 0
 
-    @inference
-    def propose(self, batch: Batch) -> Draft:
-        """Append the newly computed positions, and draft below the pending token."""
-        timed = batch.clock.phase("propose_forward")
-        depths, kvs, lengths = [], list[KVSequence | None](), []
-        tokens, known = list[int](), list[Tensor]()
-        for room, one in zip(batch.room(), batch.sequences, strict=True):
-            state, computed = one.state, len(one.kv)
-            begin = len(state.kv)
-            ready = begin < computed == state.features.end and len(one.tokens) == computed + 1
-            depths.append(max(0, min(room, self.plan.depth)) if ready else 0)
-            kvs.append(state.kv if depths[-1] else None)
-            if depths[-1]:
-                lengths.append(computed - begin)
-                tokens += one.tokens[begin + 1 :]
-                known.append(state.features.since(begin))
+    def begin(self, batch: Batch, depths: Sequence[int]) -> Forwards:
+        """Append the newly computed positions."""
+        timed, device = batch.clock.phase("propose_forward"), self.lm.device
+        kvs: list[KVSequence | None] = [None] * len(depths)
+        lengths, tokens, known = list[int](), list[int](), list[Tensor]()
+        number: dict[int, int] = {}  # of each computed row among the rows of ``feature``
+        for tree, (sequence, depth) in enumerate(zip(batch.sequences, depths, strict=True)):
+            if depth:
+                kv = kvs[tree] = sequence.state.kv
+                number[tree] = len(lengths)
+                lengths.append(len(sequence.kv) - len(kv))
+                tokens += sequence.tokens[len(kv) + 1 :]
+                known.append(sequence.state.features.since(len(kv)))
+        given = known[0] if len(known) == 1 else torch.cat(known)
+        x = self.network.inputs(torch.tensor(tokens, device=device), given)
         active = [kv for kv in kvs if kv is not None]
-        feature = torch.empty(0)  # [n, F] fed back by the rows computed so far, which ``place`` finds
-        place: dict[int, int] = {}
+        feature, logits = self.network.outputs(self.lm.forward(active, lengths, x, timed))  # [n, F], to feed back
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> RowLogits:
             nonlocal feature
             nodes = rows - shape.roots
-            above = torch.tensor([place[row] for row in shape.parent[nodes].tolist()], device=self.lm.device)
-            given = torch.from_numpy(token[nodes]).to(self.lm.device)
-            x = self.network.inputs(given, feature.index_select(0, above))
+            above = torch.tensor([number[row] for row in shape.parent[nodes].tolist()], device=device)
+            x = self.network.inputs(torch.from_numpy(token[nodes]).to(device), feature.index_select(0, above))
             found, logits = self.network.outputs(self.lm.extend(kvs, shape, rows, x, timed))
-            place.update(zip(rows.tolist(), range(len(feature), len(feature) + len(rows)), strict=True))
+            number.update(zip(rows.tolist(), range(len(feature), len(feature) + len(rows)), strict=True))
             feature = torch.cat([feature, found])
             return RowLogits.of(logits)
 
-        roots: RowLogits | None = None
-        if active:
-            given = known[0] if len(known) == 1 else torch.cat(known)
-            x = self.network.inputs(torch.tensor(tokens, device=self.lm.device), given)
-            feature, logits = self.network.outputs(self.lm.forward(active, lengths, x, timed))
-            place = {tree: number for number, tree in enumerate(t for t, depth in enumerate(depths) if depth)}
-            roots = RowLogits.of(logits)
-        return self.plan.draft(batch, depths, roots, expand).draft
+        return Forwards(RowLogits.of(logits), expand)

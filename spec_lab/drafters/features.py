@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.inference import inference
+from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation
+from spec_lab.propose.tree_proposer import TreeProposer
+from spec_lab.runners.block_lm import BlockLM
+from spec_lab.runners.feature_lm import FeatureLM
 from spec_lab.runners.runner import KVSequence
 
 
@@ -116,3 +120,32 @@ class FeatureState:
     def close(self) -> None:
         """Free the KV cache."""
         self.kv.close()
+
+
+class FeatureReader(TreeProposer):
+    """A drafter with layers of its own that read features of the target: the life cycle of their states.
+
+    Subclasses set ``lm``, which runs the layers; ``context``, most positions of a sequence; and ``reserve``, how many
+    more of a sequence's positions the KV cache holds while it drafts.
+    """
+
+    lm: FeatureLM | BlockLM
+    context: int
+    reserve: int
+
+    def init(self, request: Request) -> FeatureState:
+        """An empty state."""
+        positions = min(len(request.tokens) + request.max_new_tokens, self.context)
+        return FeatureState(self.lm.open(positions + self.reserve), Features())
+
+    def fork(self, state: FeatureState) -> FeatureState:
+        """Share the stable part, drop the tentative part."""
+        return state.fork()
+
+    def rewind(self, state: FeatureState, length: int) -> None:
+        """Forget the positions from ``length`` on."""
+        state.rewind(length, length)
+
+    def close(self, state: FeatureState) -> None:
+        """Free the KV cache."""
+        state.close()

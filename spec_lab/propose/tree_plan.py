@@ -266,7 +266,7 @@ class TreePlan:
             )
 
     def draft(
-        self, batch: Batch, depths: Sequence[int], roots: Computed | None, expand: Expand, lenient: bool = False
+        self, batch: Batch, depths: Sequence[int], roots: Computed | None, expand: Expand | None, lenient: bool = False
     ) -> Grown:
         """Draft below every sequence of a batch.
 
@@ -274,12 +274,12 @@ class TreePlan:
             batch: the sequences.
             depths: ``[B]`` most levels of each tree; the plan's own apply as well. 0 or less: nothing is drafted.
             roots: logits at the roots of the trees with a depth above 0, in order; None if there are none.
-            expand: computes further rows.
+            expand: computes further rows; None where ``roots`` is.
             lenient: draft nothing below rows whose logits hold no distribution. Their trees are named in
                 ``Draft.broken`` all the same.
         """
-        if roots is None:
-            roots = RowLogits(torch.empty(0, batch.target.vocabulary, device=batch.device))
+        if roots is None or expand is None:
+            roots, expand = RowLogits(torch.empty(0, batch.target.vocabulary, device=batch.device)), _never
         samplings = [self.sampling(sequence.request.sampling) for sequence in batch.sequences]
         if self.budget is None:
             shape = forest(tuple(self._cut[max(0, min(depth, len(self._cut) - 1))] for depth in depths))
@@ -301,6 +301,10 @@ class TreePlan:
         """The static tree without the levels below each depth."""
         depths = range(depth_of(self.tree) + 1)
         return [shape_of(tuple(path for path in self.tree if len(path) <= depth)) for depth in depths]
+
+
+def _never(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Computed:
+    raise AssertionError("no root has logits, so no row is expanded")
 
 
 MOST_DRAWN = 16 * MOST_NODES

@@ -1,15 +1,42 @@
-"""Base class of proposers that draft the trees of a plan."""
+"""Base class of proposers with a plan of trees: a drafter computes logits of rows, the plan draws tokens from them."""
 
 from __future__ import annotations
 
-from spec_lab.core.draft import Drawn
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.inference import inference
 from spec_lab.core.probabilities import Sampling
 from spec_lab.decode.proposer import Proposer, Requires
-from spec_lab.propose.tree_plan import TreePlan
+from spec_lab.decode.sequence import Batch, SequenceState
+from spec_lab.propose.expansion import Computed, Expand
+from spec_lab.propose.tree_plan import Grown, TreePlan
+
+
+class Forwards(NamedTuple):
+    """What a drafter computes in one step.
+
+    Args:
+        roots: logits at the roots of the trees that are drafted, in order.
+        expand: computes further rows.
+        finish: receives what was drafted; None where nobody needs it.
+        drop: gives back what was computed, at the end and after an error; None where that stays.
+    """
+
+    roots: Computed
+    expand: Expand
+    finish: Callable[[Grown], None] | None = None
+    drop: Callable[[], None] | None = None
 
 
 class TreeProposer(Proposer):
-    """A proposer with a plan, which declares what follows from it.
+    """A drafter and the plan of its trees.
+
+    A drafter says below which sequences it can draft (``levels``), computes the roots of their trees (``begin``), and
+    from then on the rows that the plan expands. Everything else about a tree is the plan's.
 
     Args:
         plan: the trees, and how their tokens are drawn.
@@ -22,6 +49,7 @@ class TreeProposer(Proposer):
     branches: bool
     requires: Requires
     sha256: str | None
+    lenient = False  # whether a row without a distribution ends its path instead of its sequence
 
     def __init__(self, plan: TreePlan, name: str, requires: Requires, sha256: str | None) -> None:
         self.plan, self.name, self.requires, self.sha256 = plan, name, requires, sha256
@@ -35,3 +63,45 @@ class TreeProposer(Proposer):
     def check_sampling(self, sampling: Sampling) -> None:
         """See ``TreePlan.check_sampling``."""
         self.plan.check_sampling(sampling)
+
+    def levels(self, sequence: SequenceState, room: int) -> int:
+        """Return the most levels below a sequence, of which the plan drafts as many as it has; 0 or less: none.
+
+        Args:
+            sequence: with its state.
+            room: as of ``Batch.room``.
+        """
+        return room
+
+    @abstractmethod
+    def begin(self, batch: Batch, depths: Sequence[int]) -> Forwards:
+        """Compute the roots of the trees with a depth above 0, of which there is one at least.
+
+        Args:
+            batch: the sequences ``[B]``.
+            depths: ``[B]`` levels below each.
+        """
+
+    def depths(self, batch: Batch) -> list[int]:
+        """Return the levels of each sequence's tree."""
+        most = self.plan.depth
+        return [
+            max(0, min(self.levels(sequence, room), most))
+            for room, sequence in zip(batch.room(), batch.sequences, strict=True)
+        ]
+
+    @inference
+    def propose(self, batch: Batch) -> Draft:
+        """Draft below every sequence below which the drafter can."""
+        depths = self.depths(batch)
+        if not any(depths):
+            return self.plan.draft(batch, depths, None, None).draft
+        forwards = self.begin(batch, depths)
+        try:
+            grown = self.plan.draft(batch, depths, forwards.roots, forwards.expand, self.lenient)
+            if forwards.finish is not None:
+                forwards.finish(grown)
+        finally:
+            if forwards.drop is not None:
+                forwards.drop()
+        return replace(grown.draft, broken={}) if self.lenient and grown.draft.broken else grown.draft

@@ -26,7 +26,7 @@ from spec_lab.drafters.draft_layers import random_network, small_layer
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.drafters.early_exit import EarlyExit
 from spec_lab.drafters.kangaroo.network import Kangaroo, KangarooSettings
-from spec_lab.drafters.kangaroo.propose import KangarooHead
+from spec_lab.drafters.kangaroo.propose import KangarooDrafter
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.drafters.pard.propose import Pard
@@ -47,9 +47,9 @@ CHAIN, TREE = parse("1x1x1"), parse("2x2")
 ADAPTER = KangarooSettings(small_layer(32), 32, 1)
 
 
-def adapter(target):
+def kangaroo(target):
     network = random_network(Kangaroo(ADAPTER), target)
-    return KangarooHead(network, target, 3)
+    return KangarooDrafter(network, target, TreePlan(CHAIN))
 
 
 def target_on(device):
@@ -71,7 +71,7 @@ PROPOSERS = {
     "draft_confident": lambda t: DraftModel(t.lm, 64, TreePlan(CHAIN, confidence=0.001)),
     "pard": lambda t: Pard(t.lm, 64, VOCABULARY - 1, TreePlan(CHAIN)),
     "early_exit": lambda t: EarlyExit(t.lm, 1, TreePlan(CHAIN)),
-    "kangaroo": lambda t: EarlyExit(t.lm, 1, TreePlan(CHAIN), adapter(t)),
+    "kangaroo": kangaroo,
     "early_exit_best_first": lambda t: EarlyExit(t.lm, 1, TreePlan((), "point", budget=Budget(4, 2, 2, width=1))),
     "skip": lambda t: Skip(t.lm, TreePlan(CHAIN), frozenset({Sublayer("attn", 1)})),
     "block": lambda t: BlockDrafter(random_network(BlockNetwork(MARKOV), t), t, TreePlan(TREE, "point")),

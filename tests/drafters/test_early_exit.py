@@ -10,7 +10,7 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.decode.proposer import Requires
-from spec_lab.drafters.early_exit import EarlyExit
+from spec_lab.drafters.early_exit import EarlyExit, FirstLayers
 from spec_lab.drafters.skip.propose import Skip
 from spec_lab.models.layer_checks import check_exit
 from spec_lab.models.support import Unsupported
@@ -54,8 +54,8 @@ def target():
     return tiny_target(num_hidden_layers=LAYERS)
 
 
-def early_exit(target, plan="chain", layers=2, head=None):
-    return EarlyExit(target.lm, layers, PLANS[plan] if isinstance(plan, str) else plan, head)
+def early_exit(target, plan="chain", layers=2):
+    return EarlyExit(target.lm, layers, PLANS[plan] if isinstance(plan, str) else plan)
 
 
 def first_layers(layers):
@@ -221,14 +221,12 @@ def test_the_same_text_is_drafted_for_in_the_same_way(target):
 # Heads of its own --------------------------------------------------------------------------------------------------
 
 
-class Recorded:
-    """The target's final norm and LM head, and what is observed."""
+class Recorded(FirstLayers):
+    """The target's final norm and LM head after two layers, and what is observed."""
 
-    name, sha256, facts = "recorded", None, {"head": "recorded"}
-
-    def __init__(self, target, hidden):
-        self.services, self.hidden, self.seen = target.services, hidden, {}
-        self.closed = 0
+    def __init__(self, target, plan, hidden):
+        super().__init__(target.lm, 2, PLANS[plan], "recorded", hidden)
+        self.services, self.seen, self.ended = target.services, {}, 0
 
     def init(self, request):
         return [request.id]
@@ -236,27 +234,21 @@ class Recorded:
     def fork(self, state):
         return list(state)
 
-    def rewind(self, state, length):
-        pass
-
     def close(self, state):
-        self.closed += 1
-
-    def ready(self, sequence):
-        return True
+        self.ended += 1
 
     def observe(self, observed):
-        for one in observed:
-            for place, state in enumerate(one.hidden):
-                self.seen[one.sequence.state[0], one.start + place] = state
+        for each in observed:
+            for number, state in enumerate(each.hidden):
+                self.seen[each.sequence.state[0], each.start + number] = state
 
-    def roots(self, sequences, pending, exits, timed):
-        assert len(exits) == sum(pending) and [one.state[0] for one in sequences]
-        return self._logits(exits[torch.tensor(pending).cumsum(0) - 1])
+    def root_logits(self, sequences, pending, part, timed):
+        assert len(part.exits) == sum(pending) and [sequence.state[0] for sequence in sequences]
+        return self._logits(part.exits[torch.tensor(pending).cumsum(0) - 1])
 
-    def nodes(self, sequences, shape, rows, exits, timed):
-        assert len(rows) == len(exits) and len(sequences) == shape.roots
-        return self._logits(exits)
+    def node_logits(self, sequences, shape, rows, part, timed):
+        assert len(rows) == len(part.exits) and len(sequences) == shape.roots
+        return self._logits(part.exits)
 
     def _logits(self, exits):
         return RowLogits.of(self.services.lm_head(self.services.final_norm(exits)))
@@ -264,21 +256,21 @@ class Recorded:
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("plan", ["chain", "tree", "best first"])
-def test_a_head_gets_the_exit_states_of_every_row_and_position(target, truth, plan):
+def test_a_drafter_gets_the_exit_states_of_every_row_and_position(target, truth, plan):
     """With hidden states 0 to the last one, also those below the exit."""
-    head = Recorded(target, (0, 1, 2, 3, -1))
-    group, steps = decode(target, early_exit(target, plan, 2, head), requests())
+    recorded = Recorded(target, plan, (0, 1, 2, 3, -1))
+    group, steps = decode(target, recorded, requests())
     assert emitted(group) == truth
     _, same = decode(target, early_exit(target, plan, 2), requests())
     assert all(torch.equal(a.draft.token, b.draft.token) for a, b in zip(steps, same, strict=True))
-    assert head.closed == 3
-    for one in group.sequences:
-        ids = torch.tensor([one.tokens])
+    assert recorded.ended == 3
+    for sequence in group.sequences:
+        ids = torch.tensor([sequence.tokens])
         with torch.no_grad():
             states = target.lm.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
-        wanted = torch.cat([states[layer][0] for layer in head.hidden], -1)
-        length = len(one.tokens) - 1
-        found = torch.stack([head.seen[one.request.id, place] for place in range(length)])
+        wanted = torch.cat([states[layer][0] for layer in recorded.requires.hidden], -1)
+        length = len(sequence.tokens) - 1
+        found = torch.stack([recorded.seen[sequence.request.id, position] for position in range(length)])
         torch.testing.assert_close(found, wanted[:length], rtol=0, atol=1e-10)
 
 

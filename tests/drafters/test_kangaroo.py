@@ -14,9 +14,11 @@ from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation
 from spec_lab.drafters.kangaroo import propose as kangaroo
 from spec_lab.drafters.kangaroo.files import read_kangaroo
-from spec_lab.drafters.kangaroo.propose import KangarooHead
+from spec_lab.drafters.kangaroo.propose import KangarooDrafter
 from spec_lab.models.support import Unsupported
+from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
+from spec_lab.runners.draft_pass import Partial
 from spec_lab.verify import Traversal
 from tests.drafters.eagle_heads import SIZES, written
 from tests.drafters.kangaroo_adapters import adapter
@@ -45,7 +47,7 @@ def driven(request, target, tmp_path):
     def expected(exits):
         return target.services.lm_head(oracle.adapter(w, exits, SIZES)[-1])
 
-    return KangarooHead(network, target, 6), expected, timed
+    return KangarooDrafter(network, target, TreePlan(parse(SHAPE))), expected, timed
 
 
 class Sequence:
@@ -69,14 +71,14 @@ class Sequence:
 def step(own, timed, expected, sequences, pending, accepted):
     """A step in which every sequence has a tree; the nodes ``accepted`` of each are committed."""
     exits = [one.more(count) for one, count in zip(sequences, pending, strict=True)]
-    found = own.roots(sequences, pending, torch.cat(exits), timed).logits
+    found = own.root_logits(sequences, pending, Partial(None, torch.cat(exits)), timed).logits
     for one, given, logits in zip(sequences, exits, found, strict=True):
         torch.testing.assert_close(logits, expected(torch.cat([one.known, given])), rtol=0, atol=1e-6)
     shape = forest((tree(parse(SHAPE)),) * len(sequences))
     nodes = torch.randn(shape.nodes, H, generator=sequences[0].generator, dtype=torch.float64)
     for depth in (1, 2, 3):
         rows = np.flatnonzero(shape.depth == depth)
-        found = own.nodes(sequences, shape, rows, nodes[rows - shape.roots], timed).logits
+        found = own.node_logits(sequences, shape, rows, Partial(None, nodes[rows - shape.roots]), timed).logits
         for row, logits in zip(rows, found, strict=True):
             root = next(number for number, some in enumerate(shape.trees) if row in some)
             path = nodes[[node - shape.roots for node in shape.path(row)]]
@@ -152,7 +154,7 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rej
     expected = reference(target, w, exit_layer)
     compared, rejections = compare_stated(target, proposer, requests(WARM, new=14), expected)
     assert compared > 50 and rejections > 5
-    assert proposer.head is not None and not proposer.head.lm.cells.references.any()
+    assert not proposer.lm.cells.references.any()
 
 
 @pytest.mark.one_in(4)
@@ -166,7 +168,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, tmp_path, options):
     group, steps = decode(target, proposer, requests())
     assert emitted(group) == [plain_greedy(target.lm.model, one.tokens, 20) for one in requests()]
     assert steps[0].draft.shape.nodes > 0, "the first layers run on the prompt before it is verified"
-    assert proposer.head is not None and not proposer.head.lm.cells.references.any()
+    assert not proposer.lm.cells.references.any()
 
 
 @pytest.mark.one_in(2)

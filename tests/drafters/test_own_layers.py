@@ -11,7 +11,7 @@ from spec_lab.drafters.eagle.network import Eagle3, Eagle3Settings
 from spec_lab.drafters.early_exit import EarlyExit
 from spec_lab.drafters.feature_drafter import FeatureDrafter
 from spec_lab.drafters.kangaroo.network import Kangaroo, KangarooSettings
-from spec_lab.drafters.kangaroo.propose import KangarooHead
+from spec_lab.drafters.kangaroo.propose import KangarooDrafter
 from spec_lab.drafters.skip.propose import Skip
 from spec_lab.drafters.skip.search import SkipSearch
 from spec_lab.models.packed import pack
@@ -48,7 +48,7 @@ def early_exit(target, plan=TREE, layers=2):
 
 def kangaroo(target, plan=TREE):
     network = random_network(Kangaroo(KangarooSettings(small_layer(H), H, 2)), target)
-    return EarlyExit(target.lm, 2, plan, KangarooHead(network, target, plan.computed))
+    return KangarooDrafter(network, target, plan)
 
 
 def skip(target, plan=TREE):

@@ -28,7 +28,7 @@ from spec_lab.drafters.feature_drafter import FeatureDrafter
 from spec_lab.drafters.hydra.network import HydraHeads, HydraSettings
 from spec_lab.drafters.hydra.propose import Hydra
 from spec_lab.drafters.kangaroo.network import Kangaroo, KangarooSettings
-from spec_lab.drafters.kangaroo.propose import KangarooHead
+from spec_lab.drafters.kangaroo.propose import KangarooDrafter
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.drafters.mtp.network import Mtp, MtpSettings
@@ -240,7 +240,7 @@ def kangaroo_confident(target):
 def adapted(target, plan, layers=1):
     settings = KangarooSettings(small_layer(16), 16, 1, layers)
     network = random_network(Kangaroo(settings), target)
-    return EarlyExit(target.lm, 1, plan, KangarooHead(network, target, plan.computed))
+    return KangarooDrafter(network, target, plan)
 
 
 def early_exit_union(target):

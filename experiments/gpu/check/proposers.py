@@ -19,7 +19,7 @@ from spec_lab.drafters.feature_drafter import FeatureDrafter
 from spec_lab.drafters.hydra.network import HydraHeads, HydraSettings
 from spec_lab.drafters.hydra.propose import Hydra
 from spec_lab.drafters.kangaroo.network import Kangaroo, KangarooSettings
-from spec_lab.drafters.kangaroo.propose import KangarooHead
+from spec_lab.drafters.kangaroo.propose import KangarooDrafter
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.drafters.mtp.network import Mtp, MtpSettings
@@ -92,7 +92,7 @@ def _features(name: str, settings: Any, plan: TreePlan) -> Callable[[Target], Pr
 
 def _kangaroo(target: Target) -> Proposer:
     network = random_network(Kangaroo(KangarooSettings(LAYER, H, 1)), target)
-    return EarlyExit(target.lm, 1, CHAIN, KangarooHead(network, target, 3))
+    return KangarooDrafter(network, target, CHAIN)
 
 
 def _cascade(target: Target) -> Proposer:

@@ -14,26 +14,24 @@ from typing import Any, Unpack
 import numpy as np
 import torch
 
-from spec_lab.core.draft import Draft, Shape
-from spec_lab.core.inference import inference
-from spec_lab.core.request import Request
+from spec_lab.core.draft import Shape
 from spec_lab.decode.proposer import Observation, Requires
-from spec_lab.decode.sequence import Batch
+from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.block.files import read_block
 from spec_lab.drafters.block.network import BlockNetwork
-from spec_lab.drafters.features import Features, FeatureState, observe_features
+from spec_lab.drafters.features import FeatureReader, observe_features
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
-from spec_lab.propose.tree_proposer import TreeProposer
+from spec_lab.propose.tree_proposer import Forwards
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.block_lm import BlockLM
 from spec_lab.runners.runner import DraftRunner
 
 
-class BlockDrafter(TreeProposer):
+class BlockDrafter(FeatureReader):
     """Drafts below every sequence with one pending token and computed positions before it; nothing elsewhere.
 
     So nothing is drafted in the first step of a request, whose prompt is not computed yet, nor where forced tokens are
@@ -56,8 +54,8 @@ class BlockDrafter(TreeProposer):
                 "proposer.depth or proposer.max_depth, or a tree that is not as deep"
             )
         super().__init__(plan, "block", Requires(hidden=network.hidden), sha256)
-        self.network, self.context = network, target.context
-        self.lm = BlockLM(network, network.layers, target.lm.device, target.lm.dtype)
+        self.network, self.context, self.reserve = network, target.context, network.settings.block_size
+        self.lm: BlockLM = BlockLM(network, network.layers, target.lm.device, target.lm.dtype)
 
     @staticmethod
     def load(target: Target, path: str, **options: Unpack[TreeOptions]) -> BlockDrafter:
@@ -90,53 +88,33 @@ class BlockDrafter(TreeProposer):
         facts = {"hidden_states": list(own.taps), "block_size": own.block_size, "markov_rank": own.markov_rank}
         return self.plan.facts | facts
 
-    def init(self, request: Request) -> FeatureState:
-        """An empty state."""
-        positions = min(len(request.tokens) + request.max_new_tokens, self.context)
-        return FeatureState(self.lm.open(positions + self.network.settings.block_size), Features())
-
     def observe(self, observed: Sequence[Observation]) -> None:
         """Keep the features of every computed position."""
         observe_features(observed, self.network.features)
 
-    def fork(self, state: FeatureState) -> FeatureState:
-        """Share the cached keys and values."""
-        return state.fork()
+    def levels(self, sequence: SequenceState, room: int) -> int:
+        """See ``TreeProposer``."""
+        computed = len(sequence.kv)
+        ready = 0 < computed == sequence.state.features.end and len(sequence.tokens) == computed + 1
+        return room if ready else 0
 
-    def rewind(self, state: FeatureState, length: int) -> None:
-        """Forget the positions from ``length`` on."""
-        state.rewind(length, length)
-
-    def close(self, state: FeatureState) -> None:
-        """Free the KV cache."""
-        state.close()
-
-    @inference
-    def propose(self, batch: Batch) -> Draft:
-        """Append the features of newly computed positions, and draft below the pending token, by one forward."""
-        depths = []
-        for room, one in zip(batch.room(), batch.sequences, strict=True):
-            computed = len(one.kv)
-            ready = 0 < computed == one.state.features.end and len(one.tokens) == computed + 1
-            depths.append(max(0, min(room, self.plan.depth)) if ready else 0)
-        active = [one for one, depth in zip(batch.sequences, depths, strict=True) if depth]
+    def begin(self, batch: Batch, depths: Sequence[int]) -> Forwards:
+        """Append the features of newly computed positions, and compute all levels by one forward."""
+        active = [sequence for sequence, depth in zip(batch.sequences, depths, strict=True) if depth]
         number = np.cumsum(np.array(depths) > 0) - 1  # of each tree among the active ones
         markov, device = self.network.markov_head, self.lm.device
-        logits, roots = torch.empty(0), None  # [A, levels, V], without the Markov head
+        kvs = [sequence.state.kv for sequence in active]
+        features = [sequence.state.features.since(len(kv)) for sequence, kv in zip(active, kvs, strict=True)]
+        pending = torch.tensor([sequence.tokens[-1] for sequence in active], device=device)
+        timed = batch.clock.phase("propose_forward")
+        outputs = self.lm.forward(kvs, features, self.network.block(pending), timed)
+        logits = self.network.logits(outputs, max(depths))  # [A, levels, V], without the Markov head
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> RowLogits:
-            place = number[shape.root[rows]] * logits.shape[1] + shape.depth[rows]
-            found = logits.flatten(0, 1).index_select(0, torch.from_numpy(place).to(device))
+            level = number[shape.root[rows]] * logits.shape[1] + shape.depth[rows]
+            found = logits.flatten(0, 1).index_select(0, torch.from_numpy(level).to(device))
             if markov is not None:
                 found = found + markov(torch.from_numpy(token[rows - shape.roots]).to(device))
             return RowLogits.of(found)
 
-        if active:
-            kvs = [one.state.kv for one in active]
-            features = [one.state.features.since(len(kv)) for one, kv in zip(active, kvs, strict=True)]
-            pending = torch.tensor([one.tokens[-1] for one in active], device=device)
-            timed = batch.clock.phase("propose_forward")
-            outputs = self.lm.forward(kvs, features, self.network.block(pending), timed)
-            logits = self.network.logits(outputs, max(depths))
-            roots = RowLogits.of(logits[:, 0] if markov is None else logits[:, 0] + markov(pending))
-        return self.plan.draft(batch, depths, roots, expand).draft
+        return Forwards(RowLogits.of(logits[:, 0] if markov is None else logits[:, 0] + markov(pending)), expand)

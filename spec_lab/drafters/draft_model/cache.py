@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from spec_lab.core.draft import Shape
-from spec_lab.runners.runner import KVSequence
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import runner_kv_bytes
+from spec_lab.propose.tree_proposer import TreeProposer
+from spec_lab.runners.runner import DraftRunner, KVSequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +59,13 @@ class DraftCache:
         kv: in the draft's runner.
         tokens: those whose positions the stable part holds, and those that follow it for certain.
         tentative: what was drafted last.
+        text: what the draft reads of the sequence, in its own tokens, as of this step.
     """
 
     kv: KVSequence
     tokens: list[int] = field(default_factory=list)
     tentative: Tentative | None = None
+    text: list[int] = field(default_factory=list)
 
     def follow(self, tokens: list[int]) -> list[int]:
         """Keep the longest common prefix with ``tokens``, drop the rest; return the tokens not yet computed.
@@ -93,3 +99,32 @@ class DraftCache:
         """Free the cells."""
         self.tentative = None
         self.kv.close()
+
+
+class CachedDrafter(TreeProposer):
+    """A drafter with a causal LM of its own, whose KV cache follows each sequence: the life cycle of its states.
+
+    Subclasses set ``lm``; ``context``, most positions of a sequence; and ``reserve``, how many more of a sequence's
+    positions the KV cache holds while it drafts.
+    """
+
+    lm: DraftRunner
+    context: int
+    reserve: int
+
+    def init(self, request: Request) -> DraftCache:
+        """The draft's KV cache for a sequence, empty."""
+        tokens = min(len(request.tokens) + request.max_new_tokens, self.context)
+        return DraftCache(self.lm.open(tokens + self.reserve))
+
+    def kv_bytes(self, positions: Sequence[int]) -> int:
+        """See ``Proposer``."""
+        return runner_kv_bytes(self.lm, [min(end, self.context) + self.reserve for end in positions])
+
+    def fork(self, state: DraftCache) -> DraftCache:
+        """See ``DraftCache.fork``."""
+        return state.fork()
+
+    def close(self, state: DraftCache) -> None:
+        """See ``DraftCache.close``."""
+        state.close()

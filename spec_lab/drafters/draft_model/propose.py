@@ -15,23 +15,22 @@ import numpy as np
 from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.inference import inference
 from spec_lab.core.options import one_of
-from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Requires, runner_kv_bytes
-from spec_lab.decode.sequence import Batch
-from spec_lab.drafters.draft_model.cache import DraftCache, Tentative
+from spec_lab.decode.proposer import Requires
+from spec_lab.decode.sequence import Batch, SequenceState
+from spec_lab.drafters.draft_model.cache import CachedDrafter, DraftCache, Tentative
 from spec_lab.drafters.draft_model.forced import RUN, ForcedChains
 from spec_lab.drafters.draft_model.loading import check_same_tokens, load_draft
 from spec_lab.drafters.draft_model.retokenized import Tokens
 from spec_lab.drafters.draft_model.vocabularies import SameTokens, SharedTokens, intersect
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import Computed
-from spec_lab.propose.tree_plan import TreeOptions, TreePlan
-from spec_lab.propose.tree_proposer import TreeProposer
+from spec_lab.propose.tree_plan import Grown, TreeOptions, TreePlan
+from spec_lab.propose.tree_proposer import Forwards
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.runner import DraftRunner
 
 
-class DraftModel(TreeProposer):
+class DraftModel(CachedDrafter):
     """Drafts with a causal LM of its own, whose KV cache follows each sequence.
 
     Args:
@@ -53,7 +52,7 @@ class DraftModel(TreeProposer):
         vocabularies: SameTokens | None = None,
     ) -> None:
         super().__init__(plan, name, Requires(), sha256)
-        self.lm, self.context = lm, context
+        self.lm, self.context, self.reserve = lm, context, plan.computed
         self.vocabularies: SameTokens = vocabularies or SameTokens()
         self._bare = lru_cache(maxsize=256)(lambda roots: empty(roots, lm.device))
 
@@ -104,64 +103,53 @@ class DraftModel(TreeProposer):
         """See ``Proposer``."""
         return RUN if self._drafts_forced else 0
 
-    def init(self, request: Request) -> DraftCache:
-        """The draft's KV cache for a sequence, empty."""
-        tokens = min(len(request.tokens) + request.max_new_tokens, self.context)
-        return DraftCache(self.lm.open(tokens + self.plan.computed))
+    def levels(self, sequence: SequenceState, room: int) -> int:
+        """As many as the draft's context still holds; new prompts are computed on the way.
 
-    def kv_bytes(self, positions: Sequence[int]) -> int:
-        """See ``Proposer``."""
-        return runner_kv_bytes(self.lm, [min(end, self.context) + self.plan.computed for end in positions])
-
-    def fork(self, state: DraftCache) -> DraftCache:
-        """See ``DraftCache.fork``."""
-        return state.fork()
-
-    def close(self, state: DraftCache) -> None:
-        """See ``DraftCache.close``."""
-        state.close()
+        Nodes at the last depth are not computed: they may stand one beyond the draft's last position.
+        """
+        cache: DraftCache = sequence.state
+        cache.text = text = self.vocabularies.read(sequence.tokens)
+        return min(room, self.context + 1 - len(text)) if text else 0
 
     @inference
     def propose(self, batch: Batch) -> Draft:
-        """Draft below every sequence that the draft's context still holds; new prompts are computed on the way."""
-        between = self.vocabularies
-        texts = [between.read(one.tokens) for one in batch.sequences]
-        # Nodes at the last depth are not computed: they may stand one beyond the draft's last position.
-        limits = [
-            min(room, self.context + 1 - len(text)) if text else 0
-            for room, text in zip(batch.room(), texts, strict=True)
-        ]
+        """Draft below every sequence that the draft's context still holds, forced tokens among others."""
+        if not (self._drafts_forced and batch.draft_masks is not None and batch.draft_masks.forces):
+            return super().propose(batch)
+        limits = [self.levels(sequence, room) for room, sequence in zip(batch.room(), batch.sequences, strict=True)]
         depths = [max(0, min(limit, self.plan.depth)) for limit in limits]
+        caches = [sequence.state if depth else None for sequence, depth in zip(batch.sequences, depths, strict=True)]
+        samplings = [self.plan.sampling(sequence.request.sampling) for sequence in batch.sequences]
+        own = self.drawn, batch, batch.draft_masks, depths, samplings, caches, limits, self.plan.stop(batch)
+        return ForcedChains(self.lm, *own).run()
+
+    def begin(self, batch: Batch, depths: Sequence[int]) -> Forwards:
+        """Compute the tokens that follow the cached ones."""
+        between, timed, computed = self.vocabularies, batch.clock.phase("propose_forward"), list[np.ndarray]()
         caches: list[DraftCache | None] = [
-            one.state if depth else None for one, depth in zip(batch.sequences, depths, strict=True)
+            sequence.state if depth else None for sequence, depth in zip(batch.sequences, depths, strict=True)
         ]
-        if self._drafts_forced and batch.draft_masks is not None and batch.draft_masks.forces:
-            samplings = [self.plan.sampling(sequence.request.sampling) for sequence in batch.sequences]
-            own = self.drawn, batch, batch.draft_masks, depths, samplings, caches, limits, self.plan.stop(batch)
-            return ForcedChains(self.lm, *own).run()
-        timed = batch.clock.phase("propose_forward")
         kvs = [None if cache is None else cache.kv for cache in caches]
-        computed: list[np.ndarray] = []
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Computed:
             computed.append(rows)
             return between.logits(self.lm.extend(kvs, shape, rows, between.nodes(token[rows - shape.roots]), timed))
 
-        active = [(cache, text) for cache, text in zip(caches, texts, strict=True) if cache is not None]
-        roots: Computed | None = None
-        if active:
-            pending = [cache.follow(text) for cache, text in active]
-            bare = self._bare(len(active))
-            roots = between.logits(self.lm.forward([cache.kv for cache, _ in active], pending, bare, timed=timed))
-        drafted = self.plan.draft(batch, depths, roots, expand)
-        found = np.zeros(drafted.shape.rows, dtype=bool)
-        for rows in computed:
-            found[rows] = True
-        nodes = between.nodes(drafted.token)
-        for tree, cache in enumerate(caches):
-            if cache is not None:
-                cache.tentative = Tentative(drafted.shape, tree, nodes, found)
-        return drafted.draft
+        def finish(grown: Grown) -> None:
+            found = np.zeros(grown.shape.rows, dtype=bool)
+            for rows in computed:
+                found[rows] = True
+            nodes = between.nodes(grown.token)
+            for tree, cache in enumerate(caches):
+                if cache is not None:
+                    cache.tentative = Tentative(grown.shape, tree, nodes, found)
+
+        active = [cache for cache in caches if cache is not None]
+        pending = [cache.follow(cache.text) for cache in active]
+        bare = self._bare(len(active))
+        roots = self.lm.forward([cache.kv for cache in active], pending, bare, timed=timed)
+        return Forwards(between.logits(roots), expand, finish)
 
     @property
     def _drafts_forced(self) -> bool:

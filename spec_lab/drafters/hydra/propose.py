@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.clock import Phase
-from spec_lab.core.draft import Draft, Shape
-from spec_lab.core.inference import inference
+from spec_lab.core.draft import Shape
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
@@ -27,7 +26,7 @@ from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
-from spec_lab.propose.tree_proposer import TreeProposer
+from spec_lab.propose.tree_proposer import Forwards, TreeProposer
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.feature_lm import FeatureLM
 from spec_lab.runners.runner import DraftRunner, KVSequence
@@ -132,33 +131,32 @@ class Hydra(TreeProposer):
         if state.kv is not None:
             state.kv.close()
 
-    @inference
-    def propose(self, batch: Batch) -> Draft:
-        """Draft below the pending tokens, one call of a head per level."""
+    def levels(self, sequence: SequenceState, room: int) -> int:
+        """See ``TreeProposer``."""
+        pending = len(sequence.pending)
+        known = pending and sequence.state.features.last(len(sequence.kv)) is not None
+        return min(room, len(self.network) + 1 - pending) if known else 0
+
+    def begin(self, batch: Batch, depths: Sequence[int]) -> Forwards:
+        """Compute the first head of each tree; one call of a head per level follows."""
         timed = batch.clock.phase("propose_forward")
-        depths, active, read = [], list[SequenceState](), dict[int, HeadInput]()
-        for tree, (room, one) in enumerate(zip(batch.room(), batch.sequences, strict=True)):
-            computed, pending = len(one.kv), one.pending
-            known = pending and one.state.features.last(computed) is not None
-            depths.append(max(0, min(room, self.plan.depth, len(self.network) + 1 - len(pending))) if known else 0)
-            if depths[-1]:
-                read[tree] = HeadInput(len(active), pending)
-                active.append(one)
+        active, read = list[SequenceState](), dict[int, HeadInput]()
+        for tree, (sequence, depth) in enumerate(zip(batch.sequences, depths, strict=True)):
+            if depth:
+                read[tree] = HeadInput(len(active), sequence.pending)
+                active.append(sequence)
         paths = HeadRows(self.network, self._states(active, timed), read, timed)
-        roots = paths.compute(list(read)) if active else None
-        return self.plan.draft(batch, depths, roots, paths.expand).draft
+        return Forwards(paths.compute(list(read)), paths.expand)
 
     def _states(self, sequences: Sequence[SequenceState], timed: Phase) -> Tensor:  # [A, H]
         """The state of each sequence's last computed position, which all heads read."""
-        if not sequences:
-            return torch.empty(0)
         if self.lm is None:
-            return torch.cat([one.state.features.parts[-1][-1:] for one in sequences])
-        kvs = [one.state.kv for one in sequences]
-        for one, kv in zip(sequences, kvs, strict=True):  # after a rewind, the last position is read again
-            kv.truncate(min(len(kv), one.state.features.end - 1))
-        new = [one.state.features.since(len(kv)) for one, kv in zip(sequences, kvs, strict=True)]
-        return self.lm.forward(kvs, [len(one) for one in new], torch.cat(new), timed)
+            return torch.cat([sequence.state.features.parts[-1][-1:] for sequence in sequences])
+        kvs = [sequence.state.kv for sequence in sequences]
+        for sequence, kv in zip(sequences, kvs, strict=True):  # after a rewind, the last position is read again
+            kv.truncate(min(len(kv), sequence.state.features.end - 1))
+        new = [sequence.state.features.since(len(kv)) for sequence, kv in zip(sequences, kvs, strict=True)]
+        return self.lm.forward(kvs, [len(states) for states in new], torch.cat(new), timed)
 
 
 class HeadInput(NamedTuple):
@@ -199,12 +197,12 @@ class HeadRows:
         parts, order = [], list[int]()
         with self.timed:
             for length in sorted({len(path.tokens) for path in paths}):
-                some = [place for place, path in enumerate(paths) if len(path.tokens) == length]
-                token = torch.tensor([paths[place].tokens for place in some], device=self.states.device)
-                which = torch.tensor([paths[place].state for place in some], device=self.states.device)
+                some = [number for number, path in enumerate(paths) if len(path.tokens) == length]
+                token = torch.tensor([paths[number].tokens for number in some], device=self.states.device)
+                which = torch.tensor([paths[number].state for number in some], device=self.states.device)
                 parts.append(self.network(self.network.inputs(self.states.index_select(0, which), token)))
                 order += some
             if len(parts) == 1:
                 return RowLogits.of(parts[0])
-            places = torch.from_numpy(np.argsort(order)).to(self.states.device)
-            return RowLogits.of(torch.cat(parts).index_select(0, places))
+            back = torch.from_numpy(np.argsort(order)).to(self.states.device)
+            return RowLogits.of(torch.cat(parts).index_select(0, back))

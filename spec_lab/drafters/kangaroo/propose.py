@@ -22,11 +22,10 @@ from spec_lab.core.clock import Phase
 from spec_lab.core.draft import Shape
 from spec_lab.core.inference import inference
 from spec_lab.core.options import whole
-from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation
 from spec_lab.decode.sequence import SequenceState
-from spec_lab.drafters.early_exit import EarlyExit
-from spec_lab.drafters.features import Features, FeatureState, observe_features
+from spec_lab.drafters.early_exit import FirstLayers
+from spec_lab.drafters.features import FeatureReader, FeatureState, observe_features
 from spec_lab.drafters.kangaroo.files import read_kangaroo
 from spec_lab.drafters.kangaroo.network import Kangaroo
 from spec_lab.models.checkpoint import weights_hash
@@ -35,88 +34,76 @@ from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+from spec_lab.propose.trees import Choices
+from spec_lab.runners.draft_pass import Partial
 from spec_lab.runners.feature_lm import FeatureLM
+from spec_lab.runners.runner import DraftRunner
 
 
-class KangarooHead:
-    """Draft logits from exit states, by an adapter with a KV cache of its own. An ``early_exit.ExitHead``.
+class KangarooDrafter(FeatureReader, FirstLayers):
+    """Drafts with the target's first layers and an adapter, which has a KV cache of its own.
 
     Args:
         network: the adapter, bound to the target.
-        target: whose exit states it reads.
-        nodes: most nodes below one root that are computed.
+        target: whose first layers draft.
+        plan: the trees, and how their tokens are drawn.
         sha256: of the adapter's weights; None for random ones.
     """
 
-    name = "kangaroo"
-
-    def __init__(self, network: Kangaroo, target: Target, nodes: int, sha256: str | None = "") -> None:
-        self.network, self.computed, self.context, self.sha256 = network, nodes, target.context, sha256
-        self.hidden = (network.settings.exit_layer,)
-        self.lm = FeatureLM(network, network.layers, target.lm.device, target.lm.dtype)
+    def __init__(self, network: Kangaroo, target: Target, plan: TreePlan, sha256: str | None = "") -> None:
+        layers = network.settings.exit_layer
+        super().__init__(target.lm, layers, plan, "kangaroo", (layers,), sha256)
+        self.network, self.context, self.reserve = network, target.context, plan.computed
+        self.lm: FeatureLM = FeatureLM(network, network.layers, target.lm.device, target.lm.dtype)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        return {"adapter_layers": self.network.layers}
+        return super().facts | {"adapter_layers": self.network.layers}
 
-    def toy(self, target: Target) -> KangarooHead:
-        """An adapter with random weights after the first layer of a toy."""
-        return KangarooHead(self.network.toy(target), target, self.computed, None)
-
-    def init(self, request: Request) -> FeatureState:
-        """An empty state."""
-        positions = min(len(request.tokens) + request.max_new_tokens, self.context)
-        return FeatureState(self.lm.open(positions + self.computed), Features())
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> KangarooDrafter:
+        """The same with a random adapter after the first layer of a toy."""
+        return KangarooDrafter(self.network.toy(target), target, self.plan.toy(tree), None)
 
     def observe(self, observed: Sequence[Observation]) -> None:
-        """Keep the exit states of computed positions until ``roots`` reads them."""
+        """Keep the exit states of computed positions until ``root_logits`` reads them."""
         observe_features(observed, lambda hidden: hidden.to(self.lm.dtype))
 
-    def fork(self, state: FeatureState) -> FeatureState:
-        """Share the stable part, drop the tentative part."""
-        return state.fork()
-
-    def rewind(self, state: FeatureState, length: int) -> None:
-        """Forget from position ``length`` on."""
-        state.rewind(length, length)
-
-    def close(self, state: FeatureState) -> None:
-        """Free the KV cache."""
-        state.close()
-
-    def ready(self, sequence: SequenceState) -> bool:
-        """Whether the exit states of all computed positions are known, as they are where none is computed."""
-        return bool(sequence.state.features.end == len(sequence.kv))
+    def levels(self, sequence: SequenceState, room: int) -> int:
+        """None where exit states of computed positions are unknown; they are known where no position is computed."""
+        return super().levels(sequence, room) if sequence.state.features.end == len(sequence.kv) else 0
 
     @inference
-    def roots(
-        self, sequences: Sequence[SequenceState], pending: Sequence[int], exits: Tensor, timed: Phase
+    def root_logits(
+        self, sequences: Sequence[SequenceState], pending: Sequence[int], part: Partial, timed: Phase
     ) -> RowLogits:
         """Append what was observed since the last step, and the pending positions; drop tentative nodes."""
+        assert part.exits is not None
         inputs, lengths = list[Tensor](), list[int]()
-        for one, own in zip(sequences, exits.to(self.lm.dtype).split(list(pending)), strict=True):
-            state: FeatureState = one.state
+        for sequence, exits in zip(sequences, part.exits.to(self.lm.dtype).split(list(pending)), strict=True):
+            state: FeatureState = sequence.state
             begin, known = len(state.kv), state.features.end
             if begin < known:
                 inputs.append(state.features.since(begin))
-            inputs.append(own)
-            lengths.append(known - begin + len(own))
+            inputs.append(exits)
+            lengths.append(known - begin + len(exits))
             state.features.parts.clear()  # the KV cache has them now
         rows = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-        kvs = [one.state.kv for one in sequences]
+        kvs = [sequence.state.kv for sequence in sequences]
         return RowLogits.of(self.network.logits(self.lm.forward(kvs, lengths, rows, timed)))
 
     @inference
-    def nodes(
-        self, sequences: Sequence[SequenceState | None], shape: Shape, rows: np.ndarray, exits: Tensor, timed: Phase
+    def node_logits(
+        self, sequences: Sequence[SequenceState | None], shape: Shape, rows: np.ndarray, part: Partial, timed: Phase
     ) -> RowLogits:
         """Compute nodes, which are held until the next step."""
-        kvs = [None if one is None else one.state.kv for one in sequences]
-        return RowLogits.of(self.network.logits(self.lm.extend(kvs, shape, rows, exits.to(self.lm.dtype), timed)))
+        assert part.exits is not None
+        kvs = [None if sequence is None else sequence.state.kv for sequence in sequences]
+        exits = part.exits.to(self.lm.dtype)
+        return RowLogits.of(self.network.logits(self.lm.extend(kvs, shape, rows, exits, timed)))
 
 
-def load(target: Target, path: str, exit_layer: int | None = None, **options: Unpack[TreeOptions]) -> EarlyExit:
+def load(target: Target, path: str, exit_layer: int | None = None, **options: Unpack[TreeOptions]) -> KangarooDrafter:
     """Read an adapter and choose its trees.
 
     Args:
@@ -135,7 +122,6 @@ def load(target: Target, path: str, exit_layer: int | None = None, **options: Un
     given = None if exit_layer is None else whole("proposer.exit_layer", exit_layer)
     lm = with_layer_ranges(target, "kangaroo")
     network = read_kangaroo(path, target, given)
-    layers = network.settings.exit_layer
-    check_exit(lm, layers, target.name)
+    check_exit(lm, network.settings.exit_layer, target.name)
     pack(network)
-    return EarlyExit(lm, layers, plan, KangarooHead(network, target, plan.computed, weights_hash(path)))
+    return KangarooDrafter(network, target, plan, weights_hash(path))

@@ -18,22 +18,20 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Shape, chain, forest
-from spec_lab.core.inference import inference
 from spec_lab.core.options import brief
-from spec_lab.core.request import Request
-from spec_lab.decode.proposer import Requires, runner_kv_bytes
-from spec_lab.decode.sequence import Batch
-from spec_lab.drafters.draft_model.cache import DraftCache
+from spec_lab.decode.proposer import Requires
+from spec_lab.decode.sequence import Batch, SequenceState
+from spec_lab.drafters.draft_model.cache import CachedDrafter
 from spec_lab.drafters.draft_model.loading import check_same_tokens, load_draft
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
-from spec_lab.propose.tree_proposer import TreeProposer
+from spec_lab.propose.tree_proposer import Forwards
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.runner import DraftRunner
 
 
-class Pard(TreeProposer):
+class Pard(CachedDrafter):
     """Drafts with a causal LM that was trained to read mask tokens, whose KV cache follows each sequence.
 
     It reads tokens only, so it drafts in every step: in the first one of a request, where it computes the whole prompt,
@@ -59,7 +57,7 @@ class Pard(TreeProposer):
         vocabulary: int | None = None,
     ) -> None:
         super().__init__(plan, "pard", Requires(), sha256)
-        self.lm, self.context, self.mask_token = lm, context, mask_token
+        self.lm, self.context, self.reserve, self.mask_token = lm, context, plan.depth, mask_token
         self.vocabulary = vocabulary
         self._masks = lru_cache(maxsize=256)(self._mask_chains)
 
@@ -100,46 +98,25 @@ class Pard(TreeProposer):
         """What a record should keep."""
         return self.plan.facts | {"mask_token": self.mask_token}
 
-    def init(self, request: Request) -> DraftCache:
-        """The draft's KV cache for a sequence, empty."""
-        tokens = min(len(request.tokens) + request.max_new_tokens, self.context)
-        return DraftCache(self.lm.open(tokens + self.plan.depth))
+    def levels(self, sequence: SequenceState, room: int) -> int:
+        """The last mask token stands one position before the last level."""
+        return min(room, self.context + 1 - len(sequence.tokens))
 
-    def kv_bytes(self, positions: Sequence[int]) -> int:
-        """See ``Proposer``."""
-        return runner_kv_bytes(self.lm, [min(end, self.context) + self.plan.depth for end in positions])
-
-    def fork(self, state: DraftCache) -> DraftCache:
-        """See ``DraftCache.fork``."""
-        return state.fork()
-
-    def close(self, state: DraftCache) -> None:
-        """See ``DraftCache.close``."""
-        state.close()
-
-    @inference
-    def propose(self, batch: Batch) -> Draft:
-        """Draft below every sequence that the draft's context still holds, by one forward of the draft."""
-        depths = []
-        for room, one in zip(batch.room(), batch.sequences, strict=True):
-            # The last mask token stands one position before the last level.
-            depths.append(max(0, min(room, self.context + 1 - len(one.tokens), self.plan.depth)))
-        active = [(one.state, one.tokens) for one, depth in zip(batch.sequences, depths, strict=True) if depth]
+    def begin(self, batch: Batch, depths: Sequence[int]) -> Forwards:
+        """Compute all levels by one forward of the draft."""
+        active = [sequence for sequence, depth in zip(batch.sequences, depths, strict=True) if depth]
         number = np.cumsum(np.array(depths) > 0) - 1  # of each tree among the active ones
         masks = self._masks(tuple(depth - 1 for depth in depths if depth))
-        logits, roots = torch.empty(0), None  # [A + mask tokens, V]
+        pending = [sequence.state.follow(self._read(sequence.tokens)) for sequence in active]
+        timed = batch.clock.phase("propose_forward")
+        computed = self.lm.forward([sequence.state.kv for sequence in active], pending, masks, timed=timed)
+        logits = self._fitted(computed.logits, batch.target.vocabulary)  # [A + mask tokens, V]
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> RowLogits:
             level = masks.shape.grid[number[shape.root[rows]], shape.depth[rows]]
             return RowLogits.of(logits.index_select(0, torch.from_numpy(level).to(logits.device)))
 
-        if active:
-            pending = [state.follow(self._read(tokens)) for state, tokens in active]
-            timed = batch.clock.phase("propose_forward")
-            found = self.lm.forward([state.kv for state, _ in active], pending, masks, timed=timed).logits
-            logits = self._fitted(found, batch.target.vocabulary)
-            roots = RowLogits.of(logits[: len(active)])
-        return self.plan.draft(batch, depths, roots, expand).draft
+        return Forwards(RowLogits.of(logits[: len(active)]), expand)
 
     def _read(self, tokens: list[int]) -> list[int]:
         """The tokens as the draft reads them."""

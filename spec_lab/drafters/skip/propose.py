@@ -7,7 +7,7 @@ sublayers are skipped is given, or found while requests are decoded (``skip_sear
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.clock import Phase
-from spec_lab.core.draft import Draft, Shape, chain
-from spec_lab.core.inference import inference
+from spec_lab.core.draft import Shape, chain
 from spec_lab.core.options import one_of, share, whole
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Requires
@@ -33,8 +32,8 @@ from spec_lab.drafters.skip.search import (
 from spec_lab.models.layer_checks import check_skipping, sublayers_of, with_layer_ranges
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import Computed, RowLogits
-from spec_lab.propose.tree_plan import TreeOptions, TreePlan
-from spec_lab.propose.tree_proposer import TreeProposer
+from spec_lab.propose.tree_plan import Grown, TreeOptions, TreePlan
+from spec_lab.propose.tree_proposer import Forwards, TreeProposer
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.draft_pass import DraftPass, Route, Sublayer
 from spec_lab.runners.runner import DraftRunner, Runner
@@ -65,6 +64,8 @@ class Skip(TreeProposer):
         scope: of a search: "run": all requests share what was found, as published; "request": each searches alone, and
             all tries that are due are made in one step, many of them after a preemption.
     """
+
+    lenient = True  # the target's own logits may be finite where those of a draft are not
 
     def __init__(
         self, lm: Runner, plan: TreePlan, skipped: frozenset[Sublayer] | SkipSearch, scope: str = "run"
@@ -186,50 +187,49 @@ class Skip(TreeProposer):
         state.tries = [one for one in state.tries if one.end <= length]
         state.last = min(state.last, length)
 
-    @inference
-    def propose(self, batch: Batch) -> Draft:
-        """Search on, then draft without the sublayers found so far.
+    def levels(self, sequence: SequenceState, room: int) -> int:
+        """See ``TreeProposer``."""
+        return room if len(sequence.pending) <= self.lm.max_pending else 0
 
-        Nothing is drafted below a row whose draft logits are not finite: the target's own may be.
-        """
+    def begin(self, batch: Batch, depths: Sequence[int]) -> Forwards:
+        """Search on, then draft without the sublayers found so far."""
         timed = batch.clock.phase("propose_forward")
-        pending = [one.pending for one in batch.sequences]
-        depths = [
-            max(0, min(room, self.plan.depth)) if len(own) <= self.lm.max_pending else 0
-            for room, own in zip(batch.room(), pending, strict=True)
-        ]
         groups: dict[frozenset[Sublayer], list[int]] = {}
-        for tree, (one, depth) in enumerate(zip(batch.sequences, depths, strict=True)):
+        for tree, (sequence, depth) in enumerate(zip(batch.sequences, depths, strict=True)):
             if depth:
-                groups.setdefault(self._choose(one, batch), []).append(tree)
+                groups.setdefault(self._choose(sequence, batch), []).append(tree)
         passes = {skipped: self.lm.draft_pass(Route(skipped=skipped)) for skipped in groups}
-        broken: Mapping[int, str] = {}
+        broken = set[int]()
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Computed:
             found, order = [], []
             for skipped, trees in groups.items():
                 own = np.flatnonzero(np.isin(shape.root[rows], trees))
                 if len(own):
-                    kvs = [batch.sequences[n].kv if n in trees else None for n in range(len(depths))]
+                    kvs = [batch.sequences[tree].kv if tree in trees else None for tree in range(len(depths))]
                     given = token[rows[own] - shape.roots]
                     found.append(passes[skipped].extend(kvs, shape, rows[own], given, timed).logits)
                     order.append(own)
             return _ordered(found, order)
 
+        def finish(grown: Grown) -> None:
+            broken.update(grown.draft.broken)
+
+        def drop() -> None:
+            for skipped, draft_pass in passes.items():
+                draft_pass.drop(clear=not broken.isdisjoint(groups[skipped]))
+
         try:
             found, order = [], []
-            place = np.cumsum(np.array(depths) > 0) - 1  # of each tree among those that are drafted
+            number = np.cumsum(np.array(depths) > 0) - 1  # of each tree among those that are drafted
             for skipped, trees in groups.items():
-                kvs, own = [batch.sequences[n].kv for n in trees], [pending[n] for n in trees]
+                kvs, own = [batch.sequences[n].kv for n in trees], [batch.sequences[n].pending for n in trees]
                 found.append(passes[skipped].forward(kvs, own, timed).logits)
-                order.append(place[trees])
-            roots = _ordered(found, order) if found else None
-            draft = self.plan.draft(batch, depths, roots, expand, lenient=True).draft
-            broken = draft.broken
-            return replace(draft, broken={}) if broken else draft
-        finally:
-            for skipped, one_pass in passes.items():
-                one_pass.drop(clear=not broken.keys().isdisjoint(groups[skipped]))
+                order.append(number[trees])
+            return Forwards(_ordered(found, order), expand, finish, drop)
+        except BaseException:
+            drop()
+            raise
 
     def _choose(self, one: SequenceState, batch: Batch) -> frozenset[Sublayer]:
         """Make the tries that are due for a sequence; return what its draft skips."""

@@ -26,7 +26,7 @@ from spec_lab.drafters.feature_drafter import FeatureDrafter
 from spec_lab.drafters.hydra.network import HydraHeads, HydraSettings
 from spec_lab.drafters.hydra.propose import Hydra
 from spec_lab.drafters.kangaroo.network import Kangaroo, KangarooSettings
-from spec_lab.drafters.kangaroo.propose import KangarooHead
+from spec_lab.drafters.kangaroo.propose import KangarooDrafter
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.drafters.mtp.network import Mtp, MtpSettings
@@ -117,7 +117,7 @@ def early_exit(tree="1x1", drawn="iid", **options):
 def kangaroo(tree="1x1", drawn="iid", **options):
     network = random_network(Kangaroo(KangarooSettings(small_layer(4), 4, 1)), TARGET)
     plan = TreePlan(parse(tree), drawn, **options)
-    return EarlyExit(TARGET.lm, 1, plan, KangarooHead(network, TARGET, plan.computed))
+    return KangarooDrafter(network, TARGET, plan)
 
 
 def skip(tree="1x1", drawn="iid", **options):
@@ -251,11 +251,11 @@ def test_every_proposer_is_enumerated_with_its_own_code(name):
 
 
 def factory(proposer):
-    """What configs name: drafters of features, and early exits with a head, have one class and several networks."""
+    """What configs name: drafters of features have one class and several networks."""
     kind = type(proposer)
     return (
         f"spec_lab.drafters.{proposer.name}.propose.load"
-        if kind is FeatureDrafter or getattr(proposer, "head", None) is not None
+        if kind is FeatureDrafter or kind is KangarooDrafter
         else f"{kind.__module__}.{kind.__name__}.load"
     )
 
