@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated
 
 import numpy as np
@@ -55,6 +56,11 @@ class Sampling:
     def truncates(self) -> bool:
         """Whether top-k, top-p or min-p can remove a token."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @cached_property
+    def untruncated(self) -> Sampling:
+        """The same repetition penalty at temperature 1, without top-k, top-p and min-p."""
+        return Sampling(1.0, repetition_penalty=self.repetition_penalty)
 
 
 def logits_to_probs(

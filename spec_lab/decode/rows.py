@@ -168,7 +168,7 @@ def at_temperature_1(
     """
     (here,) = upload(logits.device, rows)
     own = samplings if len(samplings) == 1 else [samplings[row] for row in rows]
-    plain = [Sampling(1.0, repetition_penalty=one.repetition_penalty) for one in own]
+    plain = [sampling.untruncated for sampling in own]
     parts = [None if one is None else one[here] for one in (seen, allowed)]
     return logits_to_probs(logits[here], plain, *parts)
 

@@ -27,7 +27,7 @@ from spec_lab.core.readback import Readback
 from spec_lab.decode.sequence import DraftMasks
 from spec_lab.propose.expansion import Expand
 from spec_lab.propose.growth import Stop
-from spec_lab.propose.siblings import BROKEN, exists, sample_siblings
+from spec_lab.propose.siblings import BROKEN, allow_, exists, sample_siblings
 
 
 @dataclass(frozen=True)
@@ -152,15 +152,12 @@ class BestFirst:
         if (without := finite_(own)) is not None:
             ask["without"] = without
         if self.masks is not None:
-            allowed = torch.from_numpy(np.stack([self._allowed.pop(row) for row in rows])).to(own.device)
-            own.masked_fill_(~allowed, -torch.inf)
-            ask["possible"] = possible = own.amax(-1) > -torch.inf
-            own[:, 0].masked_fill_(~possible, 0.0)  # one-hot; what is drawn from it is dropped
+            ask["possible"] = allow_(own, np.stack([self._allowed.pop(row) for row in rows]))
         if self.stop is not None:
             paths = np.exp([self._score[row] for row in rows])
             ask["stopped"] = self.stop(own.softmax(-1), np.array([self._tree[row] for row in rows]), paths)
         if self.drawn == "point":  # path probabilities are those at temperature 1, whatever the request's temperature
-            samplings = [Sampling(1.0, repetition_penalty=one.repetition_penalty) for one in samplings]
+            samplings = [sampling.untruncated for sampling in samplings]
         q = logits_to_probs(own, samplings, self._seen(rows, samplings, own), scratch=own)
         if self.drawn == "point":
             token = likeliest(q, self.budget.children)

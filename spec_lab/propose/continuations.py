@@ -3,32 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 
 
-def continuation(tokens: Sequence[int], place: int, count: int) -> list[int]:
-    """Return the ``count`` tokens from ``place`` on; at the end of the text they repeat from ``place``."""
-    found = list(tokens[place : place + count])
-    return found if len(found) == count else (found * -(-count // len(found)))[:count]
+def continuation(tokens: Sequence[int], place: int, length: int) -> list[int]:
+    """Return the ``length`` tokens from ``place`` on; at the end of the text they repeat from ``place``."""
+    found = list(tokens[place : place + length])
+    return found if len(found) == length else (found * -(-length // len(found)))[:length]
+
+
+@dataclass(eq=False)
+class Trie:
+    """Texts or trees of one sequence, merged.
+
+    Args:
+        parent: ``[n]`` the row above each node; 0 is the root, node i has row i + 1.
+        token: ``[n]`` its token; siblings have distinct ones.
+    """
+
+    parent: list[int] = field(default_factory=list)
+    token: list[int] = field(default_factory=list)
+    _row: dict[tuple[int, int], int] = field(default_factory=dict)  # of each child, by its parent's row and its token
+
+    def add(self, parent: Iterable[int], token: Sequence[int], most: int) -> list[int] | None:
+        """Merge a tree, as long as the trie has fewer than ``most`` nodes.
+
+        Args:
+            parent, token: ``[m]`` of the tree, as of this class.
+            most: nodes of the trie.
+
+        Returns:
+            ``[m]`` the nodes' numbers within the trie; None where some were left out.
+        """
+        rows = [0]  # within the trie, of each row of the tree; -1 where it was left out
+        for above, drafted in zip(parent, token, strict=False):
+            row = rows[above]
+            child = self._row.get((row, drafted), -1) if row >= 0 else -1
+            if child < 0 <= row and len(self.token) < most:
+                self.parent.append(row)
+                self.token.append(drafted)
+                child = self._row[row, drafted] = len(self.token)
+            rows.append(child)
+        return None if -1 in rows else [row - 1 for row in rows[1:]]
 
 
 def merged(texts: Iterable[Sequence[int]], nodes: int) -> tuple[list[int], list[int]]:
-    """Merge texts, in their order, into a trie of at most ``nodes`` nodes.
+    """Merge texts, in their order, into a trie of at most ``nodes`` nodes. The first that does not fit is the last.
 
     Returns:
-        Each node's parent row (0 is the root) and its token; siblings have distinct tokens.
+        Each node's parent row and its token, as of ``Trie``.
     """
-    row: dict[tuple[int, int], int] = {}
-    parents: list[int] = []
-    drafted: list[int] = []
+    trie = Trie()
     for text in texts:
-        at = 0
-        for token in text:
-            child = row.get((at, token))
-            if child is None:
-                if len(drafted) == nodes:
-                    return parents, drafted
-                parents.append(at)
-                drafted.append(token)
-                child = row[at, token] = len(drafted)
-            at = child
-    return parents, drafted
+        if trie.add(count(), text, nodes) is None:
+            break
+    return trie.parent, trie.token

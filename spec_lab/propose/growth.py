@@ -24,7 +24,7 @@ from spec_lab.core.probabilities import (
 from spec_lab.core.randomness import Key, Purpose
 from spec_lab.decode.sequence import Batch, by_row
 from spec_lab.propose.expansion import Computed, Expand
-from spec_lab.propose.siblings import BROKEN, exists, sample_siblings
+from spec_lab.propose.siblings import BROKEN, allow_, exists, sample_siblings
 
 
 @dataclass(frozen=True)
@@ -224,9 +224,7 @@ class Growth:
         if own is logits and (allowed is not None or not self.greedy):
             own = logits.clone()  # it is written to
         if allowed is not None:
-            own.masked_fill_(torch.from_numpy(~allowed).to(own.device), -torch.inf)
-            ask["possible"] = possible = own.amax(-1) > -torch.inf
-            own[:, 0].masked_fill_(~possible, 0.0)
+            ask["possible"] = allow_(own, allowed)
         if self.stop is not None:
             ask["stopped"] = self._stopped(own, parents)
         if self.greedy:
@@ -278,7 +276,7 @@ class Growth:
 
     def _penalised(self, logits: Tensor, rows: np.ndarray) -> Tensor:
         """Return probabilities that rank tokens as the penalised logits do, none of them truncated to zero."""
-        plain = [Sampling(1.0, repetition_penalty=s.repetition_penalty) for s in self.samplings]
+        plain = [sampling.untruncated for sampling in self.samplings]
         return logits_to_probs(logits, *self._warp(plain, rows), scratch=logits)
 
 

@@ -32,6 +32,17 @@ def exists(support: np.ndarray, rank: int, drawn: Drawn) -> np.ndarray:  # [n] b
     return support > (min(rank, 1) if drawn == "iid" else rank)
 
 
+def allow_(logits: Tensor, allowed: np.ndarray) -> Tensor:  # [n] bool
+    """Mask logits ``[n, V]`` in place with what a constraint allows ``[n, V]``; return which rows have a token left.
+
+    A row without one becomes one-hot; what is drawn from it is dropped.
+    """
+    logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
+    possible = logits.amax(-1) > -torch.inf
+    logits[:, 0].masked_fill_(~possible, 0.0)
+    return possible
+
+
 def sample_siblings(
     draws: Draws,
     drawn: Drawn,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,43 +21,10 @@ from spec_lab.core.options import true_or_false, whole
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch, DraftMasks
 from spec_lab.models.target import Target
+from spec_lab.propose.continuations import Trie
 from spec_lab.propose.hybrid import Hybrid, check_parts, join, note
 from spec_lab.propose.trees import MOST_NODES, Choices
 from spec_lab.runners.runner import DraftRunner
-
-
-class Trie(NamedTuple):
-    """Deterministic trees of one sequence, merged.
-
-    Args:
-        parent: ``[n]`` the row above each node; 0 is the root, node i has row i + 1.
-        token: ``[n]`` its token; siblings have distinct ones.
-    """
-
-    parent: list[int]
-    token: list[int]
-
-    def add(self, row: dict[tuple[int, int], int], parent: list[int], token: list[int], most: int) -> list[int] | None:
-        """Merge a tree, as long as the trie has fewer than ``most`` nodes.
-
-        Args:
-            row: of each child of the trie, by its parent's row and its token.
-            parent, token: ``[m]`` of the tree, as of this class.
-            most: nodes of the trie.
-
-        Returns:
-            ``[m]`` the nodes' numbers within the trie; None where some were left out.
-        """
-        rows = [0]  # within the trie, of each row of the tree; -1 where it was left out
-        for above, own in zip(parent, token, strict=True):
-            at = rows[above]
-            child = row.get((at, own), -1) if at >= 0 else -1
-            if child < 0 <= at and len(self.token) < most:
-                self.parent.append(at)
-                self.token.append(own)
-                child = row[at, own] = len(self.token)
-            rows.append(child)
-        return None if -1 in rows else [one - 1 for one in rows[1:]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +133,7 @@ class Union(Hybrid):
             if self.exclude:
                 left_out = [
                     [] if sequence.request.sampling.temperature == 0
-                    else [token for above, token in zip(*trie, strict=True) if not above]
+                    else [token for above, token in zip(trie.parent, trie.token, strict=True) if not above]
                     for sequence, trie in zip(batch.sequences, tries, strict=True)
                 ]  # fmt: skip
                 if any(left_out):
@@ -207,13 +174,13 @@ class Union(Hybrid):
         reserved = sum(part.nodes for n, part in self._sampled if n not in drafts)
         tries, found = [], {n: list[list[int] | None]() for n in ordered}
         for tree in range(len(batch.sequences)):
-            trie, row = Trie([], []), dict[tuple[int, int], int]()
+            trie = Trie()
             for n, token in zip(ordered, tokens, strict=True):
                 shape = drafts[n].shape
                 own = shape.trees[tree][1:] - shape.roots if shape.nodes else np.empty(0, dtype=np.int64)
                 above = shape.parent[own]
                 parent = np.where(above < shape.roots, 0, shape.places[above] + 1) if len(own) else own
-                found[n].append(trie.add(row, parent.tolist(), token[own].tolist(), self.most - reserved))
+                found[n].append(trie.add(parent.tolist(), token[own].tolist(), self.most - reserved))
             tries.append(trie)
         return tries, found
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from spec_lab.core.draft import POINT, Shape, chain, forest
 from spec_lab.core.draft import Draft as CoreDraft
 from spec_lab.decode.proposer import Proposer, Requires
+from spec_lab.propose.continuations import Trie
 from spec_lab.propose.hybrid import join
 from spec_lab.propose.ngram import Ngram, NgramTree
-from spec_lab.propose.union import Excluding, Trie, Union
+from spec_lab.propose.union import Excluding, Union
 from spec_lab.verify import Token, Traversal
 from tests.propose.lab import COLD, PROMPTS, WARM, batch_of, decode, draft_model, emitted, path_tokens, requests
 
@@ -65,19 +66,19 @@ def of_tree(parent, token):
 
 @given(st.lists(TREE, max_size=4), st.integers(1, 12))
 def test_a_trie_has_each_path_once_and_says_where_each_node_is(trees, most):
-    trie, row = Trie([], []), {}
+    trie = Trie()
     expected = []
     for parent, token in trees:
-        found = trie.add(row, parent, token, most)
+        found = trie.add(parent, token, most)
         for path in of_tree(parent, token):
             if path not in expected and path[:-1] in [(), *expected] and len(expected) < most:
                 expected.append(path)
         complete = all(path in expected for path in of_tree(parent, token))
         assert (found is not None) == complete
         if found is not None:
-            own = of_tree(*trie)
+            own = of_tree(trie.parent, trie.token)
             assert [own[node] for node in found] == of_tree(parent, token)
-    assert of_tree(*trie) == expected
+    assert of_tree(trie.parent, trie.token) == expected
 
 
 def test_equal_tokens_are_drafted_once_and_the_last_part_s_nodes_are_dropped_first(target):

@@ -14,7 +14,7 @@ from spec_lab.core.randomness import Key, Purpose
 from spec_lab.decode.sequence import Batch, DraftMasks, by_row
 from spec_lab.drafters.draft_model.cache import DraftCache, Tentative
 from spec_lab.propose.growth import Stop
-from spec_lab.propose.siblings import BROKEN
+from spec_lab.propose.siblings import BROKEN, allow_
 from spec_lab.runners.runner import DraftRunner
 
 RUN = 24
@@ -110,18 +110,14 @@ class ForcedChains:
         own, ask = logits.to(probs_dtype(logits.dtype), copy=True), {}
         if (without := finite_(own)) is not None:
             ask["without"] = without
-        own.masked_fill_(
-            torch.from_numpy(~np.stack([self.allowed[tree] for tree in active])).to(own.device), -torch.inf
-        )
-        ask["possible"] = possible = own.amax(-1) > -torch.inf
-        own[:, 0].masked_fill_(~possible, 0.0)  # one-hot; what is drawn from it is dropped
+        ask["possible"] = allow_(own, np.stack([self.allowed[tree] for tree in active]))
         if self.stop is not None:
             probs = own.softmax(-1)
             ask["stopped"] = self.stop(probs, np.array(active), self.path[active])
         samplings, seen = by_row(self.samplings, np.array(active)), self._seen(active)
         if self.drawn == "point":
             if seen is not None:
-                plain = [Sampling(1.0, repetition_penalty=one.repetition_penalty) for one in samplings]
+                plain = [sampling.untruncated for sampling in samplings]
                 own = logits_to_probs(own, plain, seen)
             ask["token"] = own.argmax(-1)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -172,7 +173,7 @@ def _facts(
         "failed": failed,
         "worst_tv": max(tvs, default=None),
         "instances": [one.name for one in instances],
-        "sampling": vars(certifier.sampling),
+        "sampling": asdict(certifier.sampling),
         "alpha": ALPHA,
         "power": POWER,
         "detectable": "with this power at level alpha, before Holm's correction over all tests",
