@@ -12,6 +12,7 @@ from tqdm import tqdm
 import spec_lab
 from spec_lab.analysis.metrics import Interval, interval
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Proposer
 from spec_lab.drafters.medusa.propose import Medusa
@@ -34,7 +35,7 @@ def tokens_per_second(target: Target, proposer: Proposer, groups: list[list[Requ
     """
     tokens, seconds, early_tokens, early_seconds = 0, 0.0, 0, 0.0
     for group in groups:
-        done = Loop(target, proposer, Token(), seed=0).decode(group)
+        done = Loop(target, proposer, Token(), CounterDraws(0)).decode(group)
         tokens += sum(len(one.tokens) - one.prefill_tokens for one in done.outcomes)
         seconds += max(one.decode_seconds for one in done.outcomes)
         for one in done.steps[1:]:

@@ -25,6 +25,7 @@ from spec_lab.analysis import figures, metrics
 from spec_lab.analysis.figures import GREY, STYLE
 from spec_lab.cli import main as cli
 from spec_lab.constrain import AppliedConstraint, ConstraintError
+from spec_lab.core.randomness import CounterDraws
 from spec_lab.propose import Null
 from spec_lab.results.manifest import begun
 from spec_lab.tasks.benchmark import run
@@ -111,9 +112,9 @@ def measure(config: DictConfig, out: Path, limit: int, temperature: int) -> int:
     for way in ways(temperature):
         own = replace(applied, placement=way.placement, fast_forward=way.fast_forward)
         if way.proposer != NULL:
-            arms[way.arm] = Loop(target, proposers[way.proposer], verifier, settings.seed, own)
+            arms[way.arm] = Loop(target, proposers[way.proposer], verifier, CounterDraws(settings.seed), own)
         elif way.arm != "baseline":  # that one every run has
-            arms[way.arm] = Loop(target, Null.load(target), Match(), settings.seed, own)
+            arms[way.arm] = Loop(target, Null.load(target), Match(), CounterDraws(settings.seed), own)
     prompts = [prompt for prompt in cli.build(config, "prompts") if follows(applied, target, prompt, sampling)]
     tracker = cli.build(config, "tracker")
     lab = Lab(target, Null.load(target), Match(), sampling, prompts[:limit], tracker, peers=arms)

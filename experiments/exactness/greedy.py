@@ -22,6 +22,7 @@ from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.proposer import Proposer
 from spec_lab.drafters.draft_model.propose import DraftModel
@@ -115,7 +116,7 @@ def decoded(
     """The output for every request, and the drafted tokens accepted in all."""
     outputs, accepted = [], 0
     for start in range(0, len(requests), batch):
-        group = fixed_group(target, proposer, verifier, requests[start : start + batch], CounterDraws(0))
+        group = fixed_group(Arm(target, proposer, verifier, CounterDraws(0)), requests[start : start + batch])
         accepted += sum(got.count(accepted=True, kept=True) for one in group for got in one.committed)
         outputs += [sequence.emitted for sequence in group.sequences]
     return outputs, accepted

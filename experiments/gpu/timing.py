@@ -19,6 +19,7 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.core.roofline import Roofline
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.step_info import StepInfo
 from spec_lab.models.target import Target
@@ -122,7 +123,7 @@ def decoding(target: Target, batch: int, prompt: int, steps: int, seconds: float
     """
     requests, infos = random_requests(target.vocabulary, batch, prompt, steps + WARM_UP), []
     end = time.perf_counter() + seconds
-    group = iter(fixed_group(target, Null(), Token(), requests, CounterDraws(0)))
+    group = iter(fixed_group(Arm(target, Null(), Token(), CounterDraws(0)), requests))
     with torch.inference_mode(), closing(group):  # the mode once, not in every step
         for info in group:
             infos.append(info)

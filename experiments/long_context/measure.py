@@ -21,9 +21,10 @@ from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.draft import Draft, Shape, chain, forest, tree
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch, SequenceState
-from spec_lab.decode.step import Parts, step
+from spec_lab.decode.step import step
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
@@ -103,7 +104,7 @@ class Ours:
 
     def __init__(self, target: Target, proposer: Proposer, tokens: Sequence[int], now: Now) -> None:
         self.tokens, self.now = tokens, now
-        self.parts = Parts(target, proposer, Token(), CounterDraws(0))
+        self.parts = Arm(target, proposer, Token(), CounterDraws(0))
         request = Request(0, "text", tuple(tokens[:2]), max_new_tokens=CONTEXT)
         self.sequence = SequenceState(request, target.lm.open(CONTEXT), list(tokens[:2]), state=proposer.init(request))
 

@@ -20,6 +20,7 @@ from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.engines.grammar import json_schema
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.target import Target
 from spec_lab.propose.ngram import Ngram, NgramTree
@@ -66,7 +67,7 @@ def main() -> None:
 def measure(target, proposer, applied, requests, size, bar) -> dict:
     """Measure serial and asynchronous masks, alternating group by group."""
     ways = {
-        way: Loop(target, proposer, Token(), 0, replace(applied, async_masks=way == "async"))
+        way: Loop(target, proposer, Token(), CounterDraws(0), replace(applied, async_masks=way == "async"))
         for way in ("serial", "async")
     }
     for loop in ways.values():

@@ -20,6 +20,7 @@ import spec_lab
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.step_info import StepInfo
@@ -52,7 +53,9 @@ def measure(
         for name, proposer in proposers.items():
             request = Request(0, "prompt", prompt, Sampling(), new)
             with torch.inference_mode():
-                infos = [info.slim() for info in fixed_group(target, proposer, Token(), [request], CounterDraws(0))]
+                infos = [
+                    info.slim() for info in fixed_group(Arm(target, proposer, Token(), CounterDraws(0)), [request])
+                ]
             if number >= 0:
                 found[name] += [host_seconds(*pair) for pair in pairwise(infos[1:])]
     table = {name: {key: 1e3 * median(one[key] for one in rows) for key in rows[0]} for name, rows in found.items()}

@@ -27,6 +27,7 @@ from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
@@ -40,7 +41,7 @@ ZOO = Path(spec_lab.__file__).parent / "zoo"
 def engine_tokens(target: Target, prompt: tuple[int, ...], count: int) -> Iterator[int]:
     """Decode with the engine, one token for each step."""
     request = Request(0, "prompt", prompt, Sampling(), count)
-    for info in fixed_group(target, Null(), Token(), [request], CounterDraws(0)):
+    for info in fixed_group(Arm(target, Null(), Token(), CounterDraws(0)), [request]):
         yield info.committed[0].tokens[0].token
 
 

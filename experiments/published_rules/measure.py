@@ -22,6 +22,7 @@ from experiments.published_rules.rules import last_tokens, next_tokens, rules
 from spec_lab.core.draft import Draft
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.proposer import Proposer
 from spec_lab.drafters.medusa.propose import Medusa
@@ -96,7 +97,7 @@ def on_texts(target: Target, proposer: Proposer, temperature: float, limit: int,
         one for kind in ("code", "json", "prose") for one in jsonl(str(ZOO / "prompts" / f"{kind}.jsonl"), limit)
     ]
     for request in tqdm(requests_of(target, prompts, sampling, new), desc=f"{proposer.name}, T = {temperature:g}"):
-        for _ in fixed_group(target, proposer, verifier, [request], CounterDraws(0)):
+        for _ in fixed_group(Arm(target, proposer, verifier, CounterDraws(0)), [request]):
             pass
     rows = []
     for name, found in verifier.found.items():

@@ -23,8 +23,9 @@ from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Draft, Shape, chain, forest
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Draws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.sequence import SequenceState
-from spec_lab.decode.step import Parts, step
+from spec_lab.decode.step import step
 from spec_lab.decode.study import Capture
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.target import Target
@@ -214,7 +215,7 @@ def time_tree(
     candidates, lm, clock, draws = verifiers(names, drawn), target.lm, target.lm.clock, CounterDraws(0)
     capture = Capture()
     timed = Timed(capture, clock)
-    parts = Parts(target, proposer, capture, draws, choose=timed)
+    parts = Arm(target, proposer, capture, draws, choose=timed)
     sampling = Sampling(temperature=temperature)
     long = [one for one in requests_of(target, jsonl(str(prompts)), sampling, 10**6) if len(one.tokens) > 8]
     each = 4 * len(candidates)  # steps for each prompt

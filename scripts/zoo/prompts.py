@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from spec_lab.analysis.metrics import repeated_8gram_share
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
@@ -117,7 +118,7 @@ def repeated_8grams(target: Target, texts: Sequence[str], tokens: int, batch_siz
     requests = requests_of(target, [Prompt(str(i), one) for i, one in enumerate(texts)], Sampling(), tokens)
     shares = []
     for start in range(0, len(requests), batch_size):
-        group = fixed_group(target, Null(), Match(), requests[start : start + batch_size], CounterDraws(0))
+        group = fixed_group(Arm(target, Null(), Match(), CounterDraws(0)), requests[start : start + batch_size])
         deque(group, maxlen=0)
         shares += [repeated_8gram_share([sequence.emitted]) for sequence in group.sequences]
     return shares

@@ -47,7 +47,7 @@ CONTRACTS = {
     "sampling": "spec_lab.core.probabilities.Sampling",
     "prompts": "collections.abc.Sequence",
     "tracker": "spec_lab.analysis.tracking.Tracker",
-    "peers": "spec_lab.tasks.lab.Arm",
+    "peers": "spec_lab.tasks.lab.GroupDecoder",
 }
 """The class whose members (``core.protocols.required``) each part of a run must have."""
 

@@ -11,24 +11,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from spec_lab.constrain import AppliedConstraint, ConstraintError, StepConstraint
+from spec_lab.constrain import ConstraintError
 from spec_lab.constrain.protocol import calling
 from spec_lab.core.faults import attributed
 from spec_lab.core.options import whole
-from spec_lab.core.randomness import Draws
 from spec_lab.core.request import BROKEN, Ended, Request, without_name
-from spec_lab.decode.capacity import check_requires, most_at_once
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.commit import Committed
-from spec_lab.decode.global_constraint import conditioned
-from spec_lab.decode.prefix_cache import PrefixCache, check_prefix_cache, copier
-from spec_lab.decode.proposer import Observation, Proposer, release
-from spec_lab.decode.recording import Recording
+from spec_lab.decode.prefix_cache import copier
+from spec_lab.decode.proposer import Observation, release
 from spec_lab.decode.sequence import SequenceState
-from spec_lab.decode.step import Chunk, Parts, StepInfo, settle, step
-from spec_lab.models.target import Target
+from spec_lab.decode.step import Chunk, StepInfo, settle, step
 from spec_lab.runners.runner import KVSequence
 from spec_lab.text.detokenizer import Rules, Stream
-from spec_lab.verify import Verifier, check_pair
 
 
 @dataclass(frozen=True)
@@ -67,55 +62,27 @@ class Engine:
     """Decodes requests. ``step`` until ``has_unfinished`` is false, or iterate; ``close`` when it is abandoned earlier.
 
     Args:
-        target: verifies.
-        proposer: drafts; the null proposer makes this autoregressive decoding.
-        verifier: returns the distribution of each step's accepted path.
-        draws: where every random choice comes from.
-        applied: the constraint; None for none.
-        pieces: the bytes of each token, for requests with stop strings, and for listeners.
+        arm: what decodes. The engine counts its forks in a copy of its own.
         listen: whether every sequence is read as text (``SequenceState.events``).
         limits: how much is done at once.
-        record: what each step records of its probabilities (``Recording``).
-        prefix_cache: KV caches of earlier requests that begin with the same tokens; finished sequences are kept in it.
-            None: every prompt is computed.
 
     After decoding, ``sequences`` holds every sequence in the order of admission, forks after them, and ``errors`` the
     error of each sequence that has one.
-
-    Raises:
-        Misfit: a verifier that does not support what the proposer draws.
-        ValueError: a prefix cache that the target or the proposer does not support.
     """
 
-    target: Target
-    proposer: Proposer
-    verifier: Verifier
-    draws: Draws
-    applied: AppliedConstraint | None = None
-    pieces: Sequence[bytes] | None = None
+    arm: Arm
     listen: bool = False
     limits: Limits = field(default_factory=Limits)
-    record: Recording = Recording()
-    prefix_cache: PrefixCache | None = None
     sequences: list[SequenceState] = field(init=False, default_factory=list)
     errors: dict[SequenceState, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_requires(self.proposer, self.target)
-        check_pair(self.proposer.name, self.proposer.draws, self.verifier, self.proposer.branches)
-        if self.prefix_cache is not None:
-            check_prefix_cache(self.proposer, self.target)
-        applied, constraint, self._conditional = self.applied, None, None
-        if applied is not None:
-            in_steps, self._conditional = conditioned(applied, self.target)
-            constraint = StepConstraint(in_steps)
-        self.parts = Parts(self.target, self.proposer, self.verifier, self.draws, constraint, record=self.record)
+        self.arm = replace(self.arm)
         self._ids: set[int] = set()
         self._waiting: deque[Request | SequenceState] = deque()
         self._live: list[SequenceState] = []  # in the order of admission
-        self._at_once = most_at_once(self.proposer, self.target)  # in one forward; others wait
-        own = None if applied is None else applied.constraint
-        self._logprobs = own is not None and own.reads_logprobs
+        applied = self.arm.applied
+        self._logprobs = applied is not None and applied.constraint.reads_logprobs
 
     # Requests --------------------------------------------------------------------------------------------------------
 
@@ -127,14 +94,14 @@ class Engine:
                 before; stop strings without the bytes of the tokens; sampling that the proposer cannot draft for; under
                 ``distribution="global"`` one whose valid outputs cannot be enumerated.
         """
-        request.check_fits(self.target.context, self.target.vocabulary)
+        request.check_fits(self.arm.target.context, self.arm.target.vocabulary)
         try:
-            self.proposer.check_sampling(request.sampling)
+            self.arm.proposer.check_sampling(request.sampling)
         except ValueError as error:
-            raise ValueError(f"request '{request.name}': proposer '{self.proposer.name}': {error}") from error
+            raise ValueError(f"request '{request.name}': proposer '{self.arm.proposer.name}': {error}") from error
         if request.id in self._ids:
             raise ValueError(f"request '{request.name}' has the id {request.id} of another one, which keys its choices")
-        if self.pieces is None and (request.stop_strings or self.listen):
+        if self.arm.pieces is None and (request.stop_strings or self.listen):
             raise ValueError(f"request '{request.name}' needs text, but the bytes of the tokens are not known")
         most = self.limits.max_kv_tokens
         if most is not None and (needed := self._tokens(request)) > most:
@@ -142,8 +109,8 @@ class Engine:
                 f"request '{request.name}' may need {needed} tokens of KV cache, max_kv_tokens is {most}: raise it, "
                 "shorten the prompt or ask for fewer new tokens"
             )
-        if self._conditional is not None:
-            self._conditional.check(request)
+        if self.arm.conditional is not None:
+            self.arm.conditional.check(request)
         self._ids.add(request.id)
         self._waiting.append(replace(request, logprobs=True) if self._logprobs else request)
 
@@ -182,7 +149,7 @@ class Engine:
                 return None
             self._make_room()
             ready, chunks = self._plan()
-            info = step(ready, self.parts, chunks)
+            info = step(ready, self.arm, chunks)
             for sequence, why in info.errors.items():
                 self._note(sequence, why)
             for got in info.committed:
@@ -212,23 +179,23 @@ class Engine:
         """
         live, self._live = self._live, []
         self._waiting.clear()
-        if self.parts.constraint is not None:
-            self.parts.constraint.close()
-        release(self.proposer, live)
+        if self.arm.constraint is not None:
+            self.arm.constraint.close()
+        release(self.arm.proposer, live)
 
     # Admission -------------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Admit waiting requests in order, as long as there is room."""
         while self._waiting:
-            if self._at_once is not None and len(self._live) >= self._at_once:
+            if self.arm.most_at_once is not None and len(self._live) >= self.arm.most_at_once:
                 return
             most, first = self.limits.max_batch_size, self._waiting[0]
             if most is not None and len({one.request.id for one in self._live} | {_id(first)}) > most:
                 return
             tokens = len(first.tokens)
             room = self.limits.max_kv_tokens
-            if room is not None and self._live and self._used() + tokens + 1 + self.parts.most_cells > room:
+            if room is not None and self._live and self._used() + tokens + 1 + self.arm.most_cells > room:
                 return
             self._waiting.popleft()
             if isinstance(first, SequenceState):
@@ -243,23 +210,23 @@ class Engine:
         )
         self._live.append(sequence)
         self.sequences.append(sequence)
-        if self.pieces is not None and (request.stop_strings or self.listen):
+        if self.arm.pieces is not None and (request.stop_strings or self.listen):
             rules = Rules(request.stop, request.stop_strings, request.banned_strings, request.min_new_tokens)
-            sequence.stream = Stream(self.pieces, rules, request.healed)
+            sequence.stream = Stream(self.arm.pieces, rules, request.healed)
         self._observe_reused(sequence)
         self._constrain(sequence)
 
     def _begin(self, request: Request, tokens: Sequence[int]) -> tuple[KVSequence, Any]:
         """Return a KV cache and a proposer's state for a sequence of the request; if one fails, neither is kept."""
         reserve = self._tokens(request)
-        if self.prefix_cache is None:
-            kv = self.target.lm.open(reserve)
+        if self.arm.prefix_cache is None:
+            kv = self.arm.target.lm.open(reserve)
         else:
             live = [(one.tokens, one.kv) for one in self._live]
-            kv = self.prefix_cache.open(copier(self.target), tokens, reserve, live)
+            kv = self.arm.prefix_cache.open(copier(self.arm.target), tokens, reserve, live)
         try:
-            with attributed("proposer", self.proposer):
-                return kv, self.proposer.init(request)
+            with attributed("proposer", self.arm.proposer):
+                return kv, self.arm.proposer.init(request)
         except BaseException:
             kv.close()
             raise
@@ -267,12 +234,12 @@ class Engine:
     def _observe_reused(self, sequence: SequenceState) -> None:
         """Let the proposer observe the positions that came from the prefix cache."""
         if end := len(sequence.kv):
-            with attributed("proposer", self.proposer):
-                self.proposer.observe([Observation(sequence, 0, sequence.tokens[: end + 1])])
+            with attributed("proposer", self.arm.proposer):
+                self.arm.proposer.observe([Observation(sequence, 0, sequence.tokens[: end + 1])])
 
     def _constrain(self, sequence: SequenceState) -> None:
         """Start the constraint at the end of the prompt, and carry out its first actions."""
-        constraint = self.parts.constraint
+        constraint = self.arm.constraint
         if constraint is None:
             return
         on_target = constraint.applied.on_target
@@ -290,7 +257,7 @@ class Engine:
         # An action waits for the first step, which computes the prompt: forks then share its cells.
         if on_target and not acts:
             done = Committed([])
-            settle([(sequence, done)], self.parts)
+            settle([(sequence, done)], self.arm)
             for one, why in done.errors.items():
                 self._note(one, why)
             self._live += done.forks
@@ -305,23 +272,23 @@ class Engine:
 
     def _tokens(self, request: Request) -> int:
         """Most tokens of the KV cache that a sequence of the request needs."""
-        return min(len(request.tokens) + request.max_new_tokens, self.target.context) + self.parts.most_cells
+        return min(len(request.tokens) + request.max_new_tokens, self.arm.target.context) + self.arm.most_cells
 
     def _used(self) -> int:
         """See ``Limits.max_kv_tokens``: what the next step needs if nothing else is admitted."""
-        return sum(len(one.tokens) + 1 + self.parts.most_cells for one in self._live)
+        return sum(len(one.tokens) + 1 + self.arm.most_cells for one in self._live)
 
     def _make_room(self) -> None:
         """Preempt the sequences admitted last until the next step fits."""
         room = self.limits.max_kv_tokens
         while room is not None and len(self._live) > 1 and self._used() > room:
             sequence = self._live.pop()
-            release(self.proposer, [sequence])
+            release(self.arm.proposer, [sequence])
             self._waiting.appendleft(sequence)
 
     def _plan(self) -> tuple[list[SequenceState], list[Chunk]]:
         """The sequences that decode in this step, and those that compute a chunk of their prompt."""
-        budget, live = self.limits.max_prefill_tokens, self._live[: self._at_once]
+        budget, live = self.limits.max_prefill_tokens, self._live[: self.arm.most_at_once]
         if budget is None:
             return live, []
         ready, chunks = [], []
@@ -349,12 +316,12 @@ class Engine:
             return
         for sequence in over:
             _end_text(sequence)
-        if self.prefix_cache is not None:
+        if self.arm.prefix_cache is not None:
             for sequence in live:
                 if sequence.finish not in BROKEN:
-                    self.prefix_cache.keep(copier(self.target), sequence.tokens, sequence.kv)
+                    self.arm.prefix_cache.keep(copier(self.arm.target), sequence.tokens, sequence.kv)
         self._live = [one for one in self._live if one.finish is None]
-        release(self.proposer, live)
+        release(self.arm.proposer, live)
         left = {id(one.request) for one in self._live}
         left |= {id(one.request) for one in self._waiting if isinstance(one, SequenceState)}
         for request in {id(one.request): one.request for one in over}.values():
@@ -363,7 +330,7 @@ class Engine:
 
     def _keep(self, request: Request) -> None:
         """The request's sequences have all finished: its constraint may keep only some of them."""
-        constraint = None if self.applied is None else self.applied.constraint
+        constraint = None if self.arm.applied is None else self.arm.applied.constraint
         keep = None if constraint is None else constraint.keep
         if keep is None:
             return
@@ -399,34 +366,13 @@ def _id(waiting: Request | SequenceState) -> int:
     return waiting.id if isinstance(waiting, Request) else waiting.request.id
 
 
-def fixed_group(
-    target: Target,
-    proposer: Proposer,
-    verifier: Verifier,
-    requests: Sequence[Request],
-    draws: Draws,
-    applied: AppliedConstraint | None = None,
-    pieces: Sequence[bytes] | None = None,
-    listen: bool = False,
-    record: Recording | None = None,
-    prefix_cache: PrefixCache | None = None,
-) -> Engine:
+def fixed_group(arm: Arm, requests: Sequence[Request], listen: bool = False) -> Engine:
     """An engine with requests that are decoded together from the first step on. Arguments as of ``Engine``.
 
     Raises:
-        ValueError: see ``Engine`` and ``Engine.add``.
+        ValueError: see ``Engine.add``.
     """
-    engine = Engine(
-        target,
-        proposer,
-        verifier,
-        draws,
-        applied,
-        pieces,
-        listen,
-        record=record or Recording(),
-        prefix_cache=prefix_cache,
-    )
+    engine = Engine(arm, listen)
     for request in requests:
         engine.add(request)
     return engine

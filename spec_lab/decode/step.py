@@ -6,30 +6,24 @@ Prefill, chains, trees, batches, the autoregressive baseline, calibration, certi
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from spec_lab.constrain import StepConstraint
 from spec_lab.constrain.applied import StepMasks, open_mask
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.draft import empty as no_draft
 from spec_lab.core.faults import attributed
 from spec_lab.core.inference import inference
-from spec_lab.core.probabilities import argmax_of_finite, finite_, probs_dtype
-from spec_lab.core.randomness import Draws
+from spec_lab.core.probabilities import argmax_of_finite, finite_
 from spec_lab.core.readback import Readback
-from spec_lab.decode.capacity import most_cells, most_rows
-from spec_lab.decode.commit import Commit, Committed, Decision, act, commit
-from spec_lab.decode.proposer import Observation, Proposer, release
-from spec_lab.decode.recording import Distributions, Recorded, Recording, expanded, feature_hash, recorded_numbers
+from spec_lab.decode.arm import Arm
+from spec_lab.decode.commit import Committed, Decision, act
+from spec_lab.decode.proposer import Observation, release
+from spec_lab.decode.recording import Distributions, Recorded, expanded, feature_hash, recorded_numbers
 from spec_lab.decode.rows import (
     at_temperature_1,
     constrained_probs,
@@ -43,98 +37,13 @@ from spec_lab.decode.rows import (
 )
 from spec_lab.decode.sequence import Batch, SequenceState, by_row
 from spec_lab.decode.step_info import Chunk, StepInfo
-from spec_lab.models.target import Target
 from spec_lab.runners.runner import Output
-from spec_lab.verify import Choice, Verdict, Verifier, check_draft, choose, greedy_path
+from spec_lab.verify import Choice, check_draft, choose, greedy_path
 from spec_lab.verify.arrays import Array
-
-Choose = Callable[[Verdict, Shape, Tensor, Draws, Sequence[tuple[int, int, int]]], Choice]
-"""Samples a verdict. See ``verify.choose``."""
-
-
-@dataclass(eq=False)
-class Memory:
-    """Memory that is used again in every step. (Fresh megabytes cost more than the arithmetic.)
-
-    Args:
-        scratch: for target probabilities.
-        outcomes: see ``certain``, by number of sequences.
-    """
-
-    scratch: Tensor = field(default_factory=lambda: torch.empty(0, 0))
-    outcomes: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
-
-    def like(self, logits: Tensor) -> Tensor:
-        """``[>= R, V]``, in the dtype of probabilities."""
-        rows, width = logits.shape
-        if len(self.scratch) < rows or self.scratch.shape[1] != width:
-            self.scratch = torch.empty(rows, width, dtype=probs_dtype(logits.dtype), device=logits.device)
-        return self.scratch
-
-    def certain(self, roots: int) -> dict[str, np.ndarray]:
-        """The outcome, except the token, of a step without randomness and without drafted nodes. Read-only.
-
-        (Calls of NumPy cost more in a step than in a loop of their own: after a forward the CPU's caches are cold.)
-        """
-        if roots not in self.outcomes:
-            self.outcomes[roots] = {
-                "row": np.arange(roots), "empty": np.zeros(roots, dtype=bool),
-                "expected": np.zeros(roots), "expected_emitted": np.ones(roots),
-            }  # fmt: skip
-        return self.outcomes[roots]
-
-
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """What a step is made of.
-
-    Args:
-        target: its runner computes, its context bounds.
-        proposer: drafts; the null proposer makes this autoregressive decoding.
-        verifier: gives each step's distribution of outcomes.
-        draws: where every random choice comes from.
-        constraint: None for none.
-        choose: samples the verdict; studies that sample nothing replace it.
-        commit: applies what was chosen; studies that follow a given text replace it.
-        made: forks made so far, by the request's id.
-        memory: for probabilities.
-        record: what the step keeps of its probabilities (``StepInfo.recorded``, ``StepInfo.distributions``).
-    """
-
-    target: Target
-    proposer: Proposer
-    verifier: Verifier
-    draws: Draws
-    constraint: StepConstraint | None = None
-    choose: Choose = choose
-    commit: Commit = commit
-    made: Counter[int] = field(default_factory=Counter)
-    memory: Memory = field(default_factory=Memory)
-    record: Recording = Recording()
-
-    @cached_property
-    def most_rows(self) -> int:
-        """How many rows the proposer adds below one root at most."""
-        return most_rows(self.proposer, self._forces)
-
-    @cached_property
-    def most_cells(self) -> int:
-        """How many cells are in use below one root at most, while the proposer drafts or the target verifies."""
-        return most_cells(self.proposer, self._forces)
-
-    @property
-    def _forces(self) -> bool:
-        """Whether a constraint that applies to the draft fast-forwards forced tokens."""
-        applied = None if self.constraint is None else self.constraint.applied
-        return applied is not None and applied.on_draft and bool(applied.fast_forward)
-
-    def follows_argmax(self, draft: Draft) -> bool:
-        """Whether the verifier follows the arg max of each row down this draft at temperature 0."""
-        return self.verifier.follows_argmax and (draft.one_hot or draft.ways == {"point"})
 
 
 @inference
-def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chunk] = ()) -> StepInfo:
+def step(sequences: Sequence[SequenceState], arm: Arm, chunks: Sequence[Chunk] = ()) -> StepInfo:
     """One forward of the target: draft below every sequence, verify, and commit what was chosen.
 
     Up to the forward the host reads one copy for each level that a draft model drafts, and one for masks; after it one,
@@ -142,20 +51,20 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
 
     Args:
         sequences: each with at least one pending token.
-        parts: what the step is made of.
+        arm: what decodes.
         chunks: further sequences of which only a part of the prompt is computed, in the same forward.
 
     Raises:
         PartError: the proposer or the verifier raised an error, or returned what cannot be; names it.
     """
-    target, constraint, sequences = parts.target, parts.constraint, list(sequences)
+    target, constraint, sequences = arm.target, arm.constraint, list(sequences)
     lm = target.lm
     clock = lm.clock
     clock.take()
-    lm.capture(parts.proposer.requires.hidden)  # in every step: parts with other needs may alternate
+    lm.capture(arm.proposer.requires.hidden)  # in every step: parts with other needs may alternate
     began = clock.mark()
     if not sequences:
-        return _only_chunks(parts, chunks)
+        return _only_chunks(arm, chunks)
     read = Readback()
     pending = [sequence.pending for sequence in sequences]
     context, prefill = [len(one.tokens) for one in sequences], [one.prefill for one in sequences]
@@ -167,7 +76,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         if constraint is not None:
             draft_masks = constraint.draft_masks([one.constraint for one in sequences])
         if constraint is None or constraint.supports_drafts:
-            draft = propose(parts, Batch(target, sequences, parts.draws, clock, draft_masks, read))
+            draft = propose(arm, Batch(target, sequences, arm.draws, clock, draft_masks, read))
         else:
             draft = no_draft(len(sequences), lm.device)
     seconds = 0.0 if draft_masks is None else draft_masks.seconds
@@ -198,14 +107,14 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         seen = history(sequences, draft, target) if any(s.repetition_penalty != 1 for s in samplings) else None
         allowed = open_mask(masks, raw.shape[-1], raw.device) if masks is not None and on_target else None
         logprobs = any(one.request.logprobs for one in sequences)
-        without_p = allowed is None and seen is None and parts.choose is choose
-        without_p = without_p and (not shape.nodes or (parts.follows_argmax(draft) and not logprobs))
+        without_p = allowed is None and seen is None and arm.choose is choose
+        without_p = without_p and (not shape.nodes or (arm.follows_argmax(draft) and not logprobs))
         greedy = without_p and all(one.temperature == 0 for one in samplings)
         no_token = None
         if greedy:  # p is one-hot: the arg max of each row suffices
             to_read["token"], undefined = argmax_of_finite(raw if output.array is None else output.array[: shape.rows])
         else:
-            memory = parts.memory.like(raw)
+            memory = arm.memory.like(raw)
             logits = memory[: len(raw)].copy_(raw)
             undefined = finite_(logits)
             potential = None if masks is None else masks.potential
@@ -219,11 +128,11 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
     with clock.phase("verify"):
         given, forced = "draft", None
         if greedy and not shape.nodes:
-            to_read |= parts.memory.certain(shape.roots)
+            to_read |= arm.memory.certain(shape.roots)
         elif not greedy:
-            with attributed("verifier", parts.verifier):
-                verdict = parts.verifier(draft, p)
-                choice = parts.choose(verdict, shape, p, parts.draws, [one.key for one in sequences])
+            with attributed("verifier", arm.verifier):
+                verdict = arm.verifier(draft, p)
+                choice = arm.choose(verdict, shape, p, arm.draws, [one.key for one in sequences])
             given, to_read["row"], to_read["token"], to_read["empty"] = verdict.given, *choice
             forced = masks.forced if masks is not None and on_target else None
             to_read["expected"], to_read["expected_emitted"] = expected_counts(verdict, shape, forced, no_token)
@@ -233,18 +142,18 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
             to_read["logprobs"], to_read["last_logprob"] = logprobs_of(
                 raw, allowed, draft, to_read["row"], to_read["token"]
             )
-        if parts.record.drafts:
+        if arm.record.drafts:
             if shape.nodes and (q := draft_probabilities(draft)) is not None:
                 to_read["q"] = q
             if not greedy:
                 to_read["p"], to_read["stop"] = target_probabilities(draft, p), verdict.stop
                 to_read["last_p"] = probability_of(p, to_read["row"], to_read["token"])
-        rows = np.flatnonzero(parts.record.chosen(parts.draws, [one.key for one in sequences])[shape.root])
-        if parts.record.top and len(rows):
+        rows = np.flatnonzero(arm.record.chosen(arm.draws, [one.key for one in sequences])[shape.root])
+        if arm.record.top and len(rows):
             plain = at_temperature_1(raw, rows, by_row(samplings, shape.root), seen, allowed)
-            numbers = recorded_numbers(rows, draft, plain, parts.record.top)
+            numbers = recorded_numbers(rows, draft, plain, arm.record.top)
             to_read |= {f"recorded_{name}": one for name, one in numbers.items()}
-        requires = parts.proposer.requires
+        requires = arm.proposer.requires
         if requires.top_k:
             to_read["top_k"] = output.logits.topk(requires.top_k, -1).indices
         if requires.top_k or requires.logits:
@@ -252,9 +161,9 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         host = dict(zip(to_read, read(*to_read.values()), strict=True))
         best = host["token"] if greedy else None  # of every row
         if greedy and shape.nodes:
-            host |= parts.memory.certain(shape.roots) | _followed(shape, host)
-        if parts.choose is choose and not greedy:
-            with attributed("verifier", parts.verifier):
+            host |= arm.memory.certain(shape.roots) | _followed(shape, host)
+        if arm.choose is choose and not greedy:
+            with attributed("verifier", arm.verifier):
                 Choice.check(host["token"])
 
     # 6. Commit: tokens, KV cache, constraint states.
@@ -281,24 +190,24 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
             ]
         applied = None if constraint is None else constraint.applied
         decision = Decision(draft, drafted, row, token, masks, of_path, broken)
-        committed = parts.commit(sequences, decision, applied, target.context)
+        committed = arm.commit(sequences, decision, applied, target.context)
 
         # 7. The proposer learns what was computed; then constraints act: forks and removed tokens.
         unbroken = [tree for tree in range(len(sequences)) if tree not in broken]
         observed = [
-            _observation(parts, sequences[n], n, forest, committed[n], output, host, computed[n], context[n])
+            _observation(arm, sequences[n], n, forest, committed[n], output, host, computed[n], context[n])
             for n in unbroken
         ]
-        observed += [_chunk(parts, one, count, output, len(sequences) + n) for n, (one, count) in enumerate(chunks)]
-        with attributed("proposer", parts.proposer):
-            parts.proposer.observe(observed)
+        observed += [_chunk(arm, one, count, output, len(sequences) + n) for n, (one, count) in enumerate(chunks)]
+        with attributed("proposer", arm.proposer):
+            arm.proposer.observe(observed)
         if constraint is not None and on_target:
-            settle([(sequences[n], committed[n]) for n in unbroken if sequences[n].finish is None], parts)
+            settle([(sequences[n], committed[n]) for n in unbroken if sequences[n].finish is None], arm)
         failed = {sequences[tree]: why for tree, why in errors.items()}
         for got in committed:
             failed |= got.errors
     recorded = None
-    if parts.record.drafts:
+    if arm.record.drafts:
         recorded = Recorded(
             drafted, host.get("p"), host.get("q"), host.get("stop"), best, token, host.get("last_p"),
             None if masks is None or not on_target else masks.legal, forced, broken,
@@ -320,15 +229,15 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
     )  # fmt: skip
 
 
-def _only_chunks(parts: Parts, chunks: Sequence[Chunk]) -> StepInfo:
+def _only_chunks(arm: Arm, chunks: Sequence[Chunk]) -> StepInfo:
     """A step in which no sequence is decoded."""
-    lm = parts.target.lm
+    lm = arm.target.lm
     clock, draft, nothing = lm.clock, no_draft(0, lm.device), np.empty(0)
     began = clock.mark()
     with clock.phase("target"):
         output = lm.run(lm.prepare([], [], draft, [(one.kv, one.pending[:count]) for one, count in chunks]))
-    with clock.phase("commit"), attributed("proposer", parts.proposer):
-        parts.proposer.observe([_chunk(parts, one, count, output, n) for n, (one, count) in enumerate(chunks)])
+    with clock.phase("commit"), attributed("proposer", arm.proposer):
+        arm.proposer.observe([_chunk(arm, one, count, output, n) for n, (one, count) in enumerate(chunks)])
     return StepInfo(
         sequences=[], draft=draft, committed=[], chunks=list(chunks), errors={},
         context=[], pending=[], prefill=[], attended=output.attended,
@@ -342,14 +251,14 @@ def computed_forest(draft: Draft) -> Draft:
     return draft if draft.computed_only is None else Draft(draft.computed_shape, draft.computed_token)
 
 
-def propose(parts: Parts, batch: Batch) -> Draft:
+def propose(arm: Arm, batch: Batch) -> Draft:
     """The proposer's draft, cut where the context ends.
 
     Raises:
         PartError: the proposer raised an error, or returned no draft for the batch, or one with tokens that the target
             does not have or with more rows than it declares, or one that the verifier does not support; names it.
     """
-    proposer = parts.proposer
+    proposer = arm.proposer
     with attributed("proposer", proposer):
         draft = proposer.propose(batch)
         if not isinstance(draft, Draft):
@@ -359,22 +268,22 @@ def propose(parts: Parts, batch: Batch) -> Draft:
         if not draft.computed_shape.nodes:
             return draft
         _check_tokens(draft, batch.target.vocabulary)
-        if (rows := draft.computed_shape.largest - 1) > parts.most_rows:
-            raise ValueError(f"its draft has {rows} rows below one root, but it declares at most {parts.most_rows}")
+        if (rows := draft.computed_shape.largest - 1) > arm.most_rows:
+            raise ValueError(f"its draft has {rows} rows below one root, but it declares at most {arm.most_rows}")
     draft = draft.cut(batch.room())
-    check_draft(proposer.name, parts.verifier, draft)
+    check_draft(proposer.name, arm.verifier, draft)
     return draft
 
 
-def settle(committed: Sequence[tuple[SequenceState, Committed]], parts: Parts) -> None:
+def settle(committed: Sequence[tuple[SequenceState, Committed]], arm: Arm) -> None:
     """Let the constraint of each sequence act, and tell the proposer of forks and removed tokens.
 
     Raises:
         PartError: the proposer or the constraint raised an error. All forks are closed again.
     """
-    if parts.constraint is None:
+    if arm.constraint is None:
         return
-    proposer, applied = parts.proposer, parts.constraint.applied
+    proposer, applied = arm.proposer, arm.constraint.applied
 
     def fork_state(one: SequenceState) -> object:
         with attributed("proposer", proposer):
@@ -382,7 +291,7 @@ def settle(committed: Sequence[tuple[SequenceState, Committed]], parts: Parts) -
 
     try:
         for sequence, done in committed:
-            rewound = act(sequence, applied, parts.target.context, done, parts.made, fork_state)
+            rewound = act(sequence, applied, arm.target.context, done, arm.made, fork_state)
             for one, length in rewound.items():
                 with attributed("proposer", proposer):
                     proposer.rewind(one.state, length)
@@ -414,7 +323,7 @@ def _check_tokens(draft: Draft, vocabulary: int) -> None:
 
 
 def _observation(
-    parts: Parts,
+    arm: Arm,
     sequence: SequenceState,
     tree: int,
     forest: Draft,
@@ -425,7 +334,7 @@ def _observation(
     context: int,
 ) -> Observation:
     """What a sequence with a tree computed, from position ``start`` on; its root is token ``context - 1``."""
-    requires, shape, end = parts.proposer.requires, forest.shape, len(sequence.kv)
+    requires, shape, end = arm.proposer.requires, forest.shape, len(sequence.kv)
     kept = got.count(accepted=True, kept=True) if got.path else 0
     accepted = [shape.places.item(row) for row in got.path[:kept]]
     hidden = output.observed(tree, accepted) if requires.hidden else None
@@ -442,8 +351,8 @@ def _observation(
     return Observation(sequence, start, tokens, hidden, rows, logits, top_k, accepted)
 
 
-def _chunk(parts: Parts, sequence: SequenceState, count: int, output: Output, place: int) -> Observation:
+def _chunk(arm: Arm, sequence: SequenceState, count: int, output: Output, place: int) -> Observation:
     """What a sequence computed of its prompt."""
     end = len(sequence.kv)
-    hidden = output.observed(place) if parts.proposer.requires.hidden else None
+    hidden = output.observed(place) if arm.proposer.requires.hidden else None
     return Observation(sequence, end - count, sequence.tokens[end - count : end + 1], hidden)

@@ -28,11 +28,11 @@ from spec_lab.core.options import one_of, temperature_or_none, whole
 from spec_lab.core.probabilities import Sampling, one_hot_, probs_dtype
 from spec_lab.core.randomness import CounterDraws, Draws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm, Choose, Memory
 from spec_lab.decode.capacity import most_at_once
-from spec_lab.decode.engine import Engine
 from spec_lab.decode.proposer import Observation, Proposer, Requires, runner_kv_bytes
 from spec_lab.decode.sequence import Batch, SequenceState
-from spec_lab.decode.step import Choose, Memory, Parts, StepInfo, step
+from spec_lab.decode.step import StepInfo, step
 from spec_lab.drafters.draft_model.loading import check_same_tokens, load_draft
 from spec_lab.models.target import Target
 from spec_lab.propose.siblings import BROKEN
@@ -147,13 +147,13 @@ class DraftCascade(Proposer):
     Tokens are drafted without the masks of a constraint.
 
     Args:
-        parts: of the draft model's decoding: ``target`` is the draft model, ``proposer`` the inner proposer.
+        arm: of the draft model's decoding: ``target`` is the draft model, ``proposer`` the inner proposer.
         depth: tokens of the chain.
         drawn: "iid", sampled from the draft model; or "point", its likeliest tokens.
         temperature: of the draft model; None uses each request's.
     """
 
-    parts: Parts
+    arm: Arm
     depth: int
     drawn: Drawn = "iid"
     temperature: float | None = None
@@ -203,10 +203,10 @@ class DraftCascade(Proposer):
         model = Target(lm, draft.tokenizer, path, draft.context, draft.sha256, 0.0, target.cache, frozenset(draft.ends))
         smaller = inner(model)
         try:
-            parts = Engine(model, smaller, verifier, CounterDraws(0)).parts
+            arm = Arm(model, smaller, verifier, CounterDraws(0))
         except ValueError as error:
             raise ValueError(f"proposer.inner, whose target is the draft model {path}: {error}") from error
-        return DraftCascade(parts, depth, way, own)
+        return DraftCascade(arm, depth, way, own)
 
     @property
     def nodes(self) -> int:
@@ -216,25 +216,25 @@ class DraftCascade(Proposer):
     @property
     def sha256(self) -> str | None:
         """Of the draft model's weights, with those of the inner proposer's files if it has any."""
-        other, own = self.parts.proposer.sha256, self.parts.target.sha256
+        other, own = self.arm.proposer.sha256, self.arm.target.sha256
         return sha256(f"{own} {other}".encode()).hexdigest() if own and other else own
 
     @property
     def facts(self) -> Mapping[str, Any]:
         """What a record should keep."""
-        inner = self.parts.proposer
+        inner = self.arm.proposer
         of_inner = {"name": inner.name, "drawn": inner.drawn, **inner.facts}
-        own = {"depth": self.depth, "temperature": self.temperature, "verifier": self.parts.verifier.name}
+        own = {"depth": self.depth, "temperature": self.temperature, "verifier": self.arm.verifier.name}
         return own | {"inner": of_inner}
 
     @property
     def shared_store(self) -> str:
         """See ``Proposer``."""
-        return self.parts.proposer.shared_store
+        return self.arm.proposer.shared_store
 
     def forget(self) -> None:
         """See ``Proposer``."""
-        self.parts.proposer.forget()
+        self.arm.proposer.forget()
 
     def sampling(self, request: Sampling) -> Sampling:
         """How the draft model samples for a request."""
@@ -244,23 +244,21 @@ class DraftCascade(Proposer):
     def check_sampling(self, sampling: Sampling) -> None:
         """See ``Proposer``."""
         try:
-            self.parts.proposer.check_sampling(self.sampling(sampling))
+            self.arm.proposer.check_sampling(self.sampling(sampling))
         except ValueError as error:
             raise ValueError(f"proposer.inner, which drafts for the draft model: {error}") from error
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> DraftCascade:
         """The same with another draft model, for which an inner draft model is the toy's target."""
         model = Target(draft, None, "toy draft", target.context, "", 0.0)
-        inner = self.parts.proposer.toy(model, cast(DraftRunner, target.lm), tree)
-        return replace(
-            self, parts=replace(self.parts, target=model, proposer=inner, memory=Memory()), depth=depth_of(tree)
-        )
+        inner = self.arm.proposer.toy(model, cast(DraftRunner, target.lm), tree)
+        return replace(self, arm=replace(self.arm, target=model, proposer=inner, memory=Memory()), depth=depth_of(tree))
 
     # The life cycle ---------------------------------------------------------------------------------------------------
 
     def init(self, request: Request) -> DraftedText:
         """An empty KV cache of the draft model, and the inner proposer's state."""
-        model, inner, own = self.parts.target, self.parts.proposer, self._inner_request(request)
+        model, inner, own = self.arm.target, self.arm.proposer, self._inner_request(request)
         kv = model.lm.open(min(len(own.tokens) + own.max_new_tokens, model.context + inner.nodes))
         try:
             return DraftedText(kv, inner.init(own))
@@ -270,19 +268,19 @@ class DraftCascade(Proposer):
 
     def kv_bytes(self, positions: Sequence[int]) -> int:
         """See ``Proposer``; with that of the inner proposer."""
-        model, inner = self.parts.target, self.parts.proposer
+        model, inner = self.arm.target, self.arm.proposer
         own = runner_kv_bytes(model.lm, [min(end, model.context + inner.nodes) for end in positions])
         return own + inner.kv_bytes(positions)
 
     def fork(self, state: DraftedText) -> DraftedText:
         """A copy that shares the KV cache of the tokens so far."""
-        inner = self.parts.proposer.fork(state.inner)  # first: an error leaves no KV cache behind
+        inner = self.arm.proposer.fork(state.inner)  # first: an error leaves no KV cache behind
         return DraftedText(state.kv.fork(), inner, list(state.tokens), state.text)
 
     def close(self, state: DraftedText) -> None:
         """Free the KV cache, and close the inner proposer's state."""
         state.kv.close()
-        self.parts.proposer.close(state.inner)
+        self.arm.proposer.close(state.inner)
 
     @inference
     def propose(self, batch: Batch) -> Draft:
@@ -291,13 +289,13 @@ class DraftCascade(Proposer):
         New prompts are computed on the way. What the target rejected is forgotten, what it accepted stays computed.
         """
         limits = [
-            max(0, min(self.depth, room, self.parts.target.context - len(one.tokens)))
+            max(0, min(self.depth, room, self.arm.target.context - len(one.tokens)))
             for room, one in zip(batch.room(), batch.sequences, strict=True)
         ]
         texts = [self._text(one) if limit else None for one, limit in zip(batch.sequences, limits, strict=True)]
         ends = {text: len(text.tokens) + limit for text, limit in zip(texts, limits, strict=True) if text is not None}
         cold = all(text.request.sampling.temperature == 0 for text in ends)
-        q, broken = self._decode(batch, ends, None if cold else KeptRows(self.parts.choose))
+        q, broken = self._decode(batch, ends, None if cold else KeptRows(self.arm.choose))
         chains = [
             [] if text is None or text in broken else text.tokens[len(one.tokens) :]
             for one, text in zip(batch.sequences, texts, strict=True)
@@ -308,7 +306,7 @@ class DraftCascade(Proposer):
     def _text(self, sequence: SequenceState) -> SequenceState:
         """The draft model's sequence for a step of the target's, as a fork of it: its choices are no other's."""
         state: DraftedText = sequence.state
-        state.follow(sequence.tokens, self.parts.proposer)
+        state.follow(sequence.tokens, self.arm.proposer)
         lineage = (*sequence.lineage, INNER, sequence.step)
         request = self._inner_request(sequence.request)
         return SequenceState(request, state.kv, state.tokens, lineage, state=state.inner)
@@ -322,14 +320,14 @@ class DraftCascade(Proposer):
             For each sequence the probabilities from which its tokens were sampled, ``[n, V]`` of each step, where
             ``rows`` keeps them; and why sequences are broken.
         """
-        proposer = WithinChain(self.parts.proposer, ends)
-        parts = replace(self.parts, proposer=proposer, draws=batch.draws, choose=rows or self.parts.choose)
+        proposer = WithinChain(self.arm.proposer, ends)
+        arm = replace(self.arm, proposer=proposer, draws=batch.draws, choose=rows or self.arm.choose)
         q: dict[SequenceState, list[Tensor]] = {one: [] for one in ends}
         broken: dict[SequenceState, str] = {}
-        left, most = list(ends), most_at_once(self.parts.proposer, self.parts.target)
+        left, most = list(ends), most_at_once(self.arm.proposer, self.arm.target)
         while left:
             before = {one: len(one.tokens) for one in left[:most]}
-            info = step(list(before), parts)
+            info = step(list(before), arm)
             self._count(batch, info)
             for tree, (one, start) in enumerate(before.items()):
                 if one in info.errors or len(one.tokens) == start:
@@ -353,7 +351,7 @@ class DraftCascade(Proposer):
         q_row[shape.parent] = np.arange(shape.nodes)
         if q:
             return Draft(shape, token, self.drawn, torch.cat([*q]), q_row, broken=broken)
-        lm = self.parts.target.lm
+        lm = self.arm.target.lm
         certain = torch.empty(shape.nodes, lm.vocabulary, dtype=probs_dtype(lm.dtype), device=batch.device)
         return Draft(shape, token, self.drawn, one_hot_(token, certain), q_row, broken=broken, one_hot=True)
 

@@ -26,10 +26,11 @@ from spec_lab.core.machine import cores, processor
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm, Memory
 from spec_lab.decode.commit import Committed, Decision, commit
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import SequenceState
-from spec_lab.decode.step import Memory, Parts, step
+from spec_lab.decode.step import step
 from spec_lab.decode.study import Capture
 from spec_lab.models import ranks
 from spec_lab.models.target import Target
@@ -245,7 +246,7 @@ def visits(
     prompt = tuple(text[:context])
     clock, memory, apply = lm.clock, Memory(), commit if period is None else partial(_commit_text, text)
     parts = {
-        size: Parts(target, one, Capture(), CounterDraws(0), commit=apply, memory=memory)
+        size: Arm(target, one, Capture(), CounterDraws(0), commit=apply, memory=memory)
         for size, one in proposers.items()
     }
     sequences: list[SequenceState] = []

@@ -36,7 +36,7 @@ from spec_lab.results.schema import CHECK_COLUMNS, DRAFT_COLUMNS, TIMING_COLUMNS
 from spec_lab.results.writer import Recorder
 from spec_lab.tasks.certify.certificate import in_short
 from spec_lab.tasks.groups import BASELINE, attempts, check_repeats, decode_group, next_attempts
-from spec_lab.tasks.lab import Arm, Lab, Loop, Settings
+from spec_lab.tasks.lab import GroupDecoder, Lab, Loop, Settings
 from spec_lab.tasks.memory import check_memory
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.tasks.token_texts import TokenTexts, token_rows
@@ -173,7 +173,7 @@ def one_of_several() -> bool:
     return current_process().name != "MainProcess"
 
 
-def _waiting(arms: Mapping[str, Arm], size: int) -> Iterator[str]:
+def _waiting(arms: Mapping[str, GroupDecoder], size: int) -> Iterator[str]:
     """Yield a line for each arm that cannot decode ``size`` requests at once."""
     for name, arm in arms.items():
         if not isinstance(arm, Loop):
@@ -186,7 +186,7 @@ def _waiting(arms: Mapping[str, Arm], size: int) -> Iterator[str]:
             )
 
 
-def _warm_up(arms: Mapping[str, Arm], requests: Sequence[Request], tokens: int) -> None:
+def _warm_up(arms: Mapping[str, GroupDecoder], requests: Sequence[Request], tokens: int) -> None:
     """Let every arm decode a little, unmeasured: memory is allocated and code paths are chosen on first use.
 
     What proposers have learned from these requests is forgotten, since the same ones are measured.
@@ -207,7 +207,7 @@ def _result(folder: Path) -> Result:
 def _summary(
     lab: Lab,
     settings: Settings,
-    arms: Mapping[str, Arm],
+    arms: Mapping[str, GroupDecoder],
     tables: metrics.Tables,
     config: Mapping[str, Any],
     roofline: Mapping[str, Any] | None,
@@ -281,7 +281,7 @@ def margins(lab: Lab, requests: Sequence[Request], tables: metrics.Tables) -> di
     return {"output_margins": found}
 
 
-def _named(lab: Lab, main: Arm) -> dict[str, Any]:
+def _named(lab: Lab, main: GroupDecoder) -> dict[str, Any]:
     """The parts that the main arm is made of, by name, as known before anything is decoded."""
     named: dict[str, Any] = {"constraint": "none" if lab.applied is None else lab.applied.constraint.name}
     if isinstance(main, Loop):
@@ -290,7 +290,7 @@ def _named(lab: Lab, main: Arm) -> dict[str, Any]:
     return named
 
 
-def _parts(arm: Arm, made_of: Sequence[Any], known: dict[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+def _parts(arm: GroupDecoder, made_of: Sequence[Any], known: dict[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
     """Return an arm's proposer and verifier, and whether the pair is lossless; None for other implementations.
 
     Args:

@@ -16,10 +16,10 @@ from spec_lab.constrain.protocol import Constraint
 from spec_lab.constrain.vocabulary import Vocabulary, text_bytes
 from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
-from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import BROKEN
 from spec_lab.decode.engine import Engine, fixed_group
 from spec_lab.decode.prefix_cache import PrefixCache
+from spec_lab.decode.recording import Recording
 from spec_lab.decode.sequence import SequenceState
 from spec_lab.decode.step import StepInfo
 from spec_lab.models.target import Target
@@ -29,7 +29,7 @@ from spec_lab.tasks.memory import check_memory
 from spec_lab.text.detokenizer import Event, Finish, Held, Text, Withdrawn
 from spec_lab.text.prompts import Prompt
 from spec_lab.verify import Token as TokenVerifier
-from spec_lab.verify import Verifier, check_pair
+from spec_lab.verify import Verifier
 
 
 @dataclass(frozen=True)
@@ -177,19 +177,11 @@ def engine_with_events(lab: Lab, settings: Settings, prefix_cache: PrefixCache |
     """Return an engine with all prompts as one group, whose sequences have events. Errors as in ``generate``."""
     if lab.pieces is None or len(lab.pieces) != lab.target.vocabulary:
         raise ValueError(f"text needs the bytes of each of the {lab.target.vocabulary} tokens of the target")
-    if lab.applied is not None and lab.applied.constraint.vocabulary != lab.target.vocabulary:
-        raise ValueError(
-            f"the constraint '{lab.applied.constraint.name}' is over {lab.applied.constraint.vocabulary} tokens, the "
-            f"target has {lab.target.vocabulary}: build it with the target's vocabulary"
-        )
-    check_pair(lab.proposer.name, lab.proposer.draws, lab.verifier, lab.proposer.branches)
-    lab.proposer.check_sampling(lab.sampling)
+    arm = replace(lab.arm(settings, lab.proposer, lab.verifier), record=Recording(), prefix_cache=prefix_cache)
     requests = [replace(one, logprobs=True) for one in lab.requests(settings)]
     kept = settings.prefix_cache if prefix_cache is None else prefix_cache.most_tokens
     check_memory(lab, replace(settings, prefix_cache=kept), [len(one.tokens) for one in requests])
-    draws = CounterDraws(settings.seed)
-    parts = lab.target, lab.proposer, lab.verifier, requests, draws, lab.applied, lab.pieces
-    return fixed_group(*parts, listen=True, prefix_cache=prefix_cache)
+    return fixed_group(arm, requests, listen=True)
 
 
 def steps_with_events(group: Engine) -> Generator[tuple[StepInfo | None, list[SequenceEvent]], None, None]:
@@ -206,7 +198,7 @@ def _drain(group: Engine, readers: dict[SequenceState, _EventReader]) -> list[Se
     found = []
     for sequence in group.sequences:
         if sequence.events or sequence not in readers:
-            reader = readers.setdefault(sequence, _EventReader(sequence, group.pieces or ()))
+            reader = readers.setdefault(sequence, _EventReader(sequence, group.arm.pieces or ()))
             found += reader.read(group.errors)
     return found
 

@@ -16,7 +16,7 @@ from spec_lab.core.machine import Usage, other_load
 from spec_lab.core.request import BROKEN
 from spec_lab.results import writer
 from spec_lab.results.writer import Outcome
-from spec_lab.tasks.lab import Arm, Lab, Settings, Turn, shared_store
+from spec_lab.tasks.lab import GroupDecoder, Lab, Settings, Turn, shared_store
 from spec_lab.text.checkers import reply
 
 BASELINE = "baseline"
@@ -38,7 +38,7 @@ class GroupRows:
 def decode_group(
     lab: Lab,
     settings: Settings,
-    arms: Mapping[str, Arm],
+    arms: Mapping[str, GroupDecoder],
     names: Mapping[str, str],
     number: int,
     group: Sequence[Turn],

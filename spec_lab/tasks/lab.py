@@ -25,10 +25,8 @@ from spec_lab.core.protocols import Hashed
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.core.roofline import Roofline
-from spec_lab.decode.capacity import check_requires
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
-from spec_lab.decode.prefix_cache import PrefixCache, check_prefix_cache
-from spec_lab.decode.recording import Recording
 from spec_lab.decode.step import StepInfo
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer
@@ -38,7 +36,7 @@ from spec_lab.tasks.settings import Settings as Settings
 from spec_lab.text.chat_template import template_facts
 from spec_lab.text.detokenizer import Rules, plain
 from spec_lab.text.prompts import Prompt, encode, encode_turn
-from spec_lab.verify import Match, Verifier, check_pair
+from spec_lab.verify import Match, Verifier
 
 LOG = logging.getLogger(__name__)
 
@@ -71,26 +69,17 @@ class Decoded:
     outcomes: list[Outcome]
 
 
-class Arm(Protocol):
-    """One way to decode a group of requests."""
+class GroupDecoder(Protocol):
+    """One way to decode a group of requests: an arm of the project's loop, or a peer."""
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """Decode all requests, measuring."""
         ...
 
 
-@dataclass(frozen=True)
-class Loop:
-    """The project's decode loop with a proposer, a verifier and a constraint."""
-
-    target: Target
-    proposer: Proposer
-    verifier: Verifier
-    seed: int
-    applied: AppliedConstraint | None = None
-    pieces: Sequence[bytes] | None = None
-    record: Recording = Recording()
-    prefix_cache: PrefixCache | None = None
+@dataclass(frozen=True, eq=False)
+class Loop(Arm):
+    """An arm that the project's decode loop decodes groups of requests with, measuring."""
 
     def forget(self) -> None:
         """Forget what was learned and kept of earlier requests, as after a warm-up."""
@@ -100,10 +89,8 @@ class Loop:
             self.prefix_cache.clear()
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
-        """See ``Arm``. Rows are built after the clock has stopped."""
-        draws = CounterDraws(self.seed)
-        parts = self.target, self.proposer, self.verifier, requests, draws, self.applied, self.pieces
-        engine = fixed_group(*parts, record=self.record, prefix_cache=self.prefix_cache)
+        """See ``GroupDecoder``. Rows are built after the clock has stopped."""
+        engine = fixed_group(self, requests)
         with torch.inference_mode():  # once, not in every step
             infos = [info.slim() for info in engine]
         self.target.lm.clock.synchronise()
@@ -135,12 +122,12 @@ class Lab:
     prompts: Sequence[Prompt]
     tracker: Tracker
     more_proposers: Mapping[str, Proposer] = field(default_factory=dict)
-    peers: Mapping[str, Arm] = field(default_factory=dict)
+    peers: Mapping[str, GroupDecoder] = field(default_factory=dict)
     verifiers: Mapping[str, Verifier] = field(default_factory=dict)
     applied: AppliedConstraint | None = None
     pieces: Sequence[bytes] | None = None
 
-    def arms(self, settings: Settings) -> dict[str, Arm]:
+    def arms(self, settings: Settings) -> dict[str, GroupDecoder]:
         """Every arm by name.
 
         Raises:
@@ -148,34 +135,25 @@ class Lab:
                 than ``MOST_NODES`` nodes a step; a name used twice; peers in a batch, under a constraint or with stop
                 strings.
         """
-        null = Null.load(self.target)
-        if settings.prefix_cache is not None:
-            check_prefix_cache(null, self.target)
-        own = settings.seed, self.applied, self.pieces, settings.recording
         if settings.record == "replay" and self.applied is not None:
             raise ValueError(
                 "record=replay supports no constraint yet, nor banned strings or a minimum length: replay does not "
                 "know which tokens are forced or taken back. Set constraint=none, or record=drafts"
             )
-        plain = settings.seed, self.applied, self.pieces, replace(settings.recording, top=0)
-        baseline = Loop(self.target, null, Match(), *plain, settings.new_prefix_cache())
-        arms: dict[str, Arm] = {}
+        baseline = self.arm(settings, Null.load(self.target), Match())
+        baseline = replace(baseline, record=replace(settings.recording, top=0))
+        arms: dict[str, GroupDecoder] = {}
         proposers = {"speculative": self.proposer, **self.more_proposers}
         if isinstance(self.proposer, Null):
             del proposers["speculative"]
         for name, proposer in proposers.items():
-            check_pair(proposer.name, proposer.draws, self.verifier, proposer.branches)
-            proposer.check_sampling(self.sampling)
-            check_requires(proposer, self.target)
-            if settings.prefix_cache is not None:
-                check_prefix_cache(proposer, self.target)
+            arms[name] = self.arm(settings, proposer, self.verifier)
             if (nodes := settings.batch_size * proposer.nodes) > MOST_NODES:
                 raise ValueError(
                     f"batch_size={settings.batch_size} with up to {proposer.nodes} nodes each ({proposer.name}) makes "
                     f"{nodes} nodes a step. Memory grows with their square, so at most {MOST_NODES} are possible: "
                     "draft fewer nodes, or decode fewer prompts together"
                 )
-            arms[name] = Loop(self.target, proposer, self.verifier, *own, settings.new_prefix_cache())
         if self.peers and settings.batch_size > 1:
             raise ValueError(f"peers decode one prompt at a time; set batch_size=1, not {settings.batch_size}")
         if self.peers and (self.applied is not None or settings.stop_strings):
@@ -191,6 +169,17 @@ class Lab:
         if settings.baseline or not arms:
             arms["baseline"] = baseline
         return arms
+
+    def arm(self, settings: Settings, proposer: Proposer, verifier: Verifier) -> Loop:
+        """Return the arm of a proposer and a verifier, with a prefix cache of its own if the settings ask for one.
+
+        Raises:
+            ValueError: as of ``Arm``; a proposer that refuses the sampling.
+        """
+        own = CounterDraws(settings.seed), self.applied, self.pieces, settings.recording, settings.new_prefix_cache()
+        made = Loop(self.target, proposer, verifier, *own)
+        proposer.check_sampling(self.sampling)
+        return made
 
     def most_tokens(self, settings: Settings) -> int:
         """Most tokens that the arms of this project's loop emit in a benchmark: answers times arms times the limit."""

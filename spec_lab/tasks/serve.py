@@ -27,7 +27,6 @@ from spec_lab.core.machine import Usage, other_load
 from spec_lab.core.memory import Peak
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.progress import Progress
-from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import BROKEN, Request
 from spec_lab.core.roofline import Roofline
 from spec_lab.decode.engine import Engine, Limits
@@ -228,7 +227,7 @@ def check_requests(arm: Loop, requests: Sequence[Request], limits: Limits) -> No
     Raises:
         ValueError: see ``Engine.add``.
     """
-    engine = engine_of(arm, limits)
+    engine = Engine(arm, limits=limits)
     for one in requests:
         engine.add(one)
     engine.close()
@@ -300,13 +299,6 @@ def unbroken(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[~frame["segment"].isin(frame.loc[frame["finish"].isin(BROKEN), "segment"])]
 
 
-def engine_of(arm: Loop, limits: Limits) -> Engine:
-    """Return an empty engine with the arm's parts."""
-    draws = CounterDraws(arm.seed)
-    parts = arm.target, arm.proposer, arm.verifier, draws, arm.applied, arm.pieces
-    return Engine(*parts, limits=limits, prefix_cache=arm.prefix_cache)
-
-
 def serve_segment(
     arm: Loop,
     requests: Sequence[Request],
@@ -322,7 +314,7 @@ def serve_segment(
 
     With a ``roofline`` the rows have the columns of ``ROOFLINE``, computed after the last step.
     """
-    engine = engine_of(arm, limits)
+    engine = Engine(arm, limits=limits)
     if arm.prefix_cache is not None:
         arm.prefix_cache.clear()
     rows: dict[int, dict[str, Any]] = {

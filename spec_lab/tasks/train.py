@@ -20,6 +20,7 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.progress import Progress
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
@@ -246,7 +247,7 @@ def _measured(lab: Lab, settings: Settings, recipe: Recipe, folder: Path, reques
     for start in range(0, len(requests), settings.batch_size):
         some = requests[start : start + settings.batch_size]
         draws = CounterDraws(settings.seed)
-        for info in fixed_group(lab.target, proposer, Token(), some, draws, pieces=lab.pieces):
+        for info in fixed_group(Arm(lab.target, proposer, Token(), draws, pieces=lab.pieces), some):
             for tree, done in enumerate(info.committed):
                 if len(info.draft.shape.trees[tree]) == recipe.depth + 1:
                     accepted.append(len(done.path))

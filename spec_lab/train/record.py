@@ -13,6 +13,7 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn, empty
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
@@ -102,7 +103,7 @@ def _record(
     recorder, sequences = StateRecorder(states), list[SequenceState]()
     for start in range(0, len(requests), batch):
         some = requests[start : start + batch]
-        group = fixed_group(target, recorder, Match(), some, CounterDraws(seed), pieces=pieces)
+        group = fixed_group(Arm(target, recorder, Match(), CounterDraws(seed), pieces=pieces), some)
         for _ in group:
             pass
         sequences += group.sequences

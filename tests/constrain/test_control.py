@@ -15,6 +15,7 @@ from spec_lab.constrain.protocol import ConstraintError, pack
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.propose import Null
 from spec_lab.results.writer import outcomes
@@ -90,7 +91,7 @@ def play(target, script, proposer, prompts=(PROMPTS[0],), new=12, seed=0, **chan
     """Decode a group under scripted controllers; the script may depend on the request."""
     bound = AppliedConstraint(ControllerConstraint(lambda r: Scripted(script(r)), VOCABULARY, "scripted", **changes))
     wanted = [Request(number, f"p{number}", prompt, WARM, new) for number, prompt in enumerate(prompts)]
-    return fixed_group(target, proposer, Token(), wanted, CounterDraws(seed), bound)
+    return fixed_group(Arm(target, proposer, Token(), CounterDraws(seed), bound), wanted)
 
 
 def results(group):
@@ -162,7 +163,9 @@ def test_a_controller_that_cannot_be_forked_has_the_same_distribution(target, su
 
 def test_a_controller_that_cannot_be_forked_is_decoded_without_drafts(target):
     bound = AppliedConstraint(ControllerConstraint(lambda r: Alone(), VOCABULARY, supports_drafts=False))
-    group = fixed_group(target, draft_model(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
+    group = fixed_group(
+        Arm(target, draft_model(), Token(), CounterDraws(0), bound), [Request(0, "p", PROMPTS[0], WARM, 9)]
+    )
     assert all(done.draft.shape.nodes == 0 for done in group)
     assert not group.errors and len(group.sequences[0].emitted) == 9
 
@@ -173,7 +176,7 @@ def test_a_controller_that_cannot_be_forked_may_not_fork_its_sequence(target):
             return [Branch(), Branch()] if event.append else GO
 
     bound = AppliedConstraint(ControllerConstraint(lambda r: Forking(), VOCABULARY, "forking", supports_drafts=False))
-    group = fixed_group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
+    group = fixed_group(Arm(target, Null(), Token(), CounterDraws(0), bound), [Request(0, "p", PROMPTS[0], WARM, 9)])
     list(group)
     (error,) = group.errors.values()
     assert "controller 'forking' at Event(" in error
@@ -189,12 +192,8 @@ def test_the_committed_controller_sees_every_event_once_whatever_forks_saw(targe
 
     bound = AppliedConstraint(ControllerConstraint(make, VOCABULARY))
     group = fixed_group(
-        target,
-        draft_model("2x1x1", "without"),
-        Token(),
+        Arm(target, draft_model("2x1x1", "without"), Token(), CounterDraws(2), bound),
         [Request(0, "p", PROMPTS[0], WARM, 20)],
-        CounterDraws(2),
-        bound,
     )
     drafted = sum(done.draft.shape.nodes for done in group)
     (events,) = [one.events for one in made]
@@ -273,7 +272,7 @@ def test_a_fork_that_fails_at_once_does_not_fail_the_sequence_it_came_from(targe
         return [Branch(), Branch(0, None, ((5,),))] if len(events) == 3 - 2 * at_start else GO
 
     bound = AppliedConstraint(ControllerConstraint(lambda r: Scripted(script), VOCABULARY), fast_forward=True)
-    group = fixed_group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 6)], CounterDraws(0), bound)
+    group = fixed_group(Arm(target, Null(), Token(), CounterDraws(0), bound), [Request(0, "p", PROMPTS[0], WARM, 6)])
     list(group)
     first, fork = group.sequences
     assert (first.finish, fork.finish) == ("length", "stuck") and list(group.errors) == [fork]
@@ -291,7 +290,7 @@ def test_every_fork_that_fails_has_an_error_of_its_own(target):
         ControllerConstraint(lambda r: Scripted(script), VOCABULARY, keep=lambda ended: [len(ended)])
     )
     wanted = [Request(number, f"p{number}", PROMPTS[number], WARM, 12) for number in range(2)]
-    group = fixed_group(target, Null(), Token(), wanted, CounterDraws(0), bound)
+    group = fixed_group(Arm(target, Null(), Token(), CounterDraws(0), bound), wanted)
     infos = list(group)
     assert len(group.sequences) == 6 and set(group.errors) == set(group.sequences)
     for one, outcome in zip(group.sequences, outcomes(group.sequences, infos, group.errors), strict=True):

@@ -12,6 +12,7 @@ from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Ended, Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram, NgramTree
@@ -42,7 +43,7 @@ def target():
 def play(target, constraint, proposer, sampling=COLD, new=24, seed=0, stop=frozenset({END}), fast_forward=True):
     bound = AppliedConstraint(constraint, fast_forward=fast_forward)
     wanted = [Request(number, f"p{number}", prompt, sampling, new, stop) for number, prompt in enumerate(PROMPTS)]
-    group = fixed_group(target, proposer, Token(), wanted, CounterDraws(seed), bound)
+    group = fixed_group(Arm(target, proposer, Token(), CounterDraws(seed), bound), wanted)
     list(group)
     assert not group.errors and not target.lm.cells.references.any()
     return group

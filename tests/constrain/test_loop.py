@@ -12,6 +12,7 @@ from spec_lab.constrain.protocol import Constraint, ConstraintState
 from spec_lab.core.faults import PartError
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.tasks.certify.exact import decoded
 from spec_lab.tasks.certify.ground_truth import truth
@@ -74,7 +75,7 @@ def test_a_constraint_that_raises_ends_only_its_own_request(placement, async_mas
     requests = [Request(number, f"r{number}", (number + 1, 5, 9), max_new_tokens=12) for number in range(3)]
 
     def decode(some, applied):
-        group = fixed_group(target, Repeat(3), Token(), some, CounterDraws(0), applied)
+        group = fixed_group(Arm(target, Repeat(3), Token(), CounterDraws(0), applied), some)
         steps = list(group)
         return group, steps
 
@@ -147,7 +148,9 @@ def test_an_error_in_a_constraint_ends_the_run_and_names_it_with_the_line(failin
     if others:
         constraint = Combined([Table(lambda _: range(VOCABULARY), VOCABULARY), constraint])
     requests = [Request(number, f"r{number}", (number + 1, 5, 9), max_new_tokens=6) for number in range(3)]
-    group = fixed_group(target, Repeat(3), Token(), requests, CounterDraws(0), AppliedConstraint(constraint, **options))
+    group = fixed_group(
+        Arm(target, Repeat(3), Token(), CounterDraws(0), AppliedConstraint(constraint, **options)), requests
+    )
     with pytest.raises(PartError, match=r"^constraint 'defective' raised KeyError: 'it broke' \(.*test_loop.py:\d+, "):
         list(group)
     assert not target.lm.cells.references.any() and not group.has_unfinished()
@@ -157,7 +160,7 @@ def test_a_row_that_allows_nothing_ends_its_request_by_name():
     target = tiny_target()
     table = Table(lambda text: range(VOCABULARY) if len(text) < 4 else (), VOCABULARY)
     group = fixed_group(
-        target, Repeat(2), Token(), [Request(0, "r", (1, 2))], CounterDraws(0), AppliedConstraint(table)
+        Arm(target, Repeat(2), Token(), CounterDraws(0), AppliedConstraint(table)), [Request(0, "r", (1, 2))]
     )
     list(group)
     assert group.sequences[0].finish == "stuck" and len(group.sequences[0].emitted) == 4
@@ -167,12 +170,14 @@ def test_a_row_that_allows_nothing_ends_its_request_by_name():
 def test_an_observed_constraint_is_counted_and_changes_nothing():
     target = tiny_target()
     request = Request(0, "r", (1, 2), max_new_tokens=10)
-    free = fixed_group(target, Repeat(2), Token(), [request], CounterDraws(0))
+    free = fixed_group(Arm(target, Repeat(2), Token(), CounterDraws(0)), [request])
     list(free)
     text = free.sequences[0].emitted
     table = Table(lambda before: [text[len(before)]] if len(before) < 6 else [(text[6] + 1) % VOCABULARY], VOCABULARY)
     for placement in ("none", "draft"):
-        group = fixed_group(target, Repeat(2), Token(), [request], CounterDraws(0), AppliedConstraint(table, placement))
+        group = fixed_group(
+            Arm(target, Repeat(2), Token(), CounterDraws(0), AppliedConstraint(table, placement)), [request]
+        )
         list(group)
         assert group.sequences[0].emitted == text
         assert group.sequences[0].violated == 6 and not group.errors

@@ -8,6 +8,7 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.decode import commit
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.propose.null import Null
@@ -48,7 +49,7 @@ def test_a_controller_that_cannot_be_forked_receives_committed_tokens_only(place
             ControllerConstraint(lambda _, own=own: own, VOCABULARY, supports_drafts=False), placement
         )
         group = fixed_group(
-            target, proposer, Token(), [Request(0, "r", (1, 2), max_new_tokens=6)], CounterDraws(0), applied
+            Arm(target, proposer, Token(), CounterDraws(0), applied), [Request(0, "r", (1, 2), max_new_tokens=6)]
         )
         assert all(not done.draft.shape.nodes for done in group)
         assert [token for append in own.heard for token in append] == group.sequences[0].emitted
@@ -66,7 +67,7 @@ def test_a_batch_mates_penalty_changes_nothing():
         mates = [[*alone, Request(1, "b", (4, 5), Sampling(1.0, repetition_penalty=p), 12)] for p in (1.0, 1.4)]
         outputs = []
         for requests in (alone, *mates):
-            group = fixed_group(target, draft(target), Token(), requests, CounterDraws(seed), applied)
+            group = fixed_group(Arm(target, draft(target), Token(), CounterDraws(seed), applied), requests)
             list(group)
             outputs.append(group.sequences[0].emitted)
         assert outputs[0] == outputs[1] == outputs[2]
@@ -93,7 +94,7 @@ def test_the_limit_on_forks_does_not_depend_on_drafts(monkeypatch):
         monkeypatch.setattr(commit, "MAX_FORKS", most)
         for proposer in (Null(), Repeat(3)):
             applied = AppliedConstraint(ControllerConstraint(lambda _: Doubles(), VOCABULARY))
-            group = fixed_group(target, proposer, Token(), [request], CounterDraws(0), applied)
+            group = fixed_group(Arm(target, proposer, Token(), CounterDraws(0), applied), [request])
             list(group)
             assert ("stuck" in {one.finish for one in group.sequences}) is broken
             assert bool(group.errors) is broken
@@ -107,7 +108,7 @@ def test_a_penalty_on_forced_chains_leaves_greedy_output_as_it_is():
     outputs = []
     for proposer in (Null(), draft(target), replace_drawn(draft(target))):
         group = fixed_group(
-            target, proposer, Token(), [request], CounterDraws(0), AppliedConstraint(table, "both", None, True)
+            Arm(target, proposer, Token(), CounterDraws(0), AppliedConstraint(table, "both", None, True)), [request]
         )
         list(group)
         outputs.append(group.sequences[0].emitted)

@@ -23,6 +23,7 @@ from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.models.target import Target
 from spec_lab.verify import Match, Token, Traversal
@@ -121,7 +122,7 @@ def bare(model, state, request) -> list[int]:
 
 
 def decode(target, proposer, verifier, requests, applied) -> list[list[int]]:
-    group = fixed_group(target, proposer, verifier, requests, CounterDraws(0), applied)
+    group = fixed_group(Arm(target, proposer, verifier, CounterDraws(0), applied), requests)
     for _ in group:
         pass
     assert not group.errors

@@ -15,10 +15,10 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.readback import Readback
 from spec_lab.core.request import Request
 from spec_lab.decode import step as engine_step
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.commit import commit
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.sequence import SequenceState
-from spec_lab.decode.step import Parts
 from spec_lab.decode.study import Capture, choose_nothing, commit_nothing
 from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
 from spec_lab.drafters.block.propose import BlockDrafter
@@ -114,7 +114,9 @@ def requests(temperature, count):
 def decoded(device, name, verifier, temperature, applied=None, count=2):
     target = target_on(device)
     return list(
-        fixed_group(target, PROPOSERS[name](target), verifier, requests(temperature, count), CounterDraws(1), applied)
+        fixed_group(
+            Arm(target, PROPOSERS[name](target), verifier, CounterDraws(1), applied), requests(temperature, count)
+        )
     )
 
 
@@ -205,7 +207,7 @@ def test_the_parts_of_studies_read_nothing_else_either(monkeypatch, name, choose
     target = target_on("meta")
     proposer, (request,) = PROPOSERS[name](target), requests(0.8, 1)
     state = SequenceState(request, target.lm.open(), list(request.tokens), state=proposer.init(request))
-    parts = Parts(target, proposer, Capture(), CounterDraws(1), choose=chooses, commit=commits)
+    parts = Arm(target, proposer, Capture(), CounterDraws(1), choose=chooses, commit=commits)
     engine_step.step([], parts, [(state, len(state.tokens) - 1)])  # Medusa's heads read the last hidden state
     info = engine_step.step([state], parts)
     assert info.copies_after == 1 and parts.verifier.draft is not None

@@ -14,6 +14,7 @@ from spec_lab.core.draft import ComputedOnly, Draft, chain, empty, forest, tree
 from spec_lab.core.faults import PartError
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits, fixed_group
 from spec_lab.decode.proposer import Proposer, Requires
 from spec_lab.drafters.draft_model.forced import RUN
@@ -62,7 +63,7 @@ def run(engine, requests=()):
     for one in requests:
         engine.add(one)
     steps = list(engine)
-    assert not engine.target.lm.cells.references.any() and not engine.has_unfinished()
+    assert not engine.arm.target.lm.cells.references.any() and not engine.has_unfinished()
     return steps
 
 
@@ -70,7 +71,7 @@ def alone(target, proposer, requests, verifier=None, applied=None):
     """The output of each request in an engine of its own."""
     found = {}
     for one in requests:
-        group = fixed_group(target, proposer, verifier or Token(), [one], CounterDraws(0), applied)
+        group = fixed_group(Arm(target, proposer, verifier or Token(), CounterDraws(0), applied), [one])
         list(group)
         found |= outputs(group)
     return found
@@ -118,7 +119,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(target, memo, name, sa
     proposer, requests = make(target), wanted(sampling)
     if limits.max_kv_tokens:
         limits = replace(limits, max_kv_tokens=room_for(requests, proposer.nodes, limits.max_kv_tokens))
-    engine = Engine(target, proposer, verifier, CounterDraws(0), limits=limits)
+    engine = Engine(Arm(target, proposer, verifier, CounterDraws(0)), limits=limits)
     for step in run(engine, requests):
         live = {one.request.id for one in [*step.sequences, *(one for one, _ in step.chunks)]}
         assert live and len(live) <= (limits.max_batch_size or len(requests))
@@ -135,7 +136,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(target, memo, name, sa
 def test_requests_added_while_others_decode_get_the_tokens_that_they_get_alone(target, name, prefill):
     make, verifier = PROPOSERS[name]
     proposer, requests = make(target), wanted(WARM)
-    engine = Engine(target, proposer, verifier, CounterDraws(0), limits=Limits(3, prefill))
+    engine = Engine(Arm(target, proposer, verifier, CounterDraws(0)), limits=Limits(3, prefill))
     steps = []
     for one in requests:
         engine.add(one)
@@ -146,7 +147,7 @@ def test_requests_added_while_others_decode_get_the_tokens_that_they_get_alone(t
 
 
 def test_requests_are_admitted_in_order(target):
-    engine = Engine(target, Null(), Token(), CounterDraws(0), limits=Limits(2))
+    engine = Engine(Arm(target, Null(), Token(), CounterDraws(0)), limits=Limits(2))
     for one in wanted():
         engine.add(one)
     seen = []
@@ -169,7 +170,7 @@ def test_the_kv_cache_never_holds_more_tokens_than_its_limit(target, monkeypatch
         return compute(prepared)
 
     monkeypatch.setattr(target.lm, "run", watched)
-    run(Engine(target, proposer, Token(), CounterDraws(0), limits=Limits(max_kv_tokens=most)), requests)
+    run(Engine(Arm(target, proposer, Token(), CounterDraws(0)), limits=Limits(max_kv_tokens=most)), requests)
     assert most / 2 < max(used) <= most
 
 
@@ -211,7 +212,7 @@ def test_forced_runs_and_rows_computed_only_stay_within_the_limit_of_the_kv_cach
     ):
         longest = max(min(len(one.tokens) + one.max_new_tokens, CONTEXT) for one in requests)
         most = longest + (0 if applied is None else RUN) + proposer.nodes
-        engine = Engine(target, proposer, Token(), CounterDraws(0), applied, limits=Limits(max_kv_tokens=most))
+        engine = Engine(Arm(target, proposer, Token(), CounterDraws(0), applied), limits=Limits(max_kv_tokens=most))
         used.clear()
         for info in run(engine, requests):
             drafted.append(info.draft.shape.nodes - proposer.nodes * len(info.sequences))
@@ -225,7 +226,7 @@ def test_forced_runs_and_rows_computed_only_stay_within_the_limit_of_the_kv_cach
 def test_an_aborted_live_request_keeps_what_it_emitted_and_others_continue(target):
     proposer, requests = draft_model("1x1"), wanted()
     whole = alone(target, proposer, requests)
-    engine = Engine(target, proposer, Token(), CounterDraws(0), limits=Limits(3))
+    engine = Engine(Arm(target, proposer, Token(), CounterDraws(0)), limits=Limits(3))
     for one in requests:
         engine.add(one)
     engine.step()
@@ -245,7 +246,7 @@ def test_an_aborted_live_request_keeps_what_it_emitted_and_others_continue(targe
 
 def test_an_aborted_waiting_request_leaves_nothing(target):
     requests = wanted()
-    engine = Engine(target, Null(), Token(), CounterDraws(0), limits=Limits(1))
+    engine = Engine(Arm(target, Null(), Token(), CounterDraws(0)), limits=Limits(1))
     for one in requests:
         engine.add(one)
     engine.step()
@@ -260,7 +261,9 @@ def test_an_aborted_preempted_request_ends_like_a_live_one(target):
     """Also with the last event of its text."""
     requests, pieces = wanted(new=14), [bytes([97 + n % 26]) for n in range(VOCABULARY)]
     most = room_for(requests, 0, 2)
-    engine = Engine(target, Null(), Token(), CounterDraws(0), None, pieces, True, Limits(max_kv_tokens=most))
+    engine = Engine(
+        Arm(target, Null(), Token(), CounterDraws(0), pieces=pieces), listen=True, limits=Limits(max_kv_tokens=most)
+    )
     for one in requests:
         engine.add(one)
     while not (preempted := [one for one in engine.sequences if one.finish is None and one not in engine.live]):
@@ -285,7 +288,7 @@ def test_the_constraint_of_an_aborted_request_chooses_among_its_sequences_also_w
     constraint = ControllerConstraint(lambda request: Scripted(forks), VOCABULARY, keep=keep)
     requests = [Request(n, f"p{n}", PROMPTS[n], COLD, 12) for n in range(2)]
     limits = Limits(max_kv_tokens=room_for(requests, 0, 6))
-    engine = Engine(target, Null(), Token(), CounterDraws(0), AppliedConstraint(constraint), limits=limits)
+    engine = Engine(Arm(target, Null(), Token(), CounterDraws(0), AppliedConstraint(constraint)), limits=limits)
     for one in requests:
         engine.add(one)
 
@@ -303,7 +306,7 @@ def test_the_constraint_of_an_aborted_request_chooses_among_its_sequences_also_w
 
 def test_a_closed_engine_holds_nothing(target):
     proposer = draft_model("1x1")
-    engine = Engine(target, proposer, Token(), CounterDraws(0), limits=Limits(2, 3))
+    engine = Engine(Arm(target, proposer, Token(), CounterDraws(0)), limits=Limits(2, 3))
     for one in wanted():
         engine.add(one)
     engine.step()
@@ -323,7 +326,7 @@ def test_a_limit_that_is_no_whole_number_from_one_is_refused_by_name(name, value
 
 
 def test_sampling_that_the_proposer_cannot_draft_for_is_refused_when_the_request_is_added(target):
-    engine = Engine(target, draft_model("2x1", "iid"), Token(), CounterDraws(0))
+    engine = Engine(Arm(target, draft_model("2x1", "iid"), Token(), CounterDraws(0)))
     with pytest.raises(ValueError, match=r"request 'p1': proposer 'draft_model': .*proposer.drawn=point"):
         engine.add(wanted(COLD)[1])
     assert not engine.has_unfinished()
@@ -335,7 +338,7 @@ def test_a_request_that_the_kv_cache_can_never_hold_is_refused_by_name(target):
     proposer = draft_model("1x1")
     needed = len(PROMPTS[0]) + NEW + proposer.nodes
     for most in (needed - 1, needed):
-        engine = Engine(target, proposer, Token(), CounterDraws(0), limits=Limits(max_kv_tokens=most))
+        engine = Engine(Arm(target, proposer, Token(), CounterDraws(0)), limits=Limits(max_kv_tokens=most))
         if most < needed:
             with pytest.raises(ValueError, match=rf"request 'p0' .* {needed} tokens .*max_kv_tokens is {most}\b"):
                 engine.add(wanted()[0])
@@ -347,7 +350,7 @@ def test_a_request_that_the_kv_cache_can_never_hold_is_refused_by_name(target):
 
 def test_a_request_whose_text_cannot_be_read_is_refused_when_it_is_added(target):
     proposer = draft_model("1x1")
-    engine = Engine(target, proposer, Token(), CounterDraws(0))
+    engine = Engine(Arm(target, proposer, Token(), CounterDraws(0)))
     engine.add(wanted()[0])
     with pytest.raises(ValueError, match="request 'p1' .*bytes of the tokens"):
         engine.add(replace(wanted()[1], stop_strings=("x",)))
@@ -370,7 +373,7 @@ def test_a_proposer_that_fails_is_named_and_everything_is_freed(target, failing)
             return getattr(Guess, failing)(self, *arguments)
 
     proposer = Failing(target)
-    engine = fixed_group(target, proposer, Token(), wanted(), CounterDraws(0))
+    engine = fixed_group(Arm(target, proposer, Token(), CounterDraws(0)), wanted())
     with pytest.raises(ValueError, match="proposer 'guess' raised RuntimeError: it broke"):
         list(engine)
     assert not target.lm.cells.references.any() and not engine.has_unfinished()
@@ -431,7 +434,7 @@ def test_whatever_call_of_a_proposer_fails_every_state_is_closed_once_and_no_cel
         forks = after(3, [Branch(2), Branch(1)])
     applied = AppliedConstraint(ControllerConstraint(lambda request: Scripted(forks), VOCABULARY, "scripted"))
     proposer = Counts(failing, at)
-    engine = Engine(target, proposer, Token(), CounterDraws(0), applied, limits=limits)
+    engine = Engine(Arm(target, proposer, Token(), CounterDraws(0), applied), limits=limits)
     for one in wanted():
         engine.add(one)
     with pytest.raises(PartError, match="proposer 'counts' raised RuntimeError: it broke"):
@@ -444,7 +447,7 @@ def test_whatever_call_of_a_proposer_fails_every_state_is_closed_once_and_no_cel
 @pytest.mark.parametrize("ending", ["close", "abort"])
 def test_a_proposer_whose_close_fails_is_named_after_everything_is_freed(target, ending):
     proposer = Counts("close", 1)
-    engine = Engine(target, proposer, Token(), CounterDraws(0))
+    engine = Engine(Arm(target, proposer, Token(), CounterDraws(0)))
     for one in wanted():
         engine.add(one)
     engine.step()
@@ -591,7 +594,7 @@ def test_every_committed_position_is_observed_once_with_its_hidden_state(target,
     if limits.max_kv_tokens:
         limits = replace(limits, max_kv_tokens=room_for(requests, SHAPE.nodes, limits.max_kv_tokens))
     proposer = Guess(target, known=memo)
-    engine = Engine(target, proposer, Token(), CounterDraws(0), applied, limits=limits)
+    engine = Engine(Arm(target, proposer, Token(), CounterDraws(0), applied), limits=limits)
     run(engine, requests)
     assert not engine.errors
     proposer.finished()
@@ -618,7 +621,7 @@ class Window(Proposer):
 
 
 def test_cells_of_rows_that_are_computed_only_are_freed(target):
-    engine = Engine(target, Window(), Token(), CounterDraws(0))
+    engine = Engine(Arm(target, Window(), Token(), CounterDraws(0)))
     for one in wanted():
         engine.add(one)
     while engine.has_unfinished():
@@ -629,19 +632,19 @@ def test_cells_of_rows_that_are_computed_only_are_freed(target):
 @pytest.mark.parametrize("layer", [99, -99])
 def test_a_proposer_that_requires_a_hidden_state_that_there_is_not_is_refused_at_once(target, layer):
     with pytest.raises(ValueError, match=f"'guess' .*{layer}"):
-        Engine(target, Guess(target, Requires(hidden=(0, layer))), Token(), CounterDraws(0))
+        Engine(Arm(target, Guess(target, Requires(hidden=(0, layer))), Token(), CounterDraws(0)))
 
 
 @pytest.mark.parametrize("top_k", [-1, VOCABULARY + 1, 10**6])
 def test_a_proposer_that_requires_more_likeliest_tokens_than_there_are_is_refused_at_once(target, top_k):
     with pytest.raises(ValueError, match=rf"'guess' .*top_k={top_k}\b.* {VOCABULARY} tokens"):
-        Engine(target, Guess(target, Requires(top_k=top_k)), Token(), CounterDraws(0))
-    Engine(target, Guess(target, Requires(top_k=VOCABULARY)), Token(), CounterDraws(0))
+        Engine(Arm(target, Guess(target, Requires(top_k=top_k)), Token(), CounterDraws(0)))
+    Engine(Arm(target, Guess(target, Requires(top_k=VOCABULARY)), Token(), CounterDraws(0)))
 
 
 def test_hidden_states_that_no_proposer_requires_are_not_computed(target):
     proposer = Guess(target, Requires())
-    run(Engine(target, proposer, Token(), CounterDraws(0)), wanted())
+    run(Engine(Arm(target, proposer, Token(), CounterDraws(0))), wanted())
     proposer.finished()
     assert not target.lm.call.layers
 
@@ -670,7 +673,7 @@ def test_required_logits_are_the_raw_ones_of_every_row(target, sampling):
             super().observe(observed)
 
     proposer = Logits(target, Requires(logits=True, top_k=3))
-    run(Engine(target, proposer, Token(), CounterDraws(0)), wanted(sampling, new=5))
+    run(Engine(Arm(target, proposer, Token(), CounterDraws(0))), wanted(sampling, new=5))
     proposer.finished()
 
 
@@ -679,7 +682,7 @@ def test_a_proposer_without_a_draft_at_the_end_of_the_context_still_observes(tar
     prompt = tuple(np.random.default_rng(0).integers(0, VOCABULARY, CONTEXT - 3).tolist())
     proposer = Guess(target)
     proposer.likeliest = lambda text: 5  # longer texts than the model has positions for
-    engine = Engine(target, proposer, Token(), CounterDraws(0), limits=Limits(max_prefill_tokens=100))
+    engine = Engine(Arm(target, proposer, Token(), CounterDraws(0)), limits=Limits(max_prefill_tokens=100))
     run(engine, [Request(0, "long", prompt, COLD, 50)])
     proposer.finished()
     assert engine.sequences[0].finish == "context" and proposer.longest >= 53

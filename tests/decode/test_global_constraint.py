@@ -20,6 +20,7 @@ from spec_lab.core.faults import PartError
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, fixed_group
 from spec_lab.decode.global_constraint import Conditional
 from spec_lab.tasks.certify.exact import decoded, examine
@@ -198,7 +199,7 @@ def decode(target, firsts, applied, verifier=None, **changes):
         Request(number, f"r{number}", (first, 5, 9), Sampling(1.0), 5, TARGET_STOP, **changes)
         for number, first in enumerate(firsts)
     ]
-    return fixed_group(target, Repeat(2), verifier or Token(), requests, CounterDraws(0), applied)
+    return fixed_group(Arm(target, Repeat(2), verifier or Token(), CounterDraws(0), applied), requests)
 
 
 @pytest.fixture(scope="module")
@@ -270,10 +271,8 @@ def test_the_context_limits_valid_outputs(target):
     ],
 )
 def test_requests_without_such_a_distribution_are_refused(target, changes, applied, words):
-    engine = Engine(
-        target, Repeat(2), Token(), CounterDraws(0), given_valid(OfPrompt(uneven, VOCABULARY), **applied),
-        pieces=[b"x"] * VOCABULARY,
-    )  # fmt: skip
+    valid = given_valid(OfPrompt(uneven, VOCABULARY), **applied)
+    engine = Engine(Arm(target, Repeat(2), Token(), CounterDraws(0), valid, pieces=[b"x"] * VOCABULARY))
     request = replace(Request(0, "r0", (11, 5, 9), PLAIN, 5, TARGET_STOP), **changes)
     with pytest.raises(ValueError, match=f"^request 'r0': constraint.distribution=global .*{words}") as error:
         engine.add(request)

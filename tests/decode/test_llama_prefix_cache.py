@@ -7,6 +7,7 @@ import torch
 from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.decode.prefix_cache import BLOCK, PrefixCache
 from spec_lab.drafters.draft_model.propose import DraftModel
@@ -67,7 +68,7 @@ def test_a_prefix_cache_changes_no_token_and_frees_every_cell(name, limits, wind
     for prefixes in (None, PrefixCache(4096, least=1)):
         lm = runner(window)
         target = Target(lm, None, "fake", 60, "", 0.0)
-        engine = Engine(target, make(), verifier, CounterDraws(0), limits=limits, prefix_cache=prefixes)
+        engine = Engine(Arm(target, make(), verifier, CounterDraws(0), prefix_cache=prefixes), limits=limits)
         for request in wanted(sampling):
             engine.add(request)
         list(engine)
@@ -234,7 +235,7 @@ def test_the_next_turn_of_a_chat_computes_only_what_is_new():
     lm = runner()
     target, prefixes, tokens, pending = Target(lm, None, "fake", 200, "", 0.0), PrefixCache(1024, least=1), COMMON, []
     for turn in range(3):
-        engine = Engine(target, Null(), Token(), CounterDraws(0), prefix_cache=prefixes)
+        engine = Engine(Arm(target, Null(), Token(), CounterDraws(0), prefix_cache=prefixes))
         engine.add(Request(turn, "turn", tokens, COLD, 6))
         first, *_ = list(engine)
         pending.append(first.pending)

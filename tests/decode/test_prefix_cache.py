@@ -13,6 +13,7 @@ from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.decode.prefix_cache import BLOCK, PrefixCache, check_prefix_cache
 from spec_lab.decode.proposer import Proposer, Requires
@@ -54,8 +55,8 @@ def cache(tokens=4096):
 
 
 def decode(target, proposer, requests, verifier=None, applied=None, limits=None, prefixes=None):
-    parts = target, proposer, verifier or Token(), CounterDraws(0), applied
-    engine = Engine(*parts, limits=limits or Limits(), prefix_cache=prefixes)
+    arm = Arm(target, proposer, verifier or Token(), CounterDraws(0), applied, prefix_cache=prefixes)
+    engine = Engine(arm, limits=limits or Limits())
     for one in requests:
         engine.add(one)
     list(engine)
@@ -139,7 +140,7 @@ def test_forks_get_the_same_tokens_where_their_prompt_comes_from_the_cache(targe
 
 def test_the_prompt_of_a_live_request_is_reused_and_neither_changes_the_other(target):
     requests = wanted()
-    engine = Engine(target, Null(), Token(), CounterDraws(0), prefix_cache=cache())
+    engine = Engine(Arm(target, Null(), Token(), CounterDraws(0), prefix_cache=cache()))
     engine.add(requests[0])
     engine.step()
     engine.add(requests[1])
@@ -152,7 +153,7 @@ def test_the_prompt_of_a_live_request_is_reused_and_neither_changes_the_other(ta
 def test_the_next_turn_of_a_chat_computes_only_what_is_new(target):
     prefixes, text, steps = cache(), COMMON, []
     for turn in range(3):
-        engine = Engine(target, Null(), Token(), CounterDraws(0), prefix_cache=prefixes)
+        engine = Engine(Arm(target, Null(), Token(), CounterDraws(0), prefix_cache=prefixes))
         engine.add(Request(turn, "turn", text, COLD, NEW))
         first, *_ = list(engine)
         steps.append(first.pending)
@@ -186,7 +187,7 @@ class Watch(Proposer):
 
 def test_every_position_is_observed_once_whether_computed_or_reused(target):
     proposer, requests = Watch(), wanted()
-    engine = Engine(target, proposer, Token(), CounterDraws(0), limits=Limits(2, 3, 60), prefix_cache=cache())
+    engine = Engine(Arm(target, proposer, Token(), CounterDraws(0), prefix_cache=cache()), limits=Limits(2, 3, 60))
     for one in requests:
         engine.add(one)
     list(engine)
@@ -275,7 +276,7 @@ def test_a_broken_sequence_is_not_kept(target):
     with torch.no_grad():
         target.lm.model.lm_head.weight[:] = float("nan")
     prefixes = cache()
-    engine = Engine(target, Null(), Token(), CounterDraws(0), prefix_cache=prefixes)
+    engine = Engine(Arm(target, Null(), Token(), CounterDraws(0), prefix_cache=prefixes))
     engine.add(requests[0])
     list(engine)
     assert engine.sequences[0].finish == "nan" and not prefixes.texts

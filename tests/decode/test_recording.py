@@ -8,6 +8,7 @@ from spec_lab.constrain import AppliedConstraint
 from spec_lab.core.draft import Draft, Shape, forest, tree
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode import step as engine_step
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.recording import Recording, conditional_acceptance
 from spec_lab.propose import Null
@@ -20,7 +21,9 @@ from tests.propose.lab import COLD, WARM, draft_model, emitted, requests
 
 def recorded(target, proposer, verifier, wanted, applied=None):
     """The engine after decoding, its steps, and the columns of each step's trees."""
-    engine = fixed_group(target, proposer, verifier, wanted, CounterDraws(0), applied, record=Recording(drafts=True))
+    engine = fixed_group(
+        Arm(target, proposer, verifier, CounterDraws(0), applied, record=Recording(drafts=True)), wanted
+    )
     steps = list(engine)
     return engine, steps, [info.rows() for info in steps]
 
@@ -137,7 +140,7 @@ def _reach(accept, parents):
 def test_at_temperature_0_probabilities_are_those_of_the_arg_max_and_nothing_else_is_computed(target):
     wanted = requests(COLD, new=8)
     engine, steps, rows = recorded(target, draft_model("2x1", "point"), Token(), wanted)
-    plain = fixed_group(target, draft_model("2x1", "point"), Token(), wanted, CounterDraws(0))
+    plain = fixed_group(Arm(target, draft_model("2x1", "point"), Token(), CounterDraws(0)), wanted)
     assert len(list(plain)) == len(steps) and emitted(plain) == emitted(engine)
     for info, of_step in zip(steps, rows, strict=True):
         assert info.recorded.p is None  # no softmax of every row
@@ -219,7 +222,7 @@ def test_recording_costs_no_further_copy(monkeypatch, name, temperature):
     target = target_on("meta")
     wanted = short_requests(temperature, 1)
     engine = fixed_group(
-        target, PROPOSERS[name](target), Token(), wanted, CounterDraws(1), record=Recording(drafts=True)
+        Arm(target, PROPOSERS[name](target), Token(), CounterDraws(1), record=Recording(drafts=True)), wanted
     )
     steps = list(engine)
     assert len(steps) >= 2 and all(info.copies_after == 1 for info in steps)

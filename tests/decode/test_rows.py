@@ -7,6 +7,7 @@ import torch
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.recording import Recording
 from spec_lab.decode.rows import history
@@ -35,7 +36,7 @@ def test_history_holds_prompt_and_path(target):
 def test_recorded_drafts_hold_the_probabilities_of_both_models_at_each_parent(target, drawn):
     proposer = draft_model("2x1", drawn)
     wanted = requests(WARM, new=6)
-    engine = fixed_group(target, proposer, Token(), wanted, CounterDraws(0), record=Recording(drafts=True))
+    engine = fixed_group(Arm(target, proposer, Token(), CounterDraws(0), record=Recording(drafts=True)), wanted)
     steps = list(engine)
     texts = [list(request.tokens) for request in wanted]
     for info in steps:

@@ -5,6 +5,7 @@ import pytest
 
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.propose import Null
 from spec_lab.verify import Token
@@ -32,7 +33,7 @@ def test_requests_with_their_own_sampling_share_a_batch(target, truth, sampling)
 def test_between_steps_a_sequence_has_cells_for_all_but_its_last_token(target, truth):
     """Accepted nodes are not computed again, and cells of rejected ones are freed at once."""
     cells = target.lm.cells
-    group = fixed_group(target, Foretold(truth, 0.5), Token(), requests(new=12), CounterDraws(0))
+    group = fixed_group(Arm(target, Foretold(truth, 0.5), Token(), CounterDraws(0)), requests(new=12))
     for done in group:
         for sequence in (s for s in done.sequences if s.finish is None):
             assert len(sequence.kv) == len(sequence.tokens) - 1

@@ -9,6 +9,7 @@ from spec_lab.core.draft import Draft, chain, empty, forest
 from spec_lab.core.faults import PartError
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.propose import Null
 from spec_lab.verify import Match, Token, Traversal, Verifier
@@ -78,7 +79,7 @@ def test_a_verifier_that_does_not_support_the_draft_is_refused_at_once(target, t
 
     refused = "verifier 'token' .*iid; proposer 'foretold' .*'point'"
     with pytest.raises(ValueError, match=refused):
-        fixed_group(target, Foretold(truth), Sampled(), requests(), CounterDraws(0))
+        fixed_group(Arm(target, Foretold(truth), Sampled(), CounterDraws(0)), requests())
 
 
 # Batches
@@ -121,7 +122,7 @@ def test_a_token_id_that_the_target_does_not_have_is_refused_by_name(target, tok
 
 def test_a_prompt_that_fills_the_context_is_refused_by_name(target):
     with pytest.raises(ValueError, match=rf"prompt 'p0' .*{CONTEXT} tokens.*\b{CONTEXT}\b"):
-        fixed_group(target, Null(), Token(), requests(prompts=((1,) * CONTEXT,)), CounterDraws(0))
+        fixed_group(Arm(target, Null(), Token(), CounterDraws(0)), requests(prompts=((1,) * CONTEXT,)))
 
 
 def test_requests_for_no_tokens_are_refused():
@@ -143,7 +144,7 @@ def test_every_cell_is_freed(target, truth, ending):
             return super().propose(batch)
 
     proposer = (Failing if ending == "failed" else Foretold)(truth)
-    steps = iter(fixed_group(target, proposer, Token(), requests(), CounterDraws(0)))
+    steps = iter(fixed_group(Arm(target, proposer, Token(), CounterDraws(0)), requests()))
     next(steps)
     assert target.lm.cells.references.any()
     if ending == "failed":

@@ -10,6 +10,7 @@ from spec_lab.core.draft import Draft
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram, NgramTree
@@ -81,7 +82,7 @@ def decoded(parts, verifier, stop=frozenset(), tokens=4):
 
     def play(draws, count):
         requests = [Request(n, f"{n}", PROMPT, PLAIN, tokens, stop) for n in range(count)]
-        group = fixed_group(parts.target, parts.proposer, verifier, requests, draws)
+        group = fixed_group(Arm(parts.target, parts.proposer, verifier, draws), requests)
         rounds = [[] for _ in requests]
         for done in group:
             for head, (live, got) in enumerate(zip(done.sequences, done.committed, strict=True)):
@@ -183,7 +184,7 @@ def test_a_sampled_request_among_greedy_ones_keeps_its_distribution_and_they_the
             Request(1, "greedy", PROMPT, cold, 3),
             Request(2, "longer", PROMPT + (1,), cold, 2),
         ]
-        group = fixed_group(parts.target, parts.proposer, verifier, [requests[n] for n in order], draws)
+        group = fixed_group(Arm(parts.target, parts.proposer, verifier, draws), [requests[n] for n in order])
         for _ in group:
             pass
         return {live.request.name: tuple(live.emitted) for live in group.sequences}
@@ -202,7 +203,7 @@ def test_the_order_of_a_batch_changes_nobody_s_text():
     requests = [Request(n, f"{n}", PROMPT, replace(PLAIN, temperature=0.5 + n / 4), 4) for n in range(12)]
     texts = []
     for order in (requests, requests[::-1], requests[5:] + requests[:5]):
-        group = fixed_group(parts.target, parts.proposer, Traversal(), order, CounterDraws(3))
+        group = fixed_group(Arm(parts.target, parts.proposer, Traversal(), CounterDraws(3)), order)
         for _ in group:
             pass
         texts.append({live.request.id: tuple(live.emitted) for live in group.sequences})
@@ -230,11 +231,8 @@ def test_a_sampled_loop_s_draft_that_is_the_target_is_accepted_whole():
     parts = toy_parts(Instance(Same(11, support=4, plain=True), "1x1", tokens=4), "iid")
     for verifier in (Token(), Traversal()):
         group = fixed_group(
-            parts.target,
-            parts.proposer,
-            verifier,
+            Arm(parts.target, parts.proposer, verifier, CounterDraws(0)),
             [Request(n, f"{n}", PROMPT, PLAIN, 4) for n in range(50)],
-            CounterDraws(0),
         )
         for done in group:
             deepest = np.array(done.draft.shape.depth)

@@ -8,6 +8,7 @@ import torch
 import spec_lab.decode.rows
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.propose.tree_plan import TreePlan
@@ -65,7 +66,7 @@ def distance(target, draft, tree, drawn, verifier, sampling, stop=frozenset(), c
     proposer = DraftModel(CausalLM(draft), 256, TreePlan(parse(tree), drawn, confidence=confidence))
 
     def once(draws):
-        group = fixed_group(target, proposer, verifier, [Request(0, "one", PROMPT, sampling, LENGTH, stop)], draws)
+        group = fixed_group(Arm(target, proposer, verifier, draws), [Request(0, "one", PROMPT, sampling, LENGTH, stop)])
         for _ in group:
             pass
         return tuple(group.sequences[0].emitted)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits, fixed_group
 from spec_lab.decode.proposer import Requires
-from spec_lab.decode.step import Parts
 from spec_lab.drafters import cascade as module
 from spec_lab.drafters.cascade import DraftCascade
 from spec_lab.models.target import Target
@@ -71,7 +71,7 @@ def cascade(inner, model=MODEL, **options):
 
 
 def cells_are_free(one):
-    return not one.parts.target.lm.cells.references.any()
+    return not one.arm.target.lm.cells.references.any()
 
 
 # What is drafted -----------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_a_draft_model_that_is_guessed_right_is_called_less_often_than_it_drafts
     group, steps = decode(target, one, requests())
     chains = cascade(Ngram(1, 1, 1, "first"), depth=4)
     _, others = decode(target, chains, requests())
-    assert one.parts.target.lm.forwards <= len(steps) < chains.parts.target.lm.forwards
+    assert one.arm.target.lm.forwards <= len(steps) < chains.arm.target.lm.forwards
     assert emitted(group) == truth and len(steps) == len(others)
 
 
@@ -147,7 +147,7 @@ def test_inner_steps_read_nothing_of_the_device_but_counted_copies(monkeypatch, 
     inner = draft_model("1x1", lm=target_on("meta").lm) if name == "chain" else Ngram(3, 3, 1)
     request = Request(0, "r", (1, 2, 3, 1, 2, 3, 1, 2), Sampling(temperature), 8)
     one = lab.cascade(inner, target_on("meta").lm, depth=3)
-    steps = list(fixed_group(target_on("meta"), one, Token(), [request], CounterDraws(1)))
+    steps = list(fixed_group(Arm(target_on("meta"), one, Token(), CounterDraws(1)), [request]))
     levels = 2 + 1 if name == "chain" else 0  # of all inner drafts
     assert len(steps) >= 2 and all(info.copies_after == 1 for info in steps)
     assert max(info.copies_before for info in steps) <= 3 + levels
@@ -179,7 +179,7 @@ def test_at_most_as_many_sequences_as_the_draft_model_computes_share_an_inner_st
 @given(st.data())
 def test_after_growth_rewinds_and_forks_chains_are_those_of_the_text(data):
     one = cascade(INNER[data.draw(st.sampled_from(["n-gram", "chain", "recycling", "best of two"]))]())
-    batch = batch_of(one.parts.target, requests(prompts=PROMPTS[:2]), one)
+    batch = batch_of(one.arm.target, requests(prompts=PROMPTS[:2]), one)
     live = list(batch.sequences)
     for step in range(data.draw(st.integers(1, 4))):
         draft = one.propose(replace(batch, sequences=live))
@@ -206,7 +206,7 @@ def test_after_growth_rewinds_and_forks_chains_are_those_of_the_text(data):
 def test_preempted_requests_and_requests_alone_get_the_same_tokens(target, sampling):
     def run(wanted, limits):
         one = cascade(Ngram(3, 2, 1))
-        engine = Engine(target, one, Token(), Watched(CounterDraws(0)), limits=limits)
+        engine = Engine(Arm(target, one, Token(), Watched(CounterDraws(0))), limits=limits)
         for request in wanted:
             engine.add(request)
         list(engine)
@@ -219,7 +219,7 @@ def test_preempted_requests_and_requests_alone_get_the_same_tokens(target, sampl
     wanted = requests(sampling)
     most = max(len(one.tokens) + one.max_new_tokens for one in wanted) + 8
     one = cascade(Ngram(3, 2, 1))
-    engine = Engine(target, one, Token(), CounterDraws(0), limits=Limits(max_kv_tokens=most, max_prefill_tokens=4))
+    engine = Engine(Arm(target, one, Token(), CounterDraws(0)), limits=Limits(max_kv_tokens=most, max_prefill_tokens=4))
     for request in wanted:
         engine.add(request)
     list(engine)
@@ -227,7 +227,7 @@ def test_preempted_requests_and_requests_alone_get_the_same_tokens(target, sampl
 
 
 def test_no_random_choice_shares_its_key_with_another(target):
-    group = Engine(target, cascade(draft_model("1x1", seed=2)), Token(), Watched(CounterDraws(0)))
+    group = Engine(Arm(target, cascade(draft_model("1x1", seed=2)), Token(), Watched(CounterDraws(0))))
     for one in requests(WARM):
         group.add(one)
     assert list(group)
@@ -267,7 +267,7 @@ CHAINS = [one for one in QUICK if one.chain and not one.tokens]
 
 def toy(inner, kind=DraftCascade, **options):
     model = Target(DRAFT, None, "draft", TARGET.context, "", 0.0)
-    return kind(Parts(model, inner, Token(), CounterDraws(0)), 2, **options)
+    return kind(Arm(model, inner, Token(), CounterDraws(0)), 2, **options)
 
 
 @dataclass(eq=False)
@@ -298,7 +298,7 @@ class KeepsWhatWasGuessed(EndsWithItsStep):
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda one: one.name)
 def test_a_chain_that_ends_with_an_inner_step_would_be_exact(inner, verifier):
     shorter = toy(inner, EndsWithItsStep)
-    shorter.parts = replace(shorter.parts, verifier=verifier)
+    shorter.arm = replace(shorter.arm, verifier=verifier)
     ends, full = (prove(one, Token(), CHAINS) for one in (shorter, toy(inner)))
     assert ends.worst.tv < 1e-12 and ends.failure is None and ends.missing == ()
     assert [one.accepted for one in ends.findings] != [one.accepted for one in full.findings]
@@ -312,13 +312,13 @@ def test_a_chain_of_guessed_tokens_alone_is_found_not_to_be_exact():
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda one: one.name)
 def test_drafts_of_a_lossy_inner_verification_are_found_not_to_be_exact(verifier):
     lossy = toy(draft_model("1x1", lm=DRAFT))
-    lossy.parts = replace(lossy.parts, verifier=Lenient(0.5))
+    lossy.arm = replace(lossy.arm, verifier=Lenient(0.5))
     assert prove(lossy, verifier, QUICK[:1]).worst.tv > 0.001
 
 
 def test_an_inner_draft_model_of_a_toy_is_another_than_the_cascade_s():
     made = toy(draft_model("1x1", lm=DRAFT)).toy(TARGET, DRAFT, parse("1x1"))
-    assert made.parts.target.lm is DRAFT and made.parts.proposer.lm is TARGET.lm and made.depth == 2
+    assert made.arm.target.lm is DRAFT and made.arm.proposer.lm is TARGET.lm and made.depth == 2
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=2), Sampling(1.3, repetition_penalty=1.5)])
@@ -394,5 +394,5 @@ def test_what_is_recorded(target, loaded):
     shared = load(target, Suffix.load(None, shared=9))
     assert shared.shared_store
     hashed = load(target, draft_model("1x1"))
-    hashed.parts.proposer.sha256 = "def"
-    assert hashed.sha256 not in ("abc", "def", "") and load(target, Ngram(3, 2, 1)).parts.target.ends == {7}
+    hashed.arm.proposer.sha256 = "def"
+    assert hashed.sha256 not in ("abc", "def", "") and load(target, Ngram(3, 2, 1)).arm.target.ends == {7}

@@ -8,6 +8,7 @@ import torch
 
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.decode.proposer import Requires
 from spec_lab.drafters.early_exit import EarlyExit, FirstLayers
@@ -160,7 +161,7 @@ def test_prompts_longer_than_a_chunk_are_not_drafted_for():
 def test_requests_come_go_and_are_preempted(target, truth, plan, limits):
     if limits.max_kv_tokens is not None:
         limits = replace(limits, max_kv_tokens=limits.max_kv_tokens + PLANS[plan].computed - PLANS[plan].nodes)
-    engine = Engine(target, early_exit(target, plan), Token(), CounterDraws(0), limits=limits)
+    engine = Engine(Arm(target, early_exit(target, plan), Token(), CounterDraws(0)), limits=limits)
     for one in requests():
         engine.add(one)
     assert sum(1 for _ in engine) > 3
@@ -169,7 +170,7 @@ def test_requests_come_go_and_are_preempted(target, truth, plan, limits):
 
 
 def test_an_aborted_request_gives_its_cells_back(target, truth):
-    engine = Engine(target, early_exit(target), Token(), CounterDraws(0))
+    engine = Engine(Arm(target, early_exit(target), Token(), CounterDraws(0)))
     for one in requests():
         engine.add(one)
     engine.step()
@@ -184,7 +185,7 @@ def test_an_aborted_request_gives_its_cells_back(target, truth):
 
 def test_an_abandoned_draft_is_given_back(target, monkeypatch):
     """The step fails after the draft, before the target's forward."""
-    engine = Engine(target, early_exit(target, "tree"), Traversal(), CounterDraws(0))
+    engine = Engine(Arm(target, early_exit(target, "tree"), Traversal(), CounterDraws(0)))
     for one in requests():
         engine.add(one)
     engine.step()
@@ -196,7 +197,7 @@ def test_an_abandoned_draft_is_given_back(target, monkeypatch):
 
 
 def test_a_failing_draft_is_given_back(target, monkeypatch):
-    engine = Engine(target, early_exit(target, "tree"), Token(), CounterDraws(0))
+    engine = Engine(Arm(target, early_exit(target, "tree"), Token(), CounterDraws(0)))
     for one in requests():
         engine.add(one)
     engine.step()
@@ -298,7 +299,7 @@ def test_runners_without_ranges_of_layers_are_refused(target):
         with pytest.raises(Unsupported, match=f"'early_exit' .* target 'tiny' cannot: .*{why}"):
             EarlyExit.load(other, depth=3)
         with pytest.raises(ValueError, match="requires layer_ranges of the target"):
-            Engine(other, early_exit(target), Token(), CounterDraws(0))
+            Engine(Arm(other, early_exit(target), Token(), CounterDraws(0)))
 
 
 @pytest.mark.parametrize("load", [EarlyExit.load, Skip.load])

@@ -5,6 +5,7 @@ import torch
 
 from spec_lab.core.limit import Limit
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine
 from spec_lab.drafters.draft_layers import random_network, small_layer
 from spec_lab.drafters.eagle.network import Eagle3, Eagle3Settings
@@ -115,7 +116,7 @@ def test_a_policy_may_let_nothing_be_drafted_in_some_steps(target, truth, name):
 def test_engines_that_require_different_hidden_states_take_turns(target, truth):
     engines = []
     for make in (eagle3, kangaroo, early_exit, skip, lambda _: Null()):
-        engines.append(Engine(target, make(target), Token(), CounterDraws(0)))
+        engines.append(Engine(Arm(target, make(target), Token(), CounterDraws(0))))
         for one in requests():
             engines[-1].add(one)
     while any(one.has_unfinished() for one in engines):

@@ -10,6 +10,7 @@ import torch
 from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.decode.proposer import Requires
 from spec_lab.drafters.early_exit import EarlyExit
@@ -134,7 +135,7 @@ def test_a_batch_decodes_as_its_requests_alone(target, skipped, sampling):
 @pytest.mark.parametrize("limits", [Limits(max_batch_size=2), Limits(2, 4), Limits(None, 5, 40)])
 @pytest.mark.parametrize(("skipped", "scope"), [("mixed", "request"), (None, "request"), (None, "run")])
 def test_requests_come_go_and_are_preempted(target, truth, skipped, scope, limits):
-    engine = Engine(target, skip(target, "tree", skipped, scope), Token(), CounterDraws(0), limits=limits)
+    engine = Engine(Arm(target, skip(target, "tree", skipped, scope), Token(), CounterDraws(0)), limits=limits)
     for one in requests():
         engine.add(one)
     assert sum(1 for _ in engine) > 3
@@ -262,7 +263,7 @@ def test_cells_in_use_stay_within_the_limit(target, truth, monkeypatch, plan, sk
 
     monkeypatch.setattr(Cells, "take", counted)
     most = max(len(one.tokens) for one in requests()) + 20 + proposer.target_cells
-    engine = Engine(target, proposer, Token(), CounterDraws(0), limits=Limits(max_kv_tokens=most))
+    engine = Engine(Arm(target, proposer, Token(), CounterDraws(0)), limits=Limits(max_kv_tokens=most))
     for one in requests():
         engine.add(one)
     assert sum(1 for _ in engine) > 3 and emitted(engine) == truth

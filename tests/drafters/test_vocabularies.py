@@ -13,6 +13,7 @@ from tokenizers import normalizers
 
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.drafters.draft_model.retokenized import Tokens
@@ -125,7 +126,7 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_the_text_token
     texts, compared, rejected = {one.id: list(one.tokens) for one in asked}, 0, 0
     verifier = Gumbel() if way == "gumbel" else Token()
     warp = replace(sampling, temperature=proposer.plan.temperature or 1.0)
-    for info in fixed_group(pairs[name][0], proposer, verifier, asked, CounterDraws(3)):
+    for info in fixed_group(Arm(pairs[name][0], proposer, verifier, CounterDraws(3)), asked):
         before = [SimpleNamespace(tokens=texts[one.request.id]) for one in info.sequences]
         compared += compare(pairs[name], proposer, info.draft, before, warp)
         rejected += sum(len(done.path) < info.draft.shape.depth.max() for done in info.committed)

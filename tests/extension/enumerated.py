@@ -15,6 +15,7 @@ from spec_lab.constrain import AppliedConstraint
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Key
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.models.target import Target
 from spec_lab.tasks.certify.enumeration import explore, side_by_side
@@ -82,7 +83,7 @@ def decoded(
     seen = {"drafted": 0, "accepted": 0, "outcomes": 0}
 
     def play(draws: Any, count: int) -> list:
-        engine = Engine(target, proposer, verifier, draws, applied, limits=limits or Limits())
+        engine = Engine(Arm(target, proposer, verifier, draws, applied), limits=limits or Limits())
         for number in range(count):
             engine.add(replace(request, id=number))
         for mate in MATES if limits is not None else ():

@@ -15,6 +15,7 @@ from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Limits, fixed_group
 from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
 from spec_lab.drafters.block.propose import BlockDrafter
@@ -355,7 +356,7 @@ def test_a_request_has_its_distribution_whatever_requests_come_and_go(proposer, 
 def test_computed_only_rows_are_observed_and_counted_separately():
     target = model()
     request = Request(0, "request", PROMPT, SAMPLING, 8, frozenset())
-    engine = fixed_group(target, lookahead(target), Token(), [request], CounterDraws(0))
+    engine = fixed_group(Arm(target, lookahead(target), Token(), CounterDraws(0)), [request])
     rows = [row for info in engine for row in info.rows()]
     assert [row["computed_only"] for row in rows] == [2] * len(rows)
     assert all(row["nodes"] <= 2 for row in rows) and any(row["nodes"] for row in rows)
@@ -365,4 +366,4 @@ def test_computed_only_rows_are_observed_and_counted_separately():
 def test_a_mixture_of_sampled_and_point_siblings_is_refused_by_verifiers_without_support(verifier):
     target = model()
     with pytest.raises(Misfit, match=rf"(?s){verifier.name}.*union"):
-        fixed_group(target, union(target), verifier, [], CounterDraws(0))
+        fixed_group(Arm(target, union(target), verifier, CounterDraws(0)), [])

@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.own_attention import own_attention
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.drafters.early_exit import EarlyExit
@@ -148,7 +149,7 @@ def test_continuous_batching_emits_the_tokens_of_generate(name, truth):
     """Requests join while others decode, prompts are computed in parts, and the KV cache is too small for all."""
     target = target_of(name)
     limits = Limits(3, 4, CONTEXT // 3)
-    engine, steps = Engine(target, told(truth, TREE), Token(), CounterDraws(0), limits=limits), []
+    engine, steps = Engine(Arm(target, told(truth, TREE), Token(), CounterDraws(0)), limits=limits), []
     for one in wanted():
         engine.add(one)
         steps += [engine.step(), engine.step()]

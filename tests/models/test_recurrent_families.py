@@ -8,6 +8,7 @@ import torch
 
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.decode.proposer import Proposer
 from spec_lab.drafters.draft_model.propose import DraftModel
@@ -70,7 +71,7 @@ def target_of(lm):
 
 def decoded(lm, proposer, limits):
     """What each request emitted, and how often each number of tokens was accepted."""
-    engine = Engine(target_of(lm), proposer, Token(), CounterDraws(0), limits=limits)
+    engine = Engine(Arm(target_of(lm), proposer, Token(), CounterDraws(0)), limits=limits)
     for one in requests(new=NEW, prompts=PROMPTS):
         engine.add(one)
     counts = np.zeros(DEPTH + 1, dtype=int)

@@ -14,6 +14,7 @@ from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.trees import parse, width_of
@@ -67,7 +68,7 @@ def decoded(
     ]
     made = proposer or draft_model("2x1", vocab_size=len(TOKENS), temperature=1.0)  # trees at any temperature
     applied = None if constraint is None else AppliedConstraint(constraint)
-    group = fixed_group(target, made, verifier or Token(), wanted, CounterDraws(0), applied)
+    group = fixed_group(Arm(target, made, verifier or Token(), CounterDraws(0), applied), wanted)
     list(group)
     assert all(sequence.finish != "nan" for sequence in group.sequences)
 

@@ -29,6 +29,7 @@ import json, sys, threading, time
 from pathlib import Path
 import torch
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.runners.memory import Decoding, need
 from spec_lab.core.request import Request
@@ -59,7 +60,7 @@ requests = [Request(n, f"p{n}", tuple(range(5, 305 + n)), max_new_tokens=6) for 
 run = Decoding([len(one.tokens) for one in requests], 2, 6, target.context, proposer.nodes, proposer.nodes)
 decoding = need(target.lm.memory, run)
 peak[0] = resident = anonymous()
-group = fixed_group(target, proposer, Token(), requests, CounterDraws(0))
+group = fixed_group(Arm(target, proposer, Token(), CounterDraws(0)), requests)
 list(group)
 over.set()
 print(json.dumps({

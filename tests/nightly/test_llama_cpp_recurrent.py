@@ -19,6 +19,7 @@ from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine
 from spec_lab.models import gguf
 from spec_lab.models.gguf_tokenizer import write_tokenizer
@@ -330,7 +331,7 @@ def test_steps_that_reject_compute_nothing_again(file, library):
 
 
 def decoded(target, proposer, prompts):
-    engine = Engine(target, proposer, Token(), CounterDraws(0))
+    engine = Engine(Arm(target, proposer, Token(), CounterDraws(0)))
     for number, prompt in enumerate(prompts):
         engine.add(Request(number, f"p{number}", tuple(prompt), Sampling(0.0), 60))
     accepted = sum(len(done.path) for info in engine for done in info.committed)

@@ -15,6 +15,7 @@ from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine
 from spec_lab.decode.prefix_cache import PrefixCache
 from spec_lab.models import gguf
@@ -198,7 +199,7 @@ def test_greedy_decoding_in_float32_emits_what_transformers_emits_for_almost_eve
     )
     outputs = []
     for target in targets:
-        engine = Engine(target, Null(), Token(), CounterDraws(0))
+        engine = Engine(Arm(target, Null(), Token(), CounterDraws(0)))
         for request in requests_of(target, mixed(str(ZOO / "prompts")), Sampling(0.0), 32):
             engine.add(request)
         list(engine)
@@ -218,7 +219,7 @@ def test_a_prefix_cache_changes_no_token_and_frees_every_cell(files, library, pr
         target = Target(lm, None, "zoo", 1024, "", 0.0)
         begun, emitted = [5 + 7 * number % 4000 for number in range(120)], []
         for turn in range(3):
-            engine = Engine(target, proposer, Token(), CounterDraws(0), prefix_cache=prefixes)
+            engine = Engine(Arm(target, proposer, Token(), CounterDraws(0), prefix_cache=prefixes))
             for number in range(4):
                 engine.add(Request(4 * turn + number, "p", (*begun, *range(number + 9, 30)), Sampling(0.0), 24))
             list(engine)

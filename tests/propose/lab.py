@@ -8,7 +8,8 @@ import torch
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
-from spec_lab.decode.engine import Engine, fixed_group
+from spec_lab.decode.arm import Arm
+from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.proposer import Observation
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.cascade import DraftCascade
@@ -31,7 +32,7 @@ def requests(sampling=COLD, new=20, prompts=PROMPTS, stop=frozenset()):
 
 def decode(target, proposer, wanted, verifier=None, seed=0):
     """The engine after decoding, and its steps."""
-    group = fixed_group(target, proposer, verifier or Token(), wanted, CounterDraws(seed))
+    group = fixed_group(Arm(target, proposer, verifier or Token(), CounterDraws(seed)), wanted)
     steps = list(group)
     return group, steps
 
@@ -68,7 +69,7 @@ def draft_model(tree="1x1x1", drawn="iid", temperature=None, context=CONTEXT, lm
 
 
 def cascade(inner, lm, depth=3, drawn="iid", temperature=None, verifier=None, context=CONTEXT, kind=DraftCascade):
-    parts = Engine(Target(lm, None, "tiny-draft", context, "", 0.0), inner, verifier or Token(), CounterDraws(0)).parts
+    parts = Arm(Target(lm, None, "tiny-draft", context, "", 0.0), inner, verifier or Token(), CounterDraws(0))
     return kind(parts, depth, drawn, temperature)
 
 
@@ -119,7 +120,7 @@ def expanded(draft, sequences):
 def steps_after_texts(target, proposer, wanted):
     """Decode; yield every step with the texts before it, as sequences with ``tokens``."""
     texts = {one.id: list(one.tokens) for one in wanted}
-    for info in fixed_group(target, proposer, Token(), wanted, CounterDraws(3)):
+    for info in fixed_group(Arm(target, proposer, Token(), CounterDraws(3)), wanted):
         yield info, [SimpleNamespace(tokens=texts[one.request.id]) for one in info.sequences]
         texts |= {one.request.id: list(one.tokens) for one in info.sequences}
 

@@ -11,6 +11,7 @@ import torch
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.propose.best_first import BestFirst, Budget
@@ -292,8 +293,9 @@ def test_nothing_is_drafted_where_nothing_is_allowed(drawn):
 @EACH_WAY
 def test_under_a_constraint_no_node_that_it_forbids_is_drafted(target, drawn):
     constraint = toys.Table(lambda text: [n for n in range(VOCABULARY) if (n + len(text)) % 3], VOCABULARY)
-    parts = target, best_first(Budget(8, 2, 4, 2), drawn), Token(), requests(WARM), CounterDraws(0)
-    group = fixed_group(*parts, AppliedConstraint(constraint, "both"))
+    applied = AppliedConstraint(constraint, "both")
+    arm = Arm(target, best_first(Budget(8, 2, 4, 2), drawn), Token(), CounterDraws(0), applied)
+    group = fixed_group(arm, requests(WARM))
     rows = [row for info in group for row in info.rows()]
     assert sum(row["nodes"] for row in rows) > 100 and all(row["legal"] == row["nodes"] for row in rows)
 

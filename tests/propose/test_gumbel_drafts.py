@@ -11,6 +11,7 @@ from scipy import stats
 
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.sequence import SequenceState
 from spec_lab.propose.growth import Growth
@@ -204,7 +205,7 @@ def test_steps_are_recorded_conditional_on_the_noise(target):
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=["token", "traversal"])
 def test_rejection_sampling_is_refused_before_anything_runs(target, verifier):
     with pytest.raises(ValueError, match=f"'{verifier.name}' .*iid, point, without"):
-        fixed_group(target, draft_model(CHAIN, "gumbel"), verifier, requests(WARM), CounterDraws(0))
+        fixed_group(Arm(target, draft_model(CHAIN, "gumbel"), verifier, CounterDraws(0)), requests(WARM))
 
 
 # No noise is used twice --------------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ def test_rejection_sampling_is_refused_before_anything_runs(target, verifier):
 def watched(target, tree) -> Watched:
     """Every draw of a decode of several steps."""
     draws = Watched()
-    group = fixed_group(target, draft_model(tree, "gumbel"), Gumbel(), requests(WARM, new=16), draws)
+    group = fixed_group(Arm(target, draft_model(tree, "gumbel"), Gumbel(), draws), requests(WARM, new=16))
     steps = list(group)
     assert len(steps) > 4
     assert sum(one.draft.shape.nodes > 0 for one in steps) > 3

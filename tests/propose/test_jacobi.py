@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.proposer import Observation
 from spec_lab.propose.jacobi import Guesses, Jacobi
@@ -18,7 +19,7 @@ from tests.tiny import CONTEXT
 def test_guesses_are_the_target_s_arg_max_below_the_wrong_guesses(target):
     """Against forwards of the whole text without a KV cache."""
     texts, before, compared = {}, {}, 0
-    for info in fixed_group(target, Jacobi(5), Token(), requests(), CounterDraws(0)):
+    for info in fixed_group(Arm(target, Jacobi(5), Token(), CounterDraws(0)), requests()):
         for tree, sequence in enumerate(info.sequences):
             number = sequence.request.id
             text = texts.get(number, list(sequence.request.tokens))

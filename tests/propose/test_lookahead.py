@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.policy.adaptive import Adaptive
 from spec_lab.policy.depths import FixedDepth
@@ -22,7 +23,7 @@ def test_the_window_grows_and_moves_as_a_naive_one_and_fills_the_pool(target):
     """Every likeliest token by a forward of the whole text without a KV cache."""
     w, n = 3, 3
     text, levels, pool = list(PROMPTS[0]), None, []
-    for info in fixed_group(target, Lookahead(w, n, 4), Token(), requests(prompts=PROMPTS[:1]), CounterDraws(0)):
+    for info in fixed_group(Arm(target, Lookahead(w, n, 4), Token(), CounterDraws(0)), requests(prompts=PROMPTS[:1])):
         if levels is None:
             levels = [[text[-1 - column % len(text)] for column in range(w)]]
         computed = info.draft.computed_only

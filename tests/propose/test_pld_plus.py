@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.readback import Readback
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.capacity import check_requires
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.decode.proposer import Observation
@@ -182,7 +183,7 @@ def test_greedy_output_is_the_target_s_and_drafts_are_accepted(target, truth, ve
 
 @pytest.mark.parametrize("limits", [Limits(2), Limits(None, 3), Limits(3, 3, 40)], ids=["two", "chunks", "preempted"])
 def test_requests_that_come_and_go_have_the_same_output(target, truth, limits):
-    engine = Engine(target, PldPlus(4, 1), Token(), CounterDraws(0), limits=limits)
+    engine = Engine(Arm(target, PldPlus(4, 1), Token(), CounterDraws(0)), limits=limits)
     for one in requests(COLD):
         engine.add(one)
     list(engine)

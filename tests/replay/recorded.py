@@ -6,6 +6,7 @@ import pandas as pd
 from spec_lab.core.draft import WAYS, Draft, Shape
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.recording import Recording
 from spec_lab.replay.trees import RecordedText, RecordedTrees, of_rows
@@ -20,7 +21,7 @@ def decoded(target, drawn="iid", tree="2x1", sampling=WARM, verifier=None, recor
     """(trees, rows of ``steps``) of a decoded group of a tiny model."""
     proposer = draft_model(tree, drawn, temperature)
     wanted = requests(sampling, new=new)
-    engine = fixed_group(target, proposer, verifier or Token(), wanted, CounterDraws(0), record=recording)
+    engine = fixed_group(Arm(target, proposer, verifier or Token(), CounterDraws(0), record=recording), wanted)
     infos = [info.slim() for info in engine]
     frame = pd.DataFrame(replay_rows_of(infos, 0, "speculative", target.vocabulary))
     texts = {one.request.id: RecordedText(len(one.request.tokens), np.array(one.emitted)) for one in engine.sequences}

@@ -7,6 +7,7 @@ import pytest
 
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.propose import Null
 from spec_lab.results import schema, writer
@@ -24,7 +25,7 @@ def decoded(tmp_path_factory):
     """Two requests decoded by a proposer that drafts two tokens: (requests, Decoded, round rows, step rows)."""
     one = lab(temperature=1.0)
     requests = one.requests(settings(tmp_path_factory.mktemp("out"), max_new_tokens=20))[:2]
-    done = Loop(one.target, Repeat(2), Match(), seed=3).decode(requests)
+    done = Loop(one.target, Repeat(2), Match(), CounterDraws(3)).decode(requests)
     return requests, done, *writer.rows_of(done.steps, group=7, arm="speculative")
 
 
@@ -93,7 +94,7 @@ def test_prompts_in_chunks_share_each_step_with_those_that_decode():
     """Prompts of 3, 11 and 2 tokens, four a step: 3 + 1 of the second; then 1 decoded + 4; 1 + 4; 1 + 2 + 2."""
     lengths, shares = (3, 11, 2), [[3 / 4], [1 / 4, 4 / 5, 4 / 5, 2 / 5], [2 / 5]]
     target = tiny_target()
-    engine = Engine(target, Null(), Match(), CounterDraws(0), limits=Limits(max_prefill_tokens=4))
+    engine = Engine(Arm(target, Null(), Match(), CounterDraws(0)), limits=Limits(max_prefill_tokens=4))
     for number, length in enumerate(lengths):
         engine.add(Request(number, f"r{number}", tuple(range(1, length + 1)), max_new_tokens=6))
     infos = list(engine)

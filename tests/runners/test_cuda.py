@@ -8,6 +8,7 @@ from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.models.merged import merge
 from spec_lab.models.target import Target
@@ -62,7 +63,7 @@ def test_requests_on_a_gpu_get_the_tokens_of_the_cpu(fixed, temperature):
         target = Target(CausalLM(tiny_model().to(device), fixed=fixed), None, "tiny", CONTEXT, "", 0.0)
         for proposer in (Null(), Ngram(4, 3, 1)):
             requests = [Request(n, f"r{n}", (1, 2, 3, 1, 2), Sampling(temperature), 30) for n in range(3)]
-            group = fixed_group(target, proposer, Token(), requests, CounterDraws(0))
+            group = fixed_group(Arm(target, proposer, Token(), CounterDraws(0)), requests)
             list(group)
             texts[device, proposer.name] = [one.tokens for one in group.sequences]
     for (device, name), found in texts.items():

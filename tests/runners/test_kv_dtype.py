@@ -10,6 +10,7 @@ import torch
 from spec_lab.core.draft import empty
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.models.forests import decode_forests, largest_error
 from spec_lab.models.placement import kv_dtype_of
@@ -87,7 +88,7 @@ def test_speculative_and_autoregressive_decoding_have_the_same_target(make):
     requests = [Request(n, f"p{n}", tuple(range(3 + n, 12)), COLD, 12) for n in range(2)]
     found = []
     for proposer, verifier in ((Null(), Match()), (make(target), Traversal())):
-        group = fixed_group(target, proposer, verifier, requests, CounterDraws(0))
+        group = fixed_group(Arm(target, proposer, verifier, CounterDraws(0)), requests)
         list(group)
         found.append([one.emitted for one in group.sequences])
     assert found[0] == found[1]

@@ -16,6 +16,7 @@ from spec_lab.core.draft import Draft, Shape, chain, empty, tree
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.drafters.pard.propose import Pard
@@ -409,7 +410,7 @@ def decoded(lm, kind, sampling, limits=None, applied=None):
     budget = shape if isinstance(shape, Budget) else None
     plan = TreePlan(() if budget else parse(shape), drawn, 1.0, budget=budget)
     proposer = Pard(draft, 60, V - 1, plan) if kind == "mask tokens" else DraftModel(draft, 60, plan)
-    engine = Engine(target, proposer, verifier, CounterDraws(3), applied, limits=limits or Limits())
+    engine = Engine(Arm(target, proposer, verifier, CounterDraws(3), applied), limits=limits or Limits())
     for number, start in enumerate(((1,), (2, 3, 4, 5, 6, 7, 8, 9, 10), (3, 1), (4, 4, 4))):
         engine.add(Request(number, f"p{number}", start, sampling, 12))
     steps = [(info.draft.token.tolist(), [done.path for done in info.committed]) for info in engine]
@@ -441,7 +442,7 @@ def test_forks_and_removed_tokens_decode_as_without_a_cache():
 
 def test_greedy_decoding_without_a_draft_emits_the_likeliest_tokens():
     target = Target(runner(), None, "fake", 60, "", 0.0)
-    engine = Engine(target, Null(), Token(), CounterDraws(0))
+    engine = Engine(Arm(target, Null(), Token(), CounterDraws(0)))
     engine.add(Request(0, "p", (1, 2), COLD, 20))
     list(engine)
     text = [1, 2]

@@ -14,6 +14,7 @@ from spec_lab.core.draft import Draft, Shape, chain, empty, tree
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.capacity import check_requires
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.drafters.draft_model.propose import DraftModel
@@ -303,7 +304,7 @@ def decoded(lm, sampling, limits=None, applied=None):
     """What each sequence emitted with a chain of a draft model that is the target, and what was accepted."""
     draft = test_llama_cpp.runner(FakeLlama(V))
     proposer = DraftModel(draft, 60, TreePlan(parse("1x1x1"), "iid", 1.0))
-    engine = Engine(target(lm), proposer, Token(), CounterDraws(3), applied, limits=limits or Limits())
+    engine = Engine(Arm(target(lm), proposer, Token(), CounterDraws(3), applied), limits=limits or Limits())
     for number, start in enumerate(((1,), (2, 3, 4, 5, 6, 7, 8, 9, 10), (3, 1), (4, 4, 4))):
         engine.add(Request(number, f"p{number}", start, sampling, 12))
     steps = [(info.draft.token.tolist(), [done.path for done in info.committed]) for info in engine]

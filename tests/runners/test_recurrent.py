@@ -13,6 +13,7 @@ from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.core.draft import Draft, Shape, chain, empty, tree
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.capacity import check_requires
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.drafters.early_exit import EarlyExit
@@ -407,7 +408,7 @@ def test_dense_attention_and_fixed_shapes_are_refused(how):
 
 def decoded(model, proposer, sampling, limits=None, applied=None):
     """What each sequence emitted, and how many drafted tokens were accepted."""
-    engine = Engine(target(runner(model)), proposer, Token(), CounterDraws(3), applied, limits=limits or Limits())
+    engine = Engine(Arm(target(runner(model)), proposer, Token(), CounterDraws(3), applied), limits=limits or Limits())
     for one in requests(sampling):
         engine.add(one)
     accepted = sum(len(done.path) for info in engine for done in info.committed)

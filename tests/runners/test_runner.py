@@ -12,6 +12,7 @@ from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.capacity import check_requires, most_at_once
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.decode.proposer import Requires
@@ -69,7 +70,7 @@ def requiring(**names):
 def test_a_proposer_that_requires_an_ability_that_the_runner_lacks_is_refused_at_once(ability):
     others = frozenset(ABILITIES) - {ability}
     with pytest.raises(ValueError, match=f"'none' requires {ability} ") as refused:
-        Engine(declaring(abilities=others), requiring(abilities=frozenset({ability})), Token(), CounterDraws(0))
+        Engine(Arm(declaring(abilities=others), requiring(abilities=frozenset({ability})), Token(), CounterDraws(0)))
     assert all(other in str(refused.value) for other in others), "what the runner has is named"
 
 
@@ -80,19 +81,19 @@ def test_a_runner_without_any_ability_is_named_as_such():
 
 def test_a_proposer_whose_requirements_the_runner_meets_is_accepted():
     target = declaring(hidden_layers=2, abilities=frozenset(ABILITIES))
-    Engine(target, requiring(hidden=(1, -1), abilities=frozenset(ABILITIES)), Token(), CounterDraws(0)).close()
+    Engine(Arm(target, requiring(hidden=(1, -1), abilities=frozenset(ABILITIES)), Token(), CounterDraws(0))).close()
 
 
 def test_a_runner_without_hidden_states_refuses_a_proposer_that_requires_one():
     with pytest.raises(ValueError, match=r"'none' requires hidden state -1 .* no hidden states"):
-        Engine(declaring(), requiring(hidden=(-1,)), Token(), CounterDraws(0))
+        Engine(Arm(declaring(), requiring(hidden=(-1,)), Token(), CounterDraws(0)))
 
 
 # Sequences at once ---------------------------------------------------------------------------------------------------
 
 
 def decoded(target, proposer, limits=None, applied=None, sampling=WARM):
-    engine = Engine(target, proposer, Token(), CounterDraws(0), applied, limits=limits or Limits())
+    engine = Engine(Arm(target, proposer, Token(), CounterDraws(0), applied), limits=limits or Limits())
     for request in requests(sampling, new=8):
         engine.add(request)
     list(engine)
@@ -251,7 +252,7 @@ def toy_requests(sampling):
 
 def decode_toys(target, proposer, verifier, sampling, limits=None, applied=None):
     """What each sequence emitted, and what was drafted and accepted in each step."""
-    engine = Engine(target, proposer, verifier, CounterDraws(3), applied, limits=limits or Limits())
+    engine = Engine(Arm(target, proposer, verifier, CounterDraws(3), applied), limits=limits or Limits())
     for request in toy_requests(sampling):
         engine.add(request)
     steps = [(info.draft.token.tolist(), [done.path for done in info.committed]) for info in engine]

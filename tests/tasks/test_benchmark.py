@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from spec_lab.analysis import metrics
+from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.roofline import Roofline
 from spec_lab.propose import Null
 from spec_lab.results.schema import DRAFT_COLUMNS
@@ -345,7 +346,7 @@ def test_every_arm_names_its_own_proposer_and_verifier_and_the_summary_the_main_
         """A peer, which only returns its output."""
 
         def decode(self, requests):
-            return Decoded([], Loop(parts.target, Null(), Match(), 0).decode(requests).outcomes)
+            return Decoded([], Loop(parts.target, Null(), Match(), CounterDraws(0)).decode(requests).outcomes)
 
     parts = lab(proposer=Null(), more_proposers={"repeating": Repeat(4)}, peers={"other": Other()})
     console = quiet()

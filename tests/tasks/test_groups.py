@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from spec_lab.analysis import metrics
+from spec_lab.core.randomness import CounterDraws
 from spec_lab.propose import Null
 from spec_lab.tasks import groups
 from spec_lab.tasks.benchmark import run
@@ -32,7 +33,7 @@ class Timed:
         if (request.id, self.calls[request.id]) == self.interrupt:
             raise KeyboardInterrupt
         slow = request.id in self.disturbed and self.calls[request.id] <= self.slow
-        loop = Loop(lab().target, Null(), Match(), 0)
+        loop = Loop(lab().target, Null(), Match(), CounterDraws(0))
         outcomes = [replace(one, decode_seconds=9.0 if slow else 1.0) for one in loop.decode(requests).outcomes]
         return Decoded([], outcomes)
 

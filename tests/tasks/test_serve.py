@@ -15,6 +15,7 @@ from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.core.roofline import ForwardWork, MachineLimits, Roofline
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits, fixed_group
 from spec_lab.decode.prefix_cache import PrefixCache
 from spec_lab.propose import Null
@@ -70,7 +71,7 @@ class Time:
 def test_prompts_come_from_the_prefix_cache_within_a_segment(monkeypatch):
     target, prefix = tiny_target(), tuple(range(20))
     requests = [Request(n, f"r{n}", (*prefix, 30 + n), COLD, 3) for n in range(3)]
-    plain = Loop(target, Null(), Match(), 0)
+    plain = Loop(target, Null(), Match(), CounterDraws(0))
     cached = replace(plain, prefix_cache=PrefixCache(1024))
     for _ in range(2):  # the cache is empty when a segment begins
         found = [Time(monkeypatch).serve(arm, requests, [0, 0, 0], Limits(1)) for arm in (plain, cached)]
@@ -87,7 +88,7 @@ def time(monkeypatch):
 @pytest.fixture
 def plain():
     """Autoregressive decoding: every step emits one token for each request."""
-    return Loop(tiny_target(), Null(), Match(), seed=0)
+    return Loop(tiny_target(), Null(), Match(), CounterDraws(0))
 
 
 def requests(lengths, sampling=COLD):
@@ -172,12 +173,12 @@ def test_every_request_has_the_tokens_it_has_alone(time, name, sampling):
     target = tiny_target()
     own = requests([6, 9, 4, 7, 5, 8], sampling)
     rows = time.serve(
-        Loop(target, proposer, verifier, seed=3), own, [0, 0, 0.5, 3, 3.5, 30], Limits(2, max_prefill_tokens=4)
+        Loop(target, proposer, verifier, CounterDraws(3)), own, [0, 0, 0.5, 3, 3.5, 30], Limits(2, max_prefill_tokens=4)
     )
     (engine,) = time.engines
     served = {one.request.id: one.emitted for one in engine.sequences}
     for request, row in zip(own, rows, strict=True):
-        group = fixed_group(target, proposer, verifier, [request], CounterDraws(3))
+        group = fixed_group(Arm(target, proposer, verifier, CounterDraws(3)), [request])
         list(group)
         assert served[request.id] == group.sequences[0].emitted
         assert row["tokens"] == len(served[request.id]) == request.max_new_tokens
@@ -206,7 +207,7 @@ def forking(keep=None, fails=False):
     """Autoregressive decoding of two sequences for each request."""
     target = tiny_target()
     constraint = ControllerConstraint(lambda request: Forking(fails), target.vocabulary, keep=keep)
-    return Loop(target, Null(), Match(), seed=0, applied=AppliedConstraint(constraint))
+    return Loop(target, Null(), Match(), CounterDraws(0), AppliedConstraint(constraint))
 
 
 @pytest.mark.parametrize("keep", [None, lambda ended: [1]], ids=["all", "the fork"])
@@ -294,7 +295,7 @@ def poisoned(tmp_path, *places):
     """The lab with a token whose embedding is NaN, which no output has, at the end of these prompts."""
     one = lab()
     seen = {token for request in one.requests(settings(tmp_path)) for token in request.tokens}
-    group = fixed_group(one.target, Null(), Match(), one.requests(settings(tmp_path)), CounterDraws(0))
+    group = fixed_group(Arm(one.target, Null(), Match(), CounterDraws(0)), one.requests(settings(tmp_path)))
     list(group)
     seen |= {token for sequence in group.sequences for token in sequence.emitted}
     poison = next(token for token in range(32, 61) if token not in seen)

@@ -13,6 +13,7 @@ from spec_lab.analysis import metrics
 from spec_lab.core.draft import Draft, Shape, chain, forest, tree
 from spec_lab.core.probabilities import Sampling, argmax_of_finite, finite_, likeliest, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.proposer import Proposer
 from spec_lab.drafters.medusa.network import Heads
@@ -503,7 +504,7 @@ class Support(Proposer):
 def test_an_empty_residual_in_single_precision_is_counted_up_to_the_summary(tmp_path):
     target = tiny_target(dtype=torch.float32)
     wanted = requests(Sampling(1.0, top_k=10), 12)
-    group = fixed_group(target, Support(target), Token(), wanted, Last())
+    group = fixed_group(Arm(target, Support(target), Token(), Last()), wanted)
     rounds = list(group)
     empty = np.array([flag for one in rounds for flag in one.empty])
     assert 0 < empty.sum() < len(empty)

@@ -21,6 +21,7 @@ from experiments.gpu.timing import Captures
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine
 from spec_lab.verify import Token
 
@@ -72,7 +73,7 @@ def one_step(part: Part, name: str, captured: bool, temperature: float) -> dict[
     """The blocking calls of one step of two sequences that drafts."""
     target = small_target(part.device, part.dtype, captured)
     proposer = PROPOSERS[name](target)
-    engine = Engine(target, proposer, Token(), CounterDraws(0))
+    engine = Engine(Arm(target, proposer, Token(), CounterDraws(0)))
     captures = Captures.of(target.lm)
     for number in range(2):
         prompt = (*range(3 + number, 20), *range(3, 12), 5, 6, 5, 6, 5, 6)

@@ -19,6 +19,7 @@ from experiments.gpu.timing import random_requests
 from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Shape
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine
 from spec_lab.drafters.draft_layers import load_weights
 from spec_lab.drafters.draft_model.propose import DraftModel
@@ -154,7 +155,7 @@ def chain(part: Part, target: Target, proposer: Any, seconds: float) -> Timer:
     timer, propose = Timer(part.device), proposer.propose
     proposer.propose = lambda batch: timer(lambda: propose(batch))
     prompt, new = (16, 60) if part.tiny else (CONTEXT, 400)
-    engine = Engine(target, proposer, Token(), CounterDraws(0))
+    engine = Engine(Arm(target, proposer, Token(), CounterDraws(0)))
     engine.add(random_requests(target.vocabulary, 1, prompt, new)[0])
     for _ in range(2):  # the prompt is computed, and the first chain appends it to the drafter's cache
         engine.step()

@@ -14,6 +14,7 @@ from experiments.gpu.random_models import SHAPES, WAYS, llama, target_of
 from experiments.gpu.timing import Captures, random_requests
 from spec_lab.core.draft import empty
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.merged import merge
@@ -63,7 +64,7 @@ def decode(model: Any, draft: Any, captured: bool, pools: bool = False) -> dict[
     if pools:
         target.lm.graphs.capture = lm.graphs.capture = apart
     captures = {"target": Captures.of(target.lm), "draft": Captures.of(lm)}
-    engine = Engine(target, DraftModel(lm, CONTEXT, TreePlan(parse("1x1x1x1"), "point")), Token(), CounterDraws(0))
+    engine = Engine(Arm(target, DraftModel(lm, CONTEXT, TreePlan(parse("1x1x1x1"), "point")), Token(), CounterDraws(0)))
     requests = random_requests(target.vocabulary, len(NEW), 40, max(NEW))
     sizes: dict[str, list[tuple[int, int]]] = {"target": [], "draft": []}
     accepted = drafted = 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.gpu.random_models import llama, target_of
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.decode.engine import Engine
+from spec_lab.decode.arm import Arm
 from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
 from spec_lab.drafters.block.propose import BlockDrafter
 from spec_lab.drafters.cascade import DraftCascade
@@ -97,7 +97,7 @@ def _kangaroo(target: Target) -> Proposer:
 
 def _cascade(target: Target) -> Proposer:
     draft = Target(_draft_lm(target), None, "draft", CONTEXT, "", 0.0)
-    return DraftCascade(Engine(draft, Ngram(3, 2, 1), Token(), CounterDraws(0)).parts, 4, "point")
+    return DraftCascade(Arm(draft, Ngram(3, 2, 1), Token(), CounterDraws(0)), 4, "point")
 
 
 def _medusa(target: Target) -> Medusa:

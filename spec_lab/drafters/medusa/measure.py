@@ -15,6 +15,7 @@ from spec_lab.core.draft import Draft, Drawn, empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
@@ -53,7 +54,7 @@ def measure(
         Request(number, f"prompt {number}", tuple(prompt), Sampling(temperature), tokens)
         for number, prompt in enumerate(prompts)
     ]
-    for _ in fixed_group(target, collect, Capture(), requests, CounterDraws(0)):
+    for _ in fixed_group(Arm(target, collect, Capture(), CounterDraws(0)), requests):
         pass
     texts = [tuple(zip(*text, strict=True)) for text in collect.texts if text]
     answers = [(torch.stack(hidden), torch.tensor(tokens, device=target.lm.device)) for hidden, tokens in texts]

@@ -19,7 +19,7 @@ An instance is exact (``Finding.wrong`` is None) if all of these hold, with EXAC
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,9 +29,10 @@ from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.faults import attributed
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import Draws
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.sequence import SequenceState
-from spec_lab.decode.step import Parts, step
+from spec_lab.decode.step import step
 from spec_lab.decode.study import Capture, choose_nothing, commit_nothing
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.target import Target
@@ -51,7 +52,7 @@ from spec_lab.tasks.certify.outputs import (
     total_variation,
 )
 from spec_lab.tasks.certify.toy_models import code, table_models, warped
-from spec_lab.verify import Verifier, check_draft, check_pair
+from spec_lab.verify import Verifier, check_draft
 
 MOST = 60_000
 """Largest number of outcomes of one instance that is enumerated."""
@@ -229,10 +230,10 @@ def _verified(
 ) -> list[_Tree]:
     """Draft and verify ``count`` copies of the step, as one forest through the real target and verifier."""
     target, proposer, capture = parts.target, parts.proposer, Capture()
-    check_pair(proposer.name, proposer.draws, verifier, proposer.branches)
+    pair = Arm(target, proposer, verifier, draws)
     requests = [instance.request(number, sampling) for number in range(count)]
     lives = [SequenceState(one, target.lm.open(), list(one.tokens), state=proposer.init(one)) for one in requests]
-    own = Parts(target, proposer, capture, draws, None, choose_nothing, commit_nothing)
+    own = replace(pair, verifier=capture, choose=choose_nothing, commit=commit_nothing)
     try:
         step([], own, [(live, len(live.tokens) - 1) for live in lives])
         info = step(lives, own)
@@ -299,7 +300,7 @@ def decoded(
 
     def play(draws: Draws, count: int) -> list[tuple[Output, float, float]]:
         requests = [instance.request(number, sampling) for number in range(count)]
-        group = fixed_group(parts.target, parts.proposer, verifier, requests, draws, instance.applied)
+        group = fixed_group(Arm(parts.target, parts.proposer, verifier, draws, instance.applied), requests)
         accepted, expected = np.zeros(count), np.zeros(count)
         for info in group:
             counts.drafted += info.draft.shape.nodes

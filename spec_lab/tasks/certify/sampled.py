@@ -22,6 +22,7 @@ from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Draws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.global_constraint import conditioned
 from spec_lab.decode.rows import condition_
@@ -100,7 +101,7 @@ def joint(
     for start in range(0, samples, WIDE):
         numbers = range(start, min(start + WIDE, samples))
         requests = [Request(number, f"toy {number}", PROMPT, sampling, instance.tokens) for number in numbers]
-        group = fixed_group(parts.target, parts.proposer, verifier, requests, Watched(draws) if watched else draws)
+        group = fixed_group(Arm(parts.target, parts.proposer, verifier, Watched(draws) if watched else draws), requests)
         for info in group:
             if counts is not None:
                 counts.drafted += info.draft.shape.nodes
@@ -169,7 +170,7 @@ def scores(
     towards, mode, drafted = Score(1.0 if proposer.drawn == "point" else 2.0), Score(1.0), Score(1.0)
     for start in range(0, len(requests), batch_size):
         some = requests[start : start + batch_size]
-        group = fixed_group(target, proposer, verifier, some, CounterDraws(seed), applied)
+        group = fixed_group(Arm(target, proposer, verifier, CounterDraws(seed), applied), some)
         known: dict[SequenceState, list[_Known]] = {}
         for info in group:
             for live, fixed in _fixed(info):

@@ -22,6 +22,7 @@ from spec_lab.constrain.potential import Prefixes, Text, log_potential
 from spec_lab.constrain.potential_bounds import ExpectedFutures, LearnedConstraint
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
@@ -178,7 +179,7 @@ class Sampler:
         """Decode, score and learn from ``count`` outputs."""
         requests = [replace(self.request, id=self._ids + number) for number in range(count)]
         self._ids += count
-        group = fixed_group(self.target, self.proposer, self.verifier, requests, CounterDraws(self.seed), applied)
+        group = fixed_group(Arm(self.target, self.proposer, self.verifier, CounterDraws(self.seed), applied), requests)
         for _ in group:
             pass
         ended = sorted(group.sequences, key=lambda one: one.request.id)

@@ -19,15 +19,16 @@ from spec_lab.core.machine import Usage, other_load
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm, Memory
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch, SequenceState
-from spec_lab.decode.step import Memory, Parts, StepInfo, step
+from spec_lab.decode.step import StepInfo, step
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.results.writer import Rows
 from spec_lab.tasks.cost.tables import PARTS
 from spec_lab.tasks.lab import Loop
-from spec_lab.verify import Match, check_pair
+from spec_lab.verify import Match
 
 
 def binary_tree(nodes: int) -> Shape:
@@ -100,14 +101,9 @@ def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int
     Raises:
         ValueError: a verifier does not support how a proposer draws siblings; logits are NaN or infinite.
     """
-    for arm in arms.values():
-        check_pair(arm.proposer.name, arm.proposer.draws, arm.verifier, arm.proposer.branches)
     target, context = next(iter(arms.values())).target, len(requests[0].tokens)
     lm, memory, start = target.lm, Memory(), Usage.now()
-    parts = {
-        name: Parts(target, arm.proposer, arm.verifier, CounterDraws(arm.seed), memory=memory)
-        for name, arm in arms.items()
-    }
+    parts = {name: Arm(target, arm.proposer, arm.verifier, arm.draws, memory=memory) for name, arm in arms.items()}
     reserve = min(context + room(arms, steps), target.context)
     sequences = [SequenceState(one, lm.open(reserve), list(one.tokens)) for one in requests]
     states: dict[str, list] = {name: [arm.proposer.init(one) for one in requests] for name, arm in arms.items()}
@@ -132,7 +128,7 @@ def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int
         return done
 
     try:
-        step(sequences, Parts(target, Null(), Match(), CounterDraws(0), memory=memory))  # computes the prompts
+        step(sequences, Arm(target, Null(), Match(), CounterDraws(0), memory=memory))  # computes the prompts
         first = [sequence.tokens[context] for sequence in sequences]
         for name, arm in arms.items():  # draft models compute the prompts; features are delivered where required
             decode(name, 1, 0 if arm.proposer.requires.hidden else context - 1)

@@ -24,9 +24,10 @@ from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.faults import attributed
 from spec_lab.core.randomness import CounterDraws, Draws
 from spec_lab.core.request import Request, without_name
+from spec_lab.decode.arm import Arm, Memory
 from spec_lab.decode.recording import Recording
 from spec_lab.decode.sequence import SequenceState
-from spec_lab.decode.step import Memory, Parts, StepInfo, step
+from spec_lab.decode.step import StepInfo, step
 from spec_lab.decode.study import Capture, choose_nothing, commit_nothing
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer
@@ -118,7 +119,7 @@ class Drafted:
 
 def sample(target: Target, request: Request, seed: int) -> Outcome:
     """Return the request's text as the target alone samples it."""
-    return Loop(target, Null.load(target), Match(), seed).decode([request]).outcomes[0]
+    return Loop(target, Null.load(target), Match(), CounterDraws(seed)).decode([request]).outcomes[0]
 
 
 def positions(request: Request, text: Sequence[int], every: int) -> range:
@@ -149,12 +150,14 @@ def drafts_along(
         for position in positions(request, text, every):
             for name, proposer in proposers.items():
                 one = sequences[name]
-                own = target, proposer, capture, draws, None, choose_nothing, commit_nothing
-                parts = Parts(*own, memory=memory, record=record)
+                arm = Arm(
+                    target, proposer, capture, draws, record=record, choose=choose_nothing, commit=commit_nothing,
+                    memory=memory,
+                )  # fmt: skip
                 one.tokens, one.step = list(text[:position]), position
                 if between := len(one.pending) - 1:
-                    step([], parts, [(one, between)])
-                info = step([one], parts)
+                    step([], arm, [(one, between)])
+                info = step([one], arm)
                 assert capture.draft is not None and capture.p is not None
                 broken = info.errors.get(one, "")
                 yield Drafted(

@@ -15,6 +15,7 @@ from spec_lab.cli.main import main
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.models.target import Target as Model
 from spec_lab.propose import Null
@@ -74,7 +75,7 @@ def refusing(act: Callable[..., Any]) -> Callable[[list[Any]], int]:
 def decode(target: Model, proposer: Any = None, constraint: Any = None) -> None:
     """Decode a few tokens."""
     request = Request(0, "p", (1, 2, 1, 2, 1), Sampling(1.0), 4, stop=frozenset([0] if constraint else []))
-    list(fixed_group(target, proposer or Null(), Token(), [request], CounterDraws(0), constraint))
+    list(fixed_group(Arm(target, proposer or Null(), Token(), CounterDraws(0), constraint), [request]))
 
 
 @cache

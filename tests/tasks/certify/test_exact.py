@@ -13,7 +13,7 @@ from spec_lab.cli.main import conf
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Purpose
 from spec_lab.core.request import Request
-from spec_lab.decode.step import Parts
+from spec_lab.decode.arm import Arm
 from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
 from spec_lab.drafters.block.propose import BlockDrafter
 from spec_lab.drafters.cascade import DraftCascade
@@ -83,7 +83,7 @@ def best_of(*parts, **options):
 
 def cascade(inner, verifier=None, **options):
     model = Target(DRAFT, None, "draft", TARGET.context, "", 0.0)
-    return DraftCascade(Parts(model, inner, verifier or Token(), CounterDraws(0)), 2, **options)
+    return DraftCascade(Arm(model, inner, verifier or Token(), CounterDraws(0)), 2, **options)
 
 
 def eagle(settings, tree="2x1", drawn="point", **options):

@@ -1,0 +1,77 @@
+"""An arm is valid because it exists: parts that do not go together are refused when it is made or replaced."""
+
+from dataclasses import replace
+
+import pytest
+
+from spec_lab.constrain import AppliedConstraint
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.decode.arm import Arm
+from spec_lab.decode.engine import Engine
+from spec_lab.decode.prefix_cache import PrefixCache
+from spec_lab.propose import Null, Proposer, Requires
+from spec_lab.verify import Gumbel, Misfit, Token
+from tests.constrain.toys import Table
+from tests.propose.lab import draft_model
+from tests.tiny import VOCABULARY, tiny_target
+
+
+class Demands(Null):
+    """The null proposer with requirements."""
+
+    def __init__(self, **requires):
+        self.requires = Requires(**requires)
+
+
+def an_arm(proposer: Proposer | None = None, **parts):
+    return Arm(tiny_target(), proposer or Null(), Token(), CounterDraws(0), **parts)
+
+
+@pytest.mark.parametrize(
+    ("proposer", "parts", "error", "words"),
+    [
+        (draft_model("1x1", "gumbel"), {}, Misfit, "verifier 'token' supports .*'draft_model' draws 'gumbel'"),
+        (Demands(top_k=VOCABULARY + 1), {}, ValueError, "requires the top_k"),
+        (Demands(hidden=(99,)), {}, ValueError, "requires hidden state 99"),
+        (Demands(abilities=frozenset({"state_snapshots"})), {}, ValueError, "requires state_snapshots"),
+        (
+            Demands(hidden=(1,), every_position=True),
+            {"prefix_cache": PrefixCache(256)},
+            ValueError,
+            "requires hidden states of every position .* prefix_cache=null",
+        ),
+        (
+            None,
+            {"applied": AppliedConstraint(Table(lambda _: [0], VOCABULARY - 1))},
+            ValueError,
+            f"constraint 'table' is over {VOCABULARY - 1} tokens, the target has {VOCABULARY}",
+        ),
+    ],
+)
+def test_parts_that_do_not_go_together_are_refused(proposer, parts, error, words):
+    with pytest.raises(error, match=words):
+        an_arm(proposer, **parts)
+
+
+def test_a_replaced_part_is_checked_again():
+    arm = an_arm(draft_model("1x1", "iid"))
+    with pytest.raises(Misfit, match="verifier 'gumbel'"):
+        replace(arm, verifier=Gumbel())
+    assert replace(arm, proposer=draft_model("1x1", "gumbel"), verifier=Gumbel()).draws is arm.draws
+
+
+def test_engines_of_one_arm_count_their_own_forks_and_share_its_memory():
+    arm = an_arm()
+    one, other = Engine(arm), Engine(arm)
+    one.arm.made[0] += 1
+    assert not arm.made and not other.arm.made
+    assert one.arm.memory is arm.memory
+
+
+def test_rows_and_cells_follow_from_the_proposer_and_a_constraint_that_forces_tokens():
+    def forced(placement):
+        table = Table(lambda _: range(VOCABULARY), VOCABULARY)
+        return an_arm(draft_model("1x1"), applied=AppliedConstraint(table, placement, fast_forward=True))
+
+    plain, more = draft_model("1x1").nodes, draft_model("1x1").forced_nodes
+    assert more > 0 and (forced("both").most_rows, forced("target").most_rows) == (plain + more, plain)
