@@ -319,7 +319,7 @@ def test_a_kill_between_any_two_changes_to_the_disk_is_repaired_by_the_same_comm
             assert fork_server.wait(fork_server.start(place, arguments)) == 0, (place / "output.txt").read_text()
             check(place / "swept", reference, seen, living=False)
             check_end(place / "swept", reference)
-    written = 1 + 1 + 4 + 4 + 1 + 1  # sweep.json, manifest, a group's parts, tables, summary, ended.json
+    written = 1 + 2 + 4 + 4 + 1 + 1  # sweep.json, manifest (twice), a group's parts, tables, summary, ended.json
     removed = 4 + 1 + 1  # parts, their folder, the lock
     assert kills["half"] == ceil(written / stride)
     assert kills["after"] >= (written + removed) / stride

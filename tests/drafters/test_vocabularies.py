@@ -131,7 +131,7 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_the_text_token
         compared += compare(pairs[name], proposer, info.draft, before, warp)
         rejected += sum(len(done.path) < info.draft.shape.depth.max() for done in info.committed)
         texts |= {one.request.id: list(one.tokens) for one in info.sequences}
-    assert compared > 30 and rejected > 5
+    assert compared > 30 and rejected > 3
     assert not proposer.lm.cells.references.any()
 
 
