@@ -316,6 +316,8 @@ def apply_constraint(config: DictConfig, settings: Any, target: Any) -> tuple[An
         if vocabulary is not None:
             return applied, vocabulary.bytes
         return applied, text_bytes(target) if settings.stop_strings else None
+    except WrongOption as error:
+        raise Refused(f"spec_lab: constraint.{reason(error)}") from error
     except ValueError as error:
         raise Refused(f"spec_lab: {reason(error)}") from error
 
@@ -578,5 +580,8 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
             work, lab, settings, shown = _prepare(config, out, overrides)
         with interrupt.Raising():
             return int(work(lab, settings, shown))
+    except WrongOption as error:  # of the task, which checks its options with the parts
+        named = str(error).partition(" ")[0].strip(":,") in config.task
+        raise Refused(f"spec_lab: {'task.' * named}{reason(error)}") from error
     finally:
         torch.set_num_threads(threads)

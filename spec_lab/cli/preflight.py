@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Annotated, Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from spec_lab.cli import interrupt, search
 from spec_lab.cli.build import groups, reason
 from spec_lab.cli.redaction import blank, overrides_of
-from spec_lab.core.options import brief, file_name, whole
+from spec_lab.core.options import Folder, accept, brief, whole
 from spec_lab.models import ranks
 from spec_lab.results import sweep
 
@@ -211,7 +211,7 @@ def _values(override: Override) -> int:
 def check_name(given: Any) -> None:
     """Exit with code 1 unless the experiment's name can name a folder; see ``options.file_name``."""
     try:
-        file_name("name", given)
+        accept("name", given, Annotated[str, Folder()])
     except ValueError as error:
         raise SystemExit(f"spec_lab: {error}") from error
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,12 +25,11 @@ from spec_lab.constrain.protocol import (
     unpack,
 )
 from spec_lab.core.draft import Draft, Shape
-from spec_lab.core.options import brief, one_of, whole
+from spec_lab.core.options import Whole, WrongOption, brief, check_fields
 from spec_lab.core.readback import Readback
 from spec_lab.core.request import Request
 
-PLACES = ("target", "draft", "both", "none")
-DISTRIBUTIONS = ("local", "global")
+Placement = Literal["target", "draft", "both", "none"]
 
 
 @dataclass(frozen=True)
@@ -43,15 +42,13 @@ class AppliedConstraint:
     Args:
         constraint: the constraint.
         placement: masks apply to: target, draft, both, or none (violations are only counted).
-        draft_budget: limit of draft masks per sequence and step: a number, or a time as 200us; None: no limit. Masks
-            that the draft may use for each sequence in each step; beyond them it drafts unmasked. Or a time for them,
-            such as "200us", with which runs cannot be reproduced. None: no limit.
+        draft_budget: limit of draft masks per sequence and step: a number, or a time as 200us; None: no limit. Beyond
+            it the draft is not masked. With a time runs cannot be reproduced.
         fast_forward: append forced tokens at once: true, false; None: if the target is masked.
         async_masks: compute masks in a thread, during the target's forward.
         distribution: local: masked token by token; global: the model's distribution given a valid output, not with
-            controllers, which act on the output. "local": masked and renormalised at every token. "global": the
-            model's distribution of whole outputs, given that they are valid (``constrain.potential``); it must apply
-            to the target.
+            controllers, which act on the output. See
+            ``constrain.potential``.
         max_prefixes: of distribution=global: limit of the prefixes of a prompt's valid outputs.
 
     Raises:
@@ -60,32 +57,27 @@ class AppliedConstraint:
     """
 
     constraint: Constraint
-    placement: str = "both"
-    draft_budget: int | str | None = None
+    placement: Placement = "both"
+    draft_budget: Annotated[int, Whole(0)] | str | None = None
     fast_forward: bool | None = False
     async_masks: bool = False
-    distribution: str = "local"
-    max_prefixes: int = 4096
+    distribution: Literal["local", "global"] = "local"
+    max_prefixes: Annotated[int, Whole(1, MOST_PREFIXES)] = 4096
 
     def __post_init__(self) -> None:
-        one_of("constraint.placement", self.placement, PLACES)
-        one_of("constraint.distribution", self.distribution, DISTRIBUTIONS)
-        whole("constraint.max_prefixes", self.max_prefixes, most=MOST_PREFIXES)
+        check_fields(self)
         self.budget()
         if self.fast_forward is None:
             object.__setattr__(self, "fast_forward", self.on_target)
-        for name in ("fast_forward", "async_masks"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"constraint.{name} must be true or false, not {getattr(self, name)!r}")
         if not self.on_target and self.constraint.has_actions:
-            raise ValueError(
-                f"constraint.placement={self.placement} does not constrain the output, but '{self.constraint.name}' "
-                "backtracks or forks it: set constraint.placement to target or both"
+            raise WrongOption(
+                f"placement={self.placement} does not constrain the output, but '{self.constraint.name}' "
+                "backtracks or forks it: set placement to target or both"
             )
         if not self.on_target and self.fast_forward:
-            raise ValueError(
-                f"constraint.placement={self.placement} does not constrain the output, but fast_forward forces tokens: "
-                "set constraint.placement to target or both, or constraint.fast_forward=false"
+            raise WrongOption(
+                f"placement={self.placement} does not constrain the output, but fast_forward forces tokens: "
+                "set placement to target or both, or fast_forward=false"
             )
         if self.is_global:
             if not self.on_target:
@@ -102,7 +94,7 @@ class AppliedConstraint:
                 )
             else:
                 return
-            raise ValueError(f"constraint.distribution=global is not possible: {why}")
+            raise WrongOption(f"distribution=global is not possible: {why}")
 
     @property
     def is_global(self) -> bool:
@@ -126,12 +118,12 @@ class AppliedConstraint:
         if isinstance(self.draft_budget, str):
             found = re.fullmatch(r"(\d+) ?us", self.draft_budget)
             if not found:
-                raise ValueError(
-                    f"constraint.draft_budget must be a number of masks, a time such as '200us', or null, "
+                raise WrongOption(
+                    f"draft_budget must be a number of masks, a time such as '200us', or null, "
                     f"not {self.draft_budget!r}"
                 )
             return 2**62, int(found[1]) * 1e-6
-        return whole("constraint.draft_budget", self.draft_budget, 0, ", a time such as '200us', or null"), float("inf")
+        return self.draft_budget, float("inf")
 
     @property
     def facts(self) -> dict[str, Any]:

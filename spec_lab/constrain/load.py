@@ -8,7 +8,7 @@ from importlib import import_module
 from inspect import signature
 from pkgutil import resolve_name
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from spec_lab.constrain.applied import AppliedConstraint
 from spec_lab.constrain.banned import Banned
@@ -20,17 +20,18 @@ from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.protocol import Constraint
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.faults import described, place
-from spec_lab.core.options import brief, one_of, strings, whole
+from spec_lab.core.options import Texts, WrongOption, brief, checked
 
-ENGINES = ("llguidance", "xgrammar")
+EngineName = Literal["llguidance", "xgrammar"]
 
 
 def none(vocabulary: Vocabulary) -> None:
     """Return no constraint."""
 
 
+@checked
 def regex(
-    vocabulary: Vocabulary, pattern: str = "", prompt: bool = False, engine: str = "llguidance", **options: Any
+    vocabulary: Vocabulary, pattern: str = "", prompt: bool = False, engine: EngineName = "llguidance", **options: Any
 ) -> Constraint:
     """The output matches a regular expression as a whole.
 
@@ -47,12 +48,13 @@ def regex(
     return _compile(engine, "regex", vocabulary, pattern or None, prompt=prompt, **options)
 
 
+@checked
 def json_schema(
     vocabulary: Vocabulary,
     schema: str | Mapping[str, Any] | None = None,
     path: str | None = None,
     prompt: bool = False,
-    engine: str = "llguidance",
+    engine: EngineName = "llguidance",
     lines: bool = False,
     **options: Any,
 ) -> Constraint:
@@ -72,22 +74,21 @@ def json_schema(
         ValueError: the schema is invalid or cannot be compiled; the file cannot be read; an unknown engine or option;
             ``lines`` with another engine than llguidance.
     """
-    if not isinstance(lines, bool):
-        raise ValueError(f"constraint.lines must be true or false, not {brief(lines)}")
     if lines and engine != "llguidance":
-        raise ValueError(f"constraint.lines=true requires constraint.engine=llguidance, not {engine!r}")
+        raise WrongOption(f"lines=true requires engine=llguidance, not {engine!r}")
     text = schema if isinstance(schema, str) or schema is None else json.dumps(schema)
     if lines:
         options["lines"] = True
     return _compile(engine, "json_schema", vocabulary, text or None, path=path, prompt=prompt, **options)
 
 
+@checked
 def lark(
     vocabulary: Vocabulary,
-    grammar: str = "",
+    grammar: str | None = "",
     path: str | None = None,
     prompt: bool = False,
-    engine: str = "llguidance",
+    engine: EngineName = "llguidance",
     **options: Any,
 ) -> Constraint:
     """The output follows a context-free grammar in Lark's syntax. Arguments and errors as in ``json_schema``.
@@ -101,11 +102,12 @@ def lark(
     return _compile(engine, "lark", vocabulary, grammar or None, path=path, prompt=prompt, **options)
 
 
+@checked
 def choice(
     vocabulary: Vocabulary,
-    choices: Sequence[str] = (),
+    choices: Texts = (),
     prompt: bool = False,
-    engine: str = "llguidance",
+    engine: EngineName = "llguidance",
     **options: Any,
 ) -> Constraint:
     """The output is one of the texts ``choices``. Arguments and errors as in ``regex``.
@@ -115,10 +117,11 @@ def choice(
         prompt: whether the texts begin with the prompt.
         engine: llguidance or xgrammar (an extra).
     """
-    source = strings("constraint.choices", choices) or None
+    source = tuple(choices) or None
     return _compile(engine, "choice", vocabulary, source, prompt=prompt, **options)
 
 
+@checked
 def controller(vocabulary: Vocabulary, make: str, options: Mapping[str, Any] | None = None) -> Constraint:
     """The output is steered by a controller of the user's.
 
@@ -130,14 +133,12 @@ def controller(vocabulary: Vocabulary, make: str, options: Mapping[str, Any] | N
     Raises:
         ValueError: the name cannot be imported, the function raised an error, or returned something else.
     """
-    if not isinstance(make, str):
-        raise ValueError(f"constraint.make must be the dotted name of a function, not {brief(make)}")
     module, _, name = make.rpartition(".")
     try:
         found = resolve_name(f"{module}:{name}")
     except (Exception, SystemExit) as error:
         said = str(error) if isinstance(error, ImportError | AttributeError) else described(error)
-        raise ValueError(f"constraint.make={make} cannot be imported: {said}{place(error, module, skip=1)}") from error
+        raise WrongOption(f"make={make} cannot be imported: {said}{place(error, module, skip=1)}") from error
     try:
         made: Any = found(vocabulary, **(options or {}))
     except (Exception, SystemExit) as error:
@@ -145,10 +146,10 @@ def controller(vocabulary: Vocabulary, make: str, options: Mapping[str, Any] | N
         said = (
             f"raised {described(error)}{where}" if where else f"cannot be called with (vocabulary, **options): {error}"
         )
-        raise ValueError(f"constraint.make={make} {said}") from error
+        raise WrongOption(f"make={make} {said}") from error
     if not callable(made) and not isinstance(made, Constraint):
-        raise ValueError(
-            f"constraint.make={make} returned {brief(made)}: it must return a constraint, or a function that makes a "
+        raise WrongOption(
+            f"make={make} returned {brief(made)}: it must return a constraint, or a function that makes a "
             "controller for each request"
         )
     return made if isinstance(made, Constraint) else ControllerConstraint(made, vocabulary.size, name)
@@ -176,8 +177,6 @@ def combine(
         ValueError: as in ``AppliedConstraint`` and ``Combined``; an invalid option.
     """
     parts = [] if constraint is None else [constraint]
-    whole("min_new_tokens", at_least, 0)
-    strings("banned_strings", banned)
     if healing or banned or at_least:
         if vocabulary is None:
             raise ValueError(
@@ -210,18 +209,16 @@ def _compile(engine: str, kind: str, vocabulary: Vocabulary, source: Any, **opti
     load = vars(_engine(engine))[kind]
     unknown = sorted(options.keys() - signature(load).parameters.keys())
     if unknown:
-        raise ValueError(f"constraint.{unknown[0]} is not an option of {kind} with constraint.engine={engine}")
+        raise WrongOption(f"{unknown[0]} is not an option of {kind} with engine={engine}")
     made: Constraint = load(vocabulary, source, **options)
     return made
 
 
 def _engine(name: str) -> ModuleType:
-    if one_of("constraint.engine", name, ENGINES) == "llguidance":
+    if name == "llguidance":
         return grammar
     try:
         import_module("xgrammar")
     except ImportError as error:
-        raise ValueError(
-            f"constraint.engine=xgrammar requires an extra: pip install 'spec-lab[xgrammar]' ({error})"
-        ) from error
+        raise WrongOption(f"engine=xgrammar requires an extra: pip install 'spec-lab[xgrammar]' ({error})") from error
     return import_module("spec_lab.constrain.engines.xgrammar")

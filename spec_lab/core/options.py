@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -92,6 +93,18 @@ class OneOf:
 
 
 @dataclass(frozen=True)
+class NotEmpty:
+    """A text that is not empty."""
+
+    def fits(self, value: Any) -> bool:
+        """Return whether a text is not empty."""
+        return bool(value)
+
+    def __str__(self) -> str:
+        return "that is not empty"
+
+
+@dataclass(frozen=True)
 class Folder:
     """A text that can name a folder."""
 
@@ -123,10 +136,11 @@ MAX_TEMPERATURE = 1e6
 Count = Annotated[int, Whole(1)]
 Share = Annotated[float, Number(0, 1)]
 Temperature = Annotated[float, Number(0, MAX_TEMPERATURE)]
+Filled = Annotated[str, NotEmpty()]
 Texts = Annotated[Sequence[str], TextList()]
 
 
-PLAIN = (Whole(0), Whole(1), Number(0), Number(0, 1), TextList())
+PLAIN = (Whole(0), Whole(1), Number(0), Number(0, 1), NotEmpty(), TextList())
 """Bounds that a comment need not state."""
 
 
@@ -247,7 +261,7 @@ def bounds(hint: Any, meaning: str) -> str:
         names = arguments if kind is Literal else next((some.names for some in stated if isinstance(some, OneOf)), ())
         said += [", ".join(map(str, names))] * any(str(name) not in meaning for name in names)
         said += [str(bound) for bound in stated if not isinstance(bound, OneOf) and bound not in PLAIN]
-    return " or ".join(said)
+    return re.sub(r"\bof (\S+) or more", r"at least \1", " or ".join(said))
 
 
 def accept(name: str, value: Any, hint: Any) -> None:
@@ -307,7 +321,8 @@ def hints(made: Callable[..., Any]) -> dict[str, Any]:
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function whose arguments are options: a value that its annotation does not allow is refused.
+    """Decorate a function whose arguments are options: a value that its annotation does not allow is refused, and a
+    whole number becomes a ``float`` where one is declared.
 
     Raises:
         ValueError: by the decorated function; names the argument.
@@ -316,13 +331,15 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        given: dict[str, Any] = {}
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
-            variable = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-            given |= value if variable else {name: value}
-        for name, value in given.items():
-            accept(name, value, hints(function).get(name, Any))
-        return function(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        for argument, stated in given.arguments.items():
+            variable = signature.parameters[argument].kind is inspect.Parameter.VAR_KEYWORD
+            for name, value in (stated if variable else {argument: stated}).items():
+                hint = hints(function).get(name, Any)
+                accept(name, value, hint)
+                if isinstance(value, int) and {_parts(one)[0] for one in _alternatives(hint)} <= {float, type(None)}:
+                    (stated if variable else given.arguments)[name] = float(value)
+        return function(*given.args, **given.kwargs)
 
     return call
 

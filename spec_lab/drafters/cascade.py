@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest, upload
 from spec_lab.core.inference import inference
 from spec_lab.core.limit import Limit
-from spec_lab.core.options import one_of, temperature_or_none, whole
+from spec_lab.core.options import Temperature, WrongOption, checked
 from spec_lab.core.probabilities import Sampling, one_hot_, probs_dtype
 from spec_lab.core.randomness import CounterDraws, Draws
 from spec_lab.core.request import Request
@@ -36,7 +36,7 @@ from spec_lab.decode.step import StepInfo, step
 from spec_lab.drafters.draft_model.loading import check_same_tokens, load_draft
 from spec_lab.models.target import Target
 from spec_lab.propose.siblings import BROKEN
-from spec_lab.propose.trees import MOST_DEPTH, Choices, depth_of
+from spec_lab.propose.trees import Choices, TreeDepth, depth_of
 from spec_lab.runners.runner import DraftRunner, KVSequence
 
 INNER = -1
@@ -162,14 +162,15 @@ class DraftCascade(Proposer):
     _chain: Callable[[int], Shape] = field(init=False, repr=False, default_factory=lambda: lru_cache(None)(chain))
 
     @staticmethod
+    @checked
     def load(
         target: Target,
         path: str,
         inner: Callable[[Target], Proposer],
         verifier: Any,
-        depth: int = 6,
-        drawn: str = "iid",
-        temperature: float | None = None,
+        depth: TreeDepth = 6,
+        drawn: Literal["iid", "point"] = "iid",
+        temperature: Temperature | None = None,
     ) -> DraftCascade:
         """Load the draft model in the target's dtype and on its device, then the inner proposer for it.
 
@@ -188,12 +189,9 @@ class DraftCascade(Proposer):
                 model does not have.
             OSError: no checkpoint there.
         """
-        depth = whole("proposer.depth", depth, most=MOST_DEPTH)
-        way = cast(Drawn, one_of("proposer.drawn", drawn, ("iid", "point")))
-        own = temperature_or_none("proposer.temperature", temperature)
         if not verifier.lossless:
-            raise ValueError(
-                f"proposer.verifier: the verifier '{verifier.name}' is lossy, so that the chain would not be "
+            raise WrongOption(
+                f"verifier: the verifier '{verifier.name}' is lossy, so that the chain would not be "
                 "distributed as the draft model's probabilities state: choose a lossless one, such as "
                 "verifier@proposer.verifier=token"
             )
@@ -205,8 +203,8 @@ class DraftCascade(Proposer):
         try:
             arm = Arm(model, smaller, verifier, CounterDraws(0))
         except ValueError as error:
-            raise ValueError(f"proposer.inner, whose target is the draft model {path}: {error}") from error
-        return DraftCascade(arm, depth, way, own)
+            raise WrongOption(f"inner, whose target is the draft model {path}: {error}") from error
+        return DraftCascade(arm, depth, drawn, temperature)
 
     @property
     def nodes(self) -> int:
@@ -246,7 +244,7 @@ class DraftCascade(Proposer):
         try:
             self.arm.proposer.check_sampling(self.sampling(sampling))
         except ValueError as error:
-            raise ValueError(f"proposer.inner, which drafts for the draft model: {error}") from error
+            raise WrongOption(f"inner, which drafts for the draft model: {error}") from error
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> DraftCascade:
         """The same with another draft model, for which an inner draft model is the toy's target."""

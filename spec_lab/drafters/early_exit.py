@@ -15,6 +15,7 @@ import numpy as np
 
 from spec_lab.core.clock import Phase
 from spec_lab.core.draft import Shape
+from spec_lab.core.options import Count, checked
 from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.models.layer_checks import check_exit, layers_of, with_layer_ranges
@@ -124,7 +125,8 @@ class EarlyExit(FirstLayers):
         super().__init__(target_lm, layers, plan, "early_exit")
 
     @staticmethod
-    def load(target: Target, layers: int | None = None, **options: Unpack[TreeOptions]) -> EarlyExit:
+    @checked
+    def load(target: Target, layers: Count | None = None, **options: Unpack[TreeOptions]) -> EarlyExit:
         """Check that the target can continue after its first layers.
 
         Args:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from spec_lab.core.draft import empty
 from spec_lab.core.files import file_hash
-from spec_lab.core.options import one_of, whole
+from spec_lab.core.options import Count, OneOf, Whole, WrongOption
+from spec_lab.core.options import checked as check_arguments
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.core.roofline import AttentionWork, ForwardWork
 from spec_lab.models.forests import RATIO, Checked, decode_forests, largest_error, rounding_error
@@ -41,21 +42,23 @@ allows at most while the model's own rounding is smaller, in standard deviations
 SNAPSHOTS = 10
 """Number of recurrent states where the option is null: as many as ``proposer=ngram`` drafts tokens."""
 
-MOST_THREADS, MOST_CHUNK, MOST_GPU_LAYERS = 1024, 2**15, 9999
-"""Largest values of options."""
+MOST_THREADS = 1024
+MOST_CHUNK = 2**15
+MOST_GPU_LAYERS = 9999
 
 
+@check_arguments
 def load(
     path: str,
     tokenizer: str | None = None,
-    context: int | None = None,
-    threads: int | None = None,
-    gpu_layers: int = 0,
-    dtype: str | None = None,
-    kv_dtype: str | None = None,
-    chunk: int = 512,
-    cells: int | None = None,
-    snapshots: int | None = None,
+    context: Count | None = None,
+    threads: Annotated[int, Whole(1, MOST_THREADS)] | None = None,
+    gpu_layers: Annotated[int, Whole(-1, MOST_GPU_LAYERS)] = 0,
+    dtype: Literal["float32"] | None = None,
+    kv_dtype: Annotated[str, OneOf(KV_DTYPES)] | None = None,
+    chunk: Annotated[int, Whole(1, MOST_CHUNK)] = 512,
+    cells: Count | None = None,
+    snapshots: Annotated[int, Whole(1, MOST_SNAPSHOTS)] | None = None,
     cache: ProcessCache | None = None,
     library: Library | None = None,
 ) -> Target:
@@ -66,24 +69,19 @@ def load(
         tokenizer: a folder with the tokenizer; None: from the file.
         context: maximum tokens of a sequence; None: the model's own limit.
         threads: CPU threads of llama.cpp; None: as many as torch.
-        gpu_layers: layers on a GPU, where llama.cpp was built for one; -1: all. How many layers are computed on a GPU,
-            where llama.cpp was built for one, at most 9999; -1 for all. The target has no roofline then: which limits
-            apply to which part of a forward is not known.
+        gpu_layers: layers on a GPU, where llama.cpp was built for one; -1: all. The target has no roofline then: which
+            limits apply to which part of a forward is not known.
         dtype: float32: all in float32, if the weights are; None, or other weights: as llama.cpp does. "float32"
             computes a file whose weights are all float32 in float32, keys and values as well. Other files are computed
             as they are, which a warning states: llama.cpp chooses the data types of its products by those of the
             weights. None computes any file so.
-        kv_dtype: of keys and values: f16, f32 (exact, without flash attention), bf16, q8_0; None: f16, or f32. Data
-            type of keys and values: "f16", "f32", "bf16" or "q8_0"; None is f16, or f32 for weights in float32 with
-            ``dtype`` "float32". With f32 flash attention is off, whose float16 parts cost 1e-3 standard deviations of
-            the logits.
-        chunk: maximum rows computed at once, up to 32768.
-        cells: maximum tokens of the KV cache, draft trees included; None: no limit. Maximum number of cells (tokens)
-            of the KV cache, of all sequences and draft trees together. It is allocated as it is needed. None for no
-            limit; ``max_kv_tokens`` lets requests wait for free cells.
-        snapshots: of recurrent states, for models that have them: maximum draft tokens of a step; None: 10. Of the
-            recurrent states of each sequence, for a model with recurrent layers: maximum number of draft tokens of a
-            step; at most 64 and less than ``chunk``. Each takes the memory of one more state. None is 10.
+        kv_dtype: of keys and values: f16, f32 (exact, without flash attention), bf16, q8_0; None: f16, or f32. With
+            f32 flash attention is off, whose float16 parts cost 1e-3 standard deviations of the logits.
+        chunk: maximum rows computed at once.
+        cells: maximum tokens of the KV cache, draft trees included; None: no limit. It is allocated as it is needed;
+            ``max_kv_tokens`` lets requests wait for free cells.
+        snapshots: of recurrent states, for models that have them: maximum draft tokens of a step; None: 10. Less than
+            ``chunk``. Each takes the memory of one more state.
         cache: facts that this process found before; None starts with none.
         library: llama.cpp; None imports it.
 
@@ -94,21 +92,10 @@ def load(
         Unsupported: llama-cpp-python is missing; the model has a recurrent state that llama.cpp cannot roll back, or
             fails the self-check.
     """
-    if dtype is not None:
-        one_of("target.dtype", dtype, ("float32",))
-    if kv_dtype is not None:
-        one_of("target.kv_dtype", kv_dtype, tuple(KV_DTYPES))
-    whole("target.chunk", chunk, most=MOST_CHUNK)
-    whole("target.gpu_layers", gpu_layers, least=-1, most=MOST_GPU_LAYERS)
-    for name, value, most in (
-        ("threads", threads, MOST_THREADS), ("cells", cells, None), ("snapshots", snapshots, MOST_SNAPSHOTS),
-    ):  # fmt: skip
-        if value is not None:
-            whole(f"target.{name}", value, otherwise=", or null", most=most)
     file = read_gguf(Path(path))
     limit = file.context
-    if context is not None:
-        whole("target.context", context, otherwise=", or null for the model's own", most=limit)
+    if context is not None and context > limit:
+        raise WrongOption(f"context must be at most {limit}, the model's own limit, or null for it, not {context}")
     exact = all(tensor.type_name == "F32" for tensor in file.tensors.values())
     kv_dtype = kv_dtype or ("f16" if dtype is None or not exact else "f32")
     if dtype is not None and not exact:
@@ -127,14 +114,13 @@ def load(
     if model.vocabulary != file.vocabulary:
         raise Unsupported(f"{path} has {model.vocabulary} tokens, but logits for {file.vocabulary}")
     if not model.recurrent and snapshots is not None:
-        raise ValueError(
-            f"target.snapshots={snapshots} requires a model with recurrent layers, and {path} has none: set it to null"
+        raise WrongOption(
+            f"snapshots={snapshots} requires a model with recurrent layers, and {path} has none: set it to null"
         )
     kept = (snapshots or SNAPSHOTS) if model.recurrent else 0
     if kept >= chunk:
-        raise ValueError(
-            f"target.chunk must be more than the {kept} recurrent states that can be taken back (target.snapshots), "
-            f"not {chunk}"
+        raise WrongOption(
+            f"chunk must be more than the {kept} recurrent states that can be taken back (snapshots), not {chunk}"
         )
     read = read_gguf_tokenizer(file, tokenizer)
     if reads_as_llama_cpp(file):

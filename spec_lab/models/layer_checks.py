@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from spec_lab.core.draft import Draft, chain, forest, tree
-from spec_lab.core.options import whole
+from spec_lab.core.options import WrongOption
 from spec_lab.models.forests import Checked, Rows, largest_error, rows_of
 from spec_lab.models.plain_forwards import EXACT, Mismatch, PlainForwards
 from spec_lab.models.support import Unsupported
@@ -83,7 +83,9 @@ def layers_of(lm: Runner, layers: int | None) -> int:
         raise Unsupported("the target has a single layer, so that no layer is left to verify an early exit")
     if layers is None:
         return max(1, lm.layers // 4)
-    return whole("proposer.layers", layers, most=lm.layers - 1)
+    if layers >= lm.layers:
+        raise WrongOption(f"layers must be at most {lm.layers - 1}, of the target's {lm.layers}, not {layers}")
+    return layers
 
 
 @torch.inference_mode()

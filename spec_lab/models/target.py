@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_lab.core.options import whole
+from spec_lab.core.options import Count
+from spec_lab.core.options import checked as check_arguments
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.forests import Checked
@@ -129,13 +130,14 @@ class Target:
         return self.lm.plain_logits(tokens, len(tokens) - first + 1)
 
     @staticmethod
+    @check_arguments
     def load(
         path: str,
         device: str | None = None,
         dtype: str = "bfloat16",
         attention: Attention = "spans",
-        context: int | None = None,
-        chunk: int = 512,
+        context: Count | None = None,
+        chunk: Count = 512,
         device_map: str | Mapping[str, str | int] | None = None,
         tensor_parallel: bool = False,
         graphs: bool = False,
@@ -191,13 +193,6 @@ class Target:
                 and ``attention`` is "dense", or ``tensor_parallel``, ``graphs`` or ``kv_dtype`` is set; it has ALiBi
                 biases, and ``kv_dtype`` is set.
         """
-        if attention not in ("spans", "dense"):
-            raise ValueError(f"target.attention must be spans or dense, not {attention!r}")
-        whole("target.chunk", chunk)
-        if not isinstance(tensor_parallel, bool):
-            raise ValueError(f"target.tensor_parallel must be true or false, not {tensor_parallel!r}")
-        if not isinstance(graphs, bool):
-            raise ValueError(f"target.graphs must be true or false, not {graphs!r}")
         stored = kv_dtype_of(kv_dtype, dtype)
         options = {
             "attention=dense": attention == "dense", "device_map": device_map is not None, "graphs": graphs,

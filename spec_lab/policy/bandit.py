@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal, Unpack
+from typing import Annotated, Any, Literal, Unpack
 
 import numpy as np
 import torch
 from scipy.special import log_ndtr
 
 from spec_lab.core.limit import Limit, StopRule
-from spec_lab.core.options import brief, number, one_of, share, whole
+from spec_lab.core.options import Number, Share, Whole, WrongOption, checked
 from spec_lab.core.randomness import Draws, Key, Purpose
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Proposer
@@ -24,7 +24,7 @@ from spec_lab.policy.adaptive import check_pair
 from spec_lab.policy.costs import DraftCosts, Timing, TimingOptions, draft_costs
 from spec_lab.policy.goodput import Scope
 from spec_lab.policy.policy import DraftOutcome, Policy
-from spec_lab.propose.stop_rules import described, rule_of
+from spec_lab.propose.stop_rules import RuleName, described, rule_of
 from spec_lab.propose.trees import MOST_DEPTH
 
 Rule = Literal["ucb", "thompson"]
@@ -114,16 +114,17 @@ class Bandit(Policy):
     name: str = "bandit"
 
     @staticmethod
+    @checked
     def load(
         target: Target,
         proposer: Proposer,
-        depths: Sequence[int],
-        thresholds: Sequence[float] = (),
+        depths: Sequence[Annotated[int, Whole(0, MOST_DEPTH)]],
+        thresholds: Sequence[Share] = (),
         rule: Rule = "ucb",
-        stop: str | None = None,
+        stop: RuleName | None = None,
         parts: Sequence[str] = (),
-        exploration: float = 0.5,
-        memory: float = 1.0,
+        exploration: Annotated[float, Number(0)] = 0.5,
+        memory: Share = 1.0,
         scope: Scope = "run",
         **timing: Unpack[TimingOptions],
     ) -> Bandit:
@@ -145,25 +146,17 @@ class Bandit(Policy):
         Raises:
             ValueError: a wrong option; names it.
         """
-        one_of("policy.rule", rule, ("ucb", "thompson"))
-        one_of("policy.scope", scope, ("request", "run"))
-        given = [whole("policy.depths", one, 0, most=MOST_DEPTH) for one in _list("policy.depths", depths)]
-        levels = [share("policy.thresholds", one) for one in _list("policy.thresholds", thresholds)]
-        names = [str(one) for one in _list("policy.parts", parts)]
-        if bool(levels) != (stop is not None):
-            raise ValueError("policy.thresholds are those of policy.stop: give both, or neither")
-        if stop is not None:
-            one_of("policy.stop", stop, ("confidence", "adaedl", "svip"))
-        arms = tuple(Limit(*one) for one in product(given, levels or [0.0], names or [""]))
+        if bool(thresholds) != (stop is not None):
+            raise WrongOption("thresholds are those of stop: give both, or neither")
+        arms = tuple(Limit(*limit) for limit in product(depths, thresholds or [0.0], parts or [""]))
         if not 2 <= len(arms) <= MOST_ARMS:
-            raise ValueError(f"policy.depths, thresholds and parts: 2 to {MOST_ARMS} combinations, not {len(arms)}")
+            raise WrongOption(f"depths, thresholds and parts: 2 to {MOST_ARMS} combinations, not {len(arms)}")
         if len(set(arms)) < len(arms):
-            raise ValueError("policy.depths, thresholds and parts must not name one configuration twice")
-        own = number("policy.exploration", exploration, 0.0), share("policy.memory", memory)
+            raise WrongOption("depths, thresholds and parts must not name one configuration twice")
         clock, rule_to_stop = Timing(**timing), rule_of({"rule": stop})
-        check_pair(proposer, "bandit", rule_to_stop, names)
-        costs = {part: draft_costs(target, proposer, max(given), clock, part) for part in names or [""]}
-        return Bandit(arms, costs, Rewards.none(len(arms)), rule, rule_to_stop, *own, scope)
+        check_pair(proposer, "bandit", rule_to_stop, list(parts))
+        costs = {part: draft_costs(target, proposer, max(depths), clock, part) for part in parts or [""]}
+        return Bandit(arms, costs, Rewards.none(len(arms)), rule, rule_to_stop, exploration, memory, scope)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -256,9 +249,3 @@ def _rounds(arms: Sequence[Limit], steps: np.ndarray) -> float:
         group = replace(arm, depth=None)
         found[group] = max(found.get(group, 0.0), float(count))
     return sum(found.values())
-
-
-def _list(name: str, value: Any) -> list[Any]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError(f"{name} must be a list, not {brief(value)}")
-    return list(value)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from spec_lab.core.faults import attributed
-from spec_lab.core.options import temperature_or_none, true_or_false, whole
+from spec_lab.core.options import Count, Filled, Temperature, check_fields
 from spec_lab.core.probabilities import Sampling
 from spec_lab.decode.proposer import Proposer
 from spec_lab.models.target import Target
@@ -77,17 +77,13 @@ class Timing:
         cache: folder of the measured costs; None: the user's.
     """
 
-    batch_size: int = 1
-    temperature: float = 0.0
+    batch_size: Count = 1
+    temperature: Temperature | None = 0.0
     recalibrate: bool = False
-    cache: str | None = None
+    cache: Filled | None = None
 
     def __post_init__(self) -> None:
-        whole("policy.batch_size", self.batch_size)
-        temperature_or_none("policy.temperature", self.temperature)
-        true_or_false("policy.recalibrate", self.recalibrate)
-        if self.cache is not None and (not isinstance(self.cache, str) or not self.cache):
-            raise ValueError(f"policy.cache must be null or the name of a folder (got {self.cache!r})")
+        check_fields(self)
 
 
 class TimingOptions(TypedDict, total=False):
@@ -100,10 +96,10 @@ class TimingOptions(TypedDict, total=False):
         cache: folder of measured costs; None: $SPEC_LAB_CACHE, else the user's cache folder.
     """
 
-    batch_size: int
-    temperature: float
+    batch_size: Count
+    temperature: Temperature | None
     recalibrate: bool
-    cache: str | None
+    cache: Filled | None
 
 
 def without_costs(facts: Any) -> Any:
@@ -140,7 +136,7 @@ def draft_costs(
         depths: that are timed, besides the largest one.
     """
     sizes = [*(k for k in depths if k < depth), depth]
-    sampling = Sampling(timing.temperature)
+    sampling = Sampling(timing.temperature or 0.0)
     stop = None if proposer.why_not_stopped is None else Confidence()  # at the threshold 0: never
     own = {proposer.name: proposer}
     limited: dict[int, Proposer] = {k: Adaptive(own, FixedDepth(k, part, stop=stop)) for k in sizes}

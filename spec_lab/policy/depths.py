@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from spec_lab.core.limit import Limit, StopRule
-from spec_lab.core.options import number, whole
+from spec_lab.core.options import Number, Whole, WrongOption, checked
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.policy.policy import DraftOutcome, Policy
-from spec_lab.propose.trees import MOST_DEPTH
+from spec_lab.propose.trees import MOST_DEPTH, TreeDepth
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,10 @@ class FixedDepth(Policy):
     stop: StopRule | None = None
 
     @staticmethod
-    def load(target: Target, proposer: Proposer, depth: int, part: str = "") -> FixedDepth:
+    @checked
+    def load(
+        target: Target, proposer: Proposer, depth: Annotated[int, Whole(0, MOST_DEPTH)], part: str = ""
+    ) -> FixedDepth:
         """Check the options.
 
         Args:
@@ -41,7 +44,7 @@ class FixedDepth(Policy):
         Raises:
             ValueError: a wrong one; names it.
         """
-        return FixedDepth(whole("policy.depth", depth, 0, most=MOST_DEPTH), str(part))
+        return FixedDepth(depth, part)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -89,8 +92,14 @@ class Heuristic(Policy):
     name: str = "heuristic"
 
     @staticmethod
+    @checked
     def load(
-        target: Target, proposer: Proposer, start: float = 5.0, up: float = 2.0, down: float = 1.0, most: int = 20
+        target: Target,
+        proposer: Proposer,
+        start: Annotated[float, Number(1)] = 5.0,
+        up: Annotated[float, Number(0)] = 2.0,
+        down: Annotated[float, Number(0)] = 1.0,
+        most: TreeDepth = 20,
     ) -> Heuristic:
         """Check the options.
 
@@ -103,10 +112,9 @@ class Heuristic(Policy):
         Raises:
             ValueError: a wrong one; names it.
         """
-        whole("policy.most", most, most=MOST_DEPTH)
-        if number("policy.start", start, 1.0) > most:
-            raise ValueError(f"policy.start must be at most policy.most={most}, not {start}")
-        return Heuristic(float(start), number("policy.up", up, 0.0), number("policy.down", down, 0.0), most)
+        if start > most:
+            raise WrongOption(f"start must be at most most={most}, not {start}")
+        return Heuristic(start, up, down, most)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Unpack
+from typing import Annotated, Any, Literal, Unpack
 
 from spec_lab.core.limit import Limit, StopRule
-from spec_lab.core.options import number, one_of, share, whole
+from spec_lab.core.options import Number, Share, WrongOption, checked
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
@@ -16,8 +16,8 @@ from spec_lab.policy import toys
 from spec_lab.policy.adaptive import check_pair
 from spec_lab.policy.costs import DraftCosts, Timing, TimingOptions, draft_costs
 from spec_lab.policy.policy import DraftOutcome, Policy
-from spec_lab.propose.stop_rules import Gain, described, rule_of
-from spec_lab.propose.trees import MOST_DEPTH
+from spec_lab.propose.stop_rules import Gain, RuleName, described, rule_of
+from spec_lab.propose.trees import MOST_DEPTH, TreeDepth
 
 Scope = Literal["request", "run"]
 """What a policy learns from: each request's own past, or that of all requests of the run."""
@@ -110,16 +110,17 @@ class Goodput(Policy):
     threshold: float = 0.0
 
     @staticmethod
+    @checked
     def load(
         target: Target,
         proposer: Proposer,
-        depth: int,
-        prior: float = 0.7,
-        memory: float = 0.99,
-        weight: float = 4.0,
+        depth: TreeDepth,
+        prior: Share = 0.7,
+        memory: Share = 0.99,
+        weight: Annotated[float, Number(0.01)] = 4.0,
         scope: Scope = "run",
-        stop: str | None = None,
-        threshold: float | None = None,
+        stop: RuleName | None = None,
+        threshold: Share | None = None,
         **timing: Unpack[TimingOptions],
     ) -> Goodput:
         """Check the options, and measure or read the costs.
@@ -139,17 +140,12 @@ class Goodput(Policy):
         Raises:
             ValueError: a wrong option; names it.
         """
-        whole("policy.depth", depth, most=MOST_DEPTH)
-        one_of("policy.scope", scope, ("request", "run"))
-        own = share("policy.prior", prior), share("policy.memory", memory), number("policy.weight", weight, 0.01)
         if (stop is None) != (threshold is None):
-            raise ValueError("policy.threshold is that of policy.stop: give both, or neither")
-        if stop is not None:
-            one_of("policy.stop", stop, ("confidence", "adaedl", "svip"))
-        rule, level = rule_of({"rule": stop}), 0.0 if threshold is None else share("policy.threshold", threshold)
+            raise WrongOption("threshold is that of stop: give both, or neither")
+        rule, level = rule_of({"rule": stop}), threshold or 0.0
         check_pair(proposer, "goodput", rule, ())
         found = draft_costs(target, proposer, depth, Timing(**timing))
-        return Goodput(found, depth, Levels.none(depth), *own, scope, stop=rule, threshold=level)
+        return Goodput(found, depth, Levels.none(depth), prior, memory, weight, scope, stop=rule, threshold=level)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -248,11 +244,12 @@ class GainOverCost(Policy):
     stop: StopRule | None = Gain()
 
     @staticmethod
+    @checked
     def load(
         target: Target,
         proposer: Proposer,
-        scale: float = 0.7,
-        memory: float = 0.99,
+        scale: Annotated[float, Number(1e-3)] = 0.7,
+        memory: Share = 0.99,
         scope: Scope = "run",
         **timing: Unpack[TimingOptions],
     ) -> GainOverCost:
@@ -266,12 +263,10 @@ class GainOverCost(Policy):
         Raises:
             ValueError: a wrong option; names it.
         """
-        one_of("policy.scope", scope, ("request", "run"))
-        own = number("policy.scale", scale, 1e-3), share("policy.memory", memory)
         check_pair(proposer, "gain", Gain(), ())
         found = draft_costs(target, proposer, MOST_DEPTH, Timing(**timing), depths=(0,))
         whole_draft = {n: {0: each[0], 1: each[MOST_DEPTH]} for n, each in found.seconds.items()}
-        return GainOverCost(DraftCosts(whole_draft), max(1, proposer.nodes), Rate(), *own, scope)
+        return GainOverCost(DraftCosts(whole_draft), max(1, proposer.nodes), Rate(), scale, memory, scope)
 
     @property
     def facts(self) -> dict[str, Any]:

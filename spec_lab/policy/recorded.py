@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_lab.core.limit import Limit, StopRule
-from spec_lab.core.options import brief
+from spec_lab.core.options import Filled, WrongOption, brief, checked
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
@@ -40,7 +40,8 @@ class RecordedPolicy(Policy):
     name: str = "recorded"
 
     @staticmethod
-    def load(target: Target, proposer: Proposer, path: str, arm: str = "speculative") -> RecordedPolicy:
+    @checked
+    def load(target: Target, proposer: Proposer, path: Filled, arm: str = "speculative") -> RecordedPolicy:
         """Read the decisions of a finished run.
 
         Args:
@@ -53,19 +54,19 @@ class RecordedPolicy(Policy):
             ValueError: no run there, no decisions of that arm, or a run with forks.
             OSError: a file that cannot be read.
         """
-        if not isinstance(path, str) or not path or "\0" in path:
-            raise ValueError(f"policy.path must name the folder of a run, not {brief(path)}")
+        if "\0" in path:
+            raise WrongOption(f"path must name the folder of a run, not {brief(path)}")
         folder = Path(path)
         manifest = begun(folder)
         if manifest is None:
-            raise ValueError(f"policy.path={path} is no folder of a run: it has no manifest.json")
+            raise WrongOption(f"path={path} is no folder of a run: it has no manifest.json")
         tables = load(folder)
         steps = tables.steps
         own = steps[steps["arm"] == arm]
         if "policy" not in own or own.empty or own["policy"].isna().any():
-            raise ValueError(f"policy.path={path} holds no decisions of an arm {brief(arm)}: name a run with a policy")
+            raise WrongOption(f"path={path} holds no decisions of an arm {brief(arm)}: name a run with a policy")
         if (own["parent_sequence"] >= 0).any():
-            raise ValueError(f"policy.path={path} has forks, whose decisions cannot be repeated")
+            raise WrongOption(f"path={path} has forks, whose decisions cannot be repeated")
         ordered = own.sort_values(["group", "round"])
         limits = {int(n): [Limit.parse(one) for one in each] for n, each in ordered.groupby("request")["policy"]}
         policy = manifest["proposers"].get(arm, {}).get("policy")

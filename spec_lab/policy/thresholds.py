@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from spec_lab.core.limit import Limit, StopRule
-from spec_lab.core.options import number, one_of, share, true_or_false, whole
+from spec_lab.core.options import Number, Share, WrongOption, checked
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.policy import toys
 from spec_lab.policy.policy import DraftOutcome, Policy
-from spec_lab.propose.stop_rules import AdaEdl, Confidence, Svip, described
-from spec_lab.propose.trees import MOST_DEPTH
+from spec_lab.propose.stop_rules import AdaEdl, Confidence, RuleName, Svip, described
+from spec_lab.propose.trees import TreeDepth
 
 GOAL, STEP, KEEP, MEMORY = 0.9, 0.01, 0.9, 0.5
 """Of the controller: the acceptance it aims at, the step of the threshold, and the weights of the past."""
@@ -51,14 +51,15 @@ class Threshold(Policy):
     name: str = "threshold"
 
     @staticmethod
+    @checked
     def load(
         target: Target,
         proposer: Proposer,
-        rule: str,
-        threshold: float,
+        rule: RuleName,
+        threshold: Share,
         adapt: bool = False,
-        depth: int | None = None,
-        factor: float | None = None,
+        depth: TreeDepth | None = None,
+        factor: Annotated[float, Number(0)] | None = None,
     ) -> Threshold:
         """Check the options.
 
@@ -75,17 +76,14 @@ class Threshold(Policy):
         Raises:
             ValueError: a wrong option; names it.
         """
-        one_of("policy.rule", rule, ("confidence", "adaedl", "svip"))
-        if depth is not None:
-            whole("policy.depth", depth, most=MOST_DEPTH)
         if rule == "confidence" and factor is not None:
-            raise ValueError("policy.factor is a factor of the entropy, which policy.rule=confidence does not compute")
-        if true_or_false("policy.adapt", adapt) and rule == "svip":
-            raise ValueError("policy.adapt: the controller raises thresholds to draft less, which a higher one of "
-                             "policy.rule=svip does not do: set policy.adapt=false, or policy.rule=adaedl")  # fmt: skip
-        given = () if factor is None else (number("policy.factor", factor, 0.0),)
+            raise WrongOption("factor is a factor of the entropy, which rule=confidence does not compute")
+        if adapt and rule == "svip":
+            raise WrongOption("adapt: the controller raises thresholds to draft less, which a higher one of rule=svip "
+                              "does not do: set adapt=false, or rule=adaedl")  # fmt: skip
+        given = () if factor is None else (factor,)
         made = Confidence() if rule == "confidence" else AdaEdl(*given) if rule == "adaedl" else Svip(*given)
-        return Threshold(made, share("policy.threshold", threshold), adapt, depth, rule)
+        return Threshold(made, threshold, adapt, depth, rule)
 
     @property
     def facts(self) -> dict[str, Any]:

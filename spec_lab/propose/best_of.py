@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from spec_lab.core.draft import Draft
-from spec_lab.core.options import brief, number, share
+from spec_lab.core.options import Number, Share, WrongOption, checked
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation, Proposer
 from spec_lab.decode.sequence import Batch
@@ -65,12 +65,13 @@ class BestOf(Hybrid):
     name: str = "best_of"
 
     @staticmethod
+    @checked
     def load(
         target: Target,
         parts: Mapping[str, Proposer],
-        costs: Mapping[str, float] | None = None,
-        start: float = 2.0,
-        memory: float = 0.8,
+        costs: Mapping[str, Annotated[float, Number(0)]] | None = None,
+        start: Annotated[float, Number(0)] = 2.0,
+        memory: Share = 0.8,
     ) -> BestOf:
         """Return the hybrid of proposers that are loaded already.
 
@@ -86,13 +87,10 @@ class BestOf(Hybrid):
                 number out of range.
         """
         check_parts(parts)
-        if costs is not None and not isinstance(costs, Mapping):
-            raise ValueError(f"proposer.costs must be null or a mapping such as {{heads: 0.3}}, not {brief(costs)}")
         given = dict(costs or {})
         if unknown := given.keys() - parts.keys():
-            raise ValueError(f"proposer.costs names {', '.join(sorted(unknown))}, but the parts are {', '.join(parts)}")
-        each = tuple(number(f"proposer.costs.{name}", given.get(name, 0.0), 0.0) for name in parts)
-        return BestOf(dict(parts), each, number("proposer.start", start, 0.0), share("proposer.memory", memory))
+            raise WrongOption(f"costs names {', '.join(sorted(unknown))}, but the parts are {', '.join(parts)}")
+        return BestOf(dict(parts), tuple(float(given.get(name, 0.0)) for name in parts), start, memory)
 
     @property
     def part_names(self) -> tuple[str, ...]:

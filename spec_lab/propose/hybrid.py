@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from spec_lab.core.draft import WAYS, ComputedOnly, Draft, Drawn, Shape
+from spec_lab.core.options import WrongOption
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation, Proposer, Requires
@@ -50,9 +51,9 @@ def check_parts(parts: Mapping[str, Proposer]) -> None:
         ValueError: fewer than two; one that shares its noise with the verifier.
     """
     if len(parts) < 2:
-        raise ValueError("proposer.parts must name at least two proposers")
+        raise WrongOption("parts must name at least two proposers")
     if any("gumbel" in part.draws for part in parts.values()):
-        raise ValueError("proposer.parts: a part drawn 'gumbel' shares its noise with the verifier; choose another")
+        raise WrongOption("parts: a part drawn 'gumbel' shares its noise with the verifier; choose another")
 
 
 class Hybrid(Proposer):

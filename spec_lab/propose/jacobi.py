@@ -13,12 +13,12 @@ from functools import lru_cache
 import torch
 
 from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
-from spec_lab.core.options import whole
+from spec_lab.core.options import checked
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
-from spec_lab.propose.trees import MOST_DEPTH, Choices, depth_of
+from spec_lab.propose.trees import Choices, TreeDepth, depth_of
 from spec_lab.runners.runner import DraftRunner
 
 
@@ -45,7 +45,8 @@ class Jacobi(Proposer):
     _chain: Callable[[int], Shape] = field(init=False, repr=False, default_factory=lambda: lru_cache(None)(chain))
 
     @staticmethod
-    def load(target: Target, depth: int = 8) -> Jacobi:
+    @checked
+    def load(target: Target, depth: TreeDepth = 8) -> Jacobi:
         """Return the proposer with a valid option.
 
         Args:
@@ -54,7 +55,7 @@ class Jacobi(Proposer):
         Raises:
             ValueError: ``depth`` is no whole number from 1 to ``trees.MOST_DEPTH``.
         """
-        return Jacobi(whole("proposer.depth", depth, most=MOST_DEPTH))
+        return Jacobi(depth)
 
     @property
     def nodes(self) -> int:

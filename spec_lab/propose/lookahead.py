@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 
 from spec_lab.core.draft import ComputedOnly, Draft, Drawn, Shape, forest
-from spec_lab.core.options import whole
+from spec_lab.core.options import Whole, checked
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
@@ -76,22 +76,24 @@ class Lookahead(Proposer):
     requires: Requires = Requires(top_k=1)
 
     @staticmethod
-    def load(target: Target, window: int = 7, ngram: int = 4, guesses: int = 7) -> Lookahead:
+    @checked
+    def load(
+        target: Target,
+        window: Annotated[int, Whole(1, MOST)] = 7,
+        ngram: Annotated[int, Whole(2, MOST)] = 4,
+        guesses: Annotated[int, Whole(1, MOST)] = 7,
+    ) -> Lookahead:
         """Return the proposer with valid options.
 
         Args:
             window: columns of guesses that are computed beside the draft; published for 7B models: 15.
-            ngram: length of the n-grams; at least 2; published: 5.
+            ngram: length of the n-grams; published: 5.
             guesses: most n-grams that are drafted in a step; published: 15.
 
         Raises:
             ValueError: an option that is no whole number in its range; names it.
         """
-        return Lookahead(
-            whole("proposer.window", window, most=MOST),
-            whole("proposer.ngram", ngram, 2, most=MOST),
-            whole("proposer.guesses", guesses, most=MOST),
-        )
+        return Lookahead(window, ngram, guesses)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 
 from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
-from spec_lab.core.options import one_of, whole
+from spec_lab.core.options import Whole, WrongOption, checked
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.continuations import continuation, merged
-from spec_lab.propose.trees import MOST_NODES
+from spec_lab.propose.trees import TreeNodes
 
 SCAN = 32
 """Maximum number of earlier occurrences of one n-gram that a tree uses, the most recent first."""
@@ -29,11 +29,13 @@ SCAN = 32
 MOST_DEPTH = 1024
 """Maximum depth of a draft."""
 
-MATCHES = ("recent", "first")
-"""Which of the occurrences of an n-gram a chain continues."""
+Match = Literal["recent", "first"]
 
 LONGEST = 64
 """Length of the longest n-gram that can be looked up: indexing a token costs the square of it."""
+
+Size = Annotated[int, Whole(1, LONGEST)]
+Continued = Annotated[int, Whole(1, MOST_DEPTH)]
 
 
 class Index:
@@ -109,14 +111,17 @@ class Ngram(Proposer):
     depth: int
     max_ngram: int
     min_ngram: int
-    match: str = "recent"
+    match: Match = "recent"
     name: str = "ngram"
     drawn: Drawn = "point"
     branches: bool = False
     _chain: Callable[[int], Shape] = field(init=False, repr=False, default_factory=lambda: lru_cache(None)(chain))
 
     @staticmethod
-    def load(target: Target, depth: int = 10, max_ngram: int = 4, min_ngram: int = 1, match: str = "recent") -> Ngram:
+    @checked
+    def load(
+        target: Target, depth: Continued = 10, max_ngram: Size = 4, min_ngram: Size = 1, match: Match = "recent"
+    ) -> Ngram:
         """Return the proposer with valid options; it uses nothing of the target.
 
         Args:
@@ -128,8 +133,7 @@ class Ngram(Proposer):
         Raises:
             ValueError: an option of the wrong type or range; names it.
         """
-        one_of("proposer.match", match, MATCHES)
-        return Ngram(whole("proposer.depth", depth, most=MOST_DEPTH), *lengths(max_ngram, min_ngram), match)
+        return Ngram(depth, *lengths(max_ngram, min_ngram), match)
 
     @property
     def nodes(self) -> int:
@@ -188,7 +192,10 @@ class NgramTree(Proposer):
     )
 
     @staticmethod
-    def load(target: Target, nodes: int = 12, depth: int = 6, max_ngram: int = 4, min_ngram: int = 1) -> NgramTree:
+    @checked
+    def load(
+        target: Target, nodes: TreeNodes = 12, depth: Continued = 6, max_ngram: Size = 4, min_ngram: Size = 1
+    ) -> NgramTree:
         """Return the proposer with valid options; it uses nothing of the target.
 
         Args:
@@ -200,8 +207,7 @@ class NgramTree(Proposer):
         Raises:
             ValueError: an option of the wrong type or range; names it.
         """
-        most = whole("proposer.nodes", nodes, most=MOST_NODES)
-        return NgramTree(most, whole("proposer.depth", depth, most=MOST_DEPTH), *lengths(max_ngram, min_ngram))
+        return NgramTree(nodes, depth, *lengths(max_ngram, min_ngram))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -232,10 +238,10 @@ def lengths(max_ngram: int, min_ngram: int) -> tuple[int, int]:
     """Return both after checking them.
 
     Raises:
-        ValueError: not whole numbers with 1 <= min_ngram <= max_ngram <= ``LONGEST``.
+        WrongOption: ``min_ngram`` is larger than ``max_ngram``.
     """
-    if whole("proposer.min_ngram", min_ngram, most=LONGEST) > whole("proposer.max_ngram", max_ngram, most=LONGEST):
-        raise ValueError(f"proposer.min_ngram is {min_ngram}, larger than proposer.max_ngram, which is {max_ngram}")
+    if min_ngram > max_ngram:
+        raise WrongOption(f"min_ngram is {min_ngram}, larger than max_ngram, which is {max_ngram}")
     return max_ngram, min_ngram
 
 

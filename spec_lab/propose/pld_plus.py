@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,13 @@ from torch.nn.functional import normalize
 
 from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
 from spec_lab.core.inference import inference
-from spec_lab.core.options import whole
+from spec_lab.core.options import Whole, WrongOption, checked
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.continuations import continuation
-from spec_lab.propose.trees import MOST_DEPTH, Choices
+from spec_lab.propose.trees import Choices, TreeDepth
 from spec_lab.runners.runner import DraftRunner
 
 SCAN = 256
@@ -120,7 +120,8 @@ class PldPlus(Proposer):
         self.requires = Requires(hidden=(self.layer,))
 
     @staticmethod
-    def load(target: Target, depth: int = 10, layer: int | None = None) -> PldPlus:
+    @checked
+    def load(target: Target, depth: TreeDepth = 10, layer: Annotated[int, Whole(-1)] | None = None) -> PldPlus:
         """Return the proposer with valid options.
 
         Args:
@@ -132,9 +133,9 @@ class PldPlus(Proposer):
             ValueError: an option of the wrong type or range; names it.
         """
         last = target.lm.capabilities.hidden_layers
-        if layer is not None:
-            whole("proposer.layer", layer, -1, ", or null for the middle layer", most=last or None)
-        return PldPlus(whole("proposer.depth", depth, most=MOST_DEPTH), last // 2 if layer is None else layer)
+        if last and (layer or 0) > last:
+            raise WrongOption(f"layer must be at most {last}, or null for the middle layer, not {layer}")
+        return PldPlus(depth, last // 2 if layer is None else layer)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> PldPlus:
         """Return the same proposer with the toy's last hidden state. See ``Proposer``."""

@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.draft import tree as shape_of
-from spec_lab.core.options import one_of
+from spec_lab.core.options import WrongOption, checked
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
-from spec_lab.propose.trees import Choices, parse, width_of, write
+from spec_lab.propose.trees import Choices, TreeText, parse, width_of, write
 from spec_lab.runners.runner import DraftRunner
 
 UNKNOWN = -1
@@ -52,7 +52,10 @@ class Recycling(Proposer):
         self._shared = self._unknown()
 
     @staticmethod
-    def load(target: Target, tree: str = "token_recycling_80", scope: str = "run") -> Recycling:
+    @checked
+    def load(
+        target: Target, tree: TreeText = "token_recycling_80", scope: Literal["run", "request"] = "run"
+    ) -> Recycling:
         """Return the proposer with an empty table.
 
         Args:
@@ -65,10 +68,8 @@ class Recycling(Proposer):
         """
         shape = parse(tree)
         if width_of(shape) > target.vocabulary:
-            raise ValueError(
-                f"proposer.tree: a tree {width_of(shape)} wide does not fit a vocabulary of {target.vocabulary}"
-            )
-        return Recycling(target.vocabulary, shape, one_of("proposer.scope", scope, ("run", "request")))
+            raise WrongOption(f"tree: a tree {width_of(shape)} wide does not fit a vocabulary of {target.vocabulary}")
+        return Recycling(target.vocabulary, shape, scope)
 
     @property
     def nodes(self) -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from spec_lab.core.limit import StopRule
+
+RuleName = Literal["confidence", "adaedl", "svip"]
+"""Rules that a policy may name."""
 
 
 def entropy(probs: Tensor) -> Tensor:  # [n, V] -> [n]

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from math import isfinite
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
-from spec_lab.core.options import brief, file_name, share, whole
+from spec_lab.core.options import Folder, Number, Share, Whole, WrongOption, checked
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation, Proposer
 from spec_lab.decode.sequence import Batch, SequenceState
@@ -26,7 +25,7 @@ from spec_lab.propose.suffix_counts import NO_DRAFT, SuffixDraft, SuffixRules
 from spec_lab.propose.suffix_index import SuffixIndex
 from spec_lab.propose.suffix_search import SuffixSource
 from spec_lab.propose.suffix_store import TokenStore
-from spec_lab.propose.trees import MOST_NODES, Choices
+from spec_lab.propose.trees import MOST_NODES, Choices, TreeNodes
 from spec_lab.runners.runner import DraftRunner
 
 LONGEST = 64
@@ -117,22 +116,23 @@ class Suffix(Proposer):
     )
 
     @staticmethod
+    @checked
     def load(
         target: Target,
-        nodes: int = 32,
-        depth: int = 32,
-        children: int = 1,
-        max_match: int = 32,
-        min_match: int = 1,
+        nodes: TreeNodes = 32,
+        depth: TreeNodes = 32,
+        children: TreeNodes = 1,
+        max_match: Annotated[int, Whole(1, LONGEST)] = 32,
+        min_match: Annotated[int, Whole(1, LONGEST)] = 1,
         longest_only: bool = False,
-        factor: float = 1.0,
-        offset: int = 0,
-        min_share: float = 0.1,
-        occurrences: int = 64,
+        factor: Annotated[float, Number(0, 1024)] = 1.0,
+        offset: Annotated[int, Whole(0, MOST_NODES)] = 0,
+        min_share: Share = 0.1,
+        occurrences: Annotated[int, Whole(1, MOST_OCCURRENCES)] = 64,
         own: bool = True,
-        shared: int = 0,
+        shared: Annotated[int, Whole(0, MOST_SHARED)] = 0,
         store: str | None = None,
-        name: str = "suffix",
+        name: Annotated[str, Folder()] = "suffix",
     ) -> Suffix:
         """Return the proposer with valid options.
 
@@ -157,29 +157,25 @@ class Suffix(Proposer):
             OSError, ValueError: a store that is missing, damaged or of another tokenizer.
             ValueError: an option of the wrong type or range; names it.
         """
-        for option, value in (("longest_only", longest_only), ("own", own)):
-            if not isinstance(value, bool):
-                raise ValueError(f"proposer.{option} must be true or false, not {brief(value)}")
-        if whole("proposer.min_match", min_match, most=LONGEST) > whole("proposer.max_match", max_match, most=LONGEST):
-            raise ValueError(f"proposer.min_match is {min_match}, larger than proposer.max_match, which is {max_match}")
+        if min_match > max_match:
+            raise WrongOption(f"min_match is {min_match}, larger than max_match, which is {max_match}")
         rules = SuffixRules(
-            nodes=whole("proposer.nodes", nodes, most=MOST_NODES),
-            depth=whole("proposer.depth", depth, most=MOST_NODES),
+            nodes=nodes,
+            depth=depth,
             min_match=min_match,
-            occurrences=whole("proposer.occurrences", occurrences, most=MOST_OCCURRENCES),
-            factor=_factor(factor),
-            offset=whole("proposer.offset", offset, least=0, most=MOST_NODES),
-            min_share=share("proposer.min_share", min_share),
-            children=whole("proposer.children", children, most=MOST_NODES),
+            occurrences=occurrences,
+            factor=factor,
+            offset=offset,
+            min_share=min_share,
+            children=children,
             longest_only=longest_only,
         )
-        whole("proposer.shared", shared, least=0, most=MOST_SHARED)
         if rules.budget(max_match) < 1:
-            raise ValueError("proposer.factor and proposer.offset allow no nodes: set one of them to more than 0")
+            raise WrongOption("factor and offset allow no nodes: set one of them to more than 0")
         if not own and not shared and store is None:
-            raise ValueError("proposer.own=false leaves nothing to look up: set proposer.shared or proposer.store")
+            raise WrongOption("own=false leaves nothing to look up: set shared or store")
         responses = SharedResponses(SuffixIndex(max_match), shared) if shared else None
-        found = Suffix(rules, max_match, own, responses, None, file_name("proposer.name", name))
+        found = Suffix(rules, max_match, own, responses, None, name)
         if store is None:
             return found
         opened = TokenStore.open(store, target, max_match)
@@ -300,12 +296,6 @@ def toy_text(vocabulary: int, step: int) -> list[int]:
     """Return a text in which every token of a small vocabulary follows every other, in one of two orders."""
     tokens = range(vocabulary)[::step]
     return [token for one in tokens for other in tokens for token in (one, other)]
-
-
-def _factor(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or not 0 <= value <= 1024:
-        raise ValueError(f"proposer.factor must be a number from 0 to 1024, not {brief(value)}")
-    return float(value)
 
 
 def _shape_of(parents: tuple[int, ...]) -> Shape:

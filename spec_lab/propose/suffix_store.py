@@ -30,7 +30,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from spec_lab.core.files import expect, file_hash, read_json
-from spec_lab.core.options import brief
+from spec_lab.core.options import WrongOption, brief
 from spec_lab.models.target import Target
 from spec_lab.propose.suffix_search import Level, around, levels, until
 
@@ -93,7 +93,7 @@ class TokenStore:
             ValueError: a damaged store, or one of another tokenizer; names the file and what is wrong.
         """
         if not isinstance(path, str) or not path:
-            raise ValueError(f"proposer.store must be the folder of a store, not {brief(path)}")
+            raise WrongOption(f"store must be the folder of a store, not {brief(path)}")
         folder = Path(path)
         facts = read_json(folder / STORE)
         if facts is None:
@@ -103,8 +103,8 @@ class TokenStore:
         except ValueError as error:
             raise ValueError(f"{folder / STORE}: {error}; build the store again with spec-lab index") from error
         if target.tokenizer is None or facts["tokenizer"] != vocabulary_hash(target.tokenizer):
-            raise ValueError(
-                f"proposer.store={path} was built with another tokenizer than that of target '{target.name}': build "
+            raise WrongOption(
+                f"store={path} was built with another tokenizer than that of target '{target.name}': build "
                 f"one with spec-lab index CORPUS OUT --tokenizer {target.name}"
             )
         tokens, order, first = (_array(folder / name, facts["sha256"][name]) for name in HASHED)

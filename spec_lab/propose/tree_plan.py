@@ -12,14 +12,25 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.draft import tree as shape_of
-from spec_lab.core.options import brief, one_of, share, temperature_or_none, whole
+from spec_lab.core.options import Share, Temperature, WrongOption, brief, checked
 from spec_lab.core.probabilities import Sampling
 from spec_lab.decode.sequence import Batch
 from spec_lab.propose.best_first import BestFirst, Budget
 from spec_lab.propose.expansion import Computed, Expand, RowLogits
 from spec_lab.propose.growth import Growth, Stop
 from spec_lab.propose.stop_rules import Confidence
-from spec_lab.propose.trees import MOST_DEPTH, MOST_NODES, Choices, depth_of, parse, width_of, widths, write
+from spec_lab.propose.trees import (
+    MOST_NODES,
+    Choices,
+    TreeDepth,
+    TreeNodes,
+    TreeText,
+    depth_of,
+    parse,
+    width_of,
+    widths,
+    write,
+)
 
 
 class TreeOptions(TypedDict, total=False):
@@ -38,16 +49,16 @@ class TreeOptions(TypedDict, total=False):
         confidence: a token drawn where no token has this draft probability ends its path; 0: never.
     """
 
-    depth: int | None
-    tree: str | None
-    nodes: int | None
-    children: int
-    max_depth: int
-    width: int
+    depth: TreeDepth | None
+    tree: TreeText | None
+    nodes: TreeNodes | None
+    children: TreeNodes
+    max_depth: TreeDepth
+    width: TreeNodes
     rerank: bool
-    drawn: str
-    temperature: float | None
-    confidence: float
+    drawn: Drawn
+    temperature: Temperature | None
+    confidence: Share
 
 
 class Grown(NamedTuple):
@@ -104,27 +115,28 @@ class TreePlan:
         if self.budget is None:
             return
         if self.drawn == "gumbel":
-            raise ValueError("proposer.nodes does not support proposer.drawn=gumbel")
+            raise WrongOption("nodes does not support drawn=gumbel")
         if self.confidence and self.budget.rerank:
-            raise ValueError("proposer.rerank keeps the best of all nodes; it does not support proposer.confidence")
+            raise WrongOption("rerank keeps the best of all nodes; it does not support confidence")
         if self.budget.rerank and self.drawn != "point":
-            raise ValueError(
-                "proposer.rerank leaves out drawn nodes by their tokens, which changes the distribution of nodes drawn "
-                f"{self.drawn}: set proposer.drawn=point, or proposer.rerank=false"
+            raise WrongOption(
+                "rerank leaves out drawn nodes by their tokens, which changes the distribution of nodes drawn "
+                f"{self.drawn}: set drawn=point, or rerank=false"
             )
 
     @staticmethod
+    @checked
     def read(
-        depth: int | None = None,
-        tree: str | None = None,
-        nodes: int | None = None,
-        children: int = 2,
-        max_depth: int = 8,
-        width: int = 4,
+        depth: TreeDepth | None = None,
+        tree: TreeText | None = None,
+        nodes: TreeNodes | None = None,
+        children: TreeNodes = 2,
+        max_depth: TreeDepth = 8,
+        width: TreeNodes = 4,
         rerank: bool = False,
-        drawn: str = "iid",
-        temperature: float | None = None,
-        confidence: float = 0.0,
+        drawn: Drawn = "iid",
+        temperature: Temperature | None = None,
+        confidence: Share = 0.0,
     ) -> TreePlan:
         """Read options. Exactly one of ``depth``, ``tree`` and ``nodes`` is given.
 
@@ -143,38 +155,29 @@ class TreePlan:
         Raises:
             ValueError: a wrong option.
         """
-        if sum(one is not None for one in (depth, tree, nodes)) != 1:
-            raise ValueError(
-                "give one of proposer.depth, for a chain, proposer.tree, for a fixed tree, and proposer.nodes, for a "
-                f"tree that grows best first (got depth={brief(depth)}, tree={brief(tree)} and nodes={brief(nodes)}): "
-                "set the others to null"
+        if sum(given is not None for given in (depth, tree, nodes)) != 1:
+            raise WrongOption(
+                "depth, for a chain, tree, for a fixed tree, and nodes, for a tree that grows best first: give one of "
+                f"them (got depth={brief(depth)}, tree={brief(tree)} and nodes={brief(nodes)}), set the others to null"
             )
-        if not isinstance(rerank, bool):
-            raise ValueError(f"proposer.rerank must be true or false (got {rerank!r})")
         budget: Budget | None = None
         choices: Choices = ()
         if nodes is not None:
-            budget = Budget(
-                whole("proposer.nodes", nodes, most=MOST_NODES),
-                whole("proposer.children", children, most=MOST_NODES if rerank else nodes),
-                whole("proposer.max_depth", max_depth, most=MOST_DEPTH),
-                whole("proposer.width", width, most=MOST_NODES),
-                rerank,
-            )
+            if children > nodes and not rerank:
+                raise WrongOption(f"children must be at most nodes, {nodes}, not {children}")
+            budget = Budget(nodes, children, max_depth, width, rerank)
             if budget.drawn > MOST_DRAWN:
-                raise ValueError(
-                    f"proposer.rerank draws {budget.drawn} nodes before it keeps {nodes}, at most {MOST_DRAWN} are "
-                    "possible: set a smaller proposer.width, proposer.children or proposer.max_depth"
+                raise WrongOption(
+                    f"rerank draws {budget.drawn} nodes before it keeps {nodes}, at most {MOST_DRAWN} are "
+                    "possible: set a smaller width, children or max_depth"
                 )
         elif rerank:
-            raise ValueError("proposer.rerank requires proposer.nodes, the number of nodes to keep")
+            raise WrongOption("rerank requires nodes, the number of nodes to keep")
         elif depth is not None:
-            choices = widths([1] * whole("proposer.depth", depth, most=MOST_DEPTH))
+            choices = widths([1] * depth)
         else:
-            choices = parse(cast(str, tree))
-        kind = cast(Drawn, one_of("proposer.drawn", drawn, ("iid", "without", "point", "gumbel")))
-        own = temperature_or_none("proposer.temperature", temperature)
-        return TreePlan(choices, kind, own, share("proposer.confidence", confidence), budget)
+            choices = parse(cast(TreeText, tree))
+        return TreePlan(choices, drawn, temperature, confidence, budget)
 
     @property
     def nodes(self) -> int:
@@ -257,13 +260,9 @@ class TreePlan:
             ValueError: names the option.
         """
         if width_of(self.tree) > vocabulary:
-            raise ValueError(
-                f"proposer.tree: a tree {width_of(self.tree)} wide does not fit a vocabulary of {vocabulary}"
-            )
+            raise WrongOption(f"tree: a tree {width_of(self.tree)} wide does not fit a vocabulary of {vocabulary}")
         if self.budget is not None and self.budget.children > vocabulary:
-            raise ValueError(
-                f"proposer.children: {self.budget.children} children do not fit a vocabulary of {vocabulary}"
-            )
+            raise WrongOption(f"children: {self.budget.children} children do not fit a vocabulary of {vocabulary}")
 
     def draft(
         self, batch: Batch, depths: Sequence[int], roots: Computed | None, expand: Expand | None, lenient: bool = False

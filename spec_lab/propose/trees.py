@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
-from typing import TypeGuard
+from typing import Annotated, TypeGuard
 
 import numpy as np
 
 from spec_lab.core.draft import tree as shape_of
-from spec_lab.core.options import brief
+from spec_lab.core.options import Whole, WrongOption, brief
 
 Ranks = tuple[int, ...]
 """A node, as the path of child ranks that leads to it."""
@@ -31,10 +31,14 @@ MOST_NODES = 1024
 MOST_DEPTH = 256
 """Most levels of a tree, or tokens of a chain."""
 
+TreeText = str | int | Sequence[Sequence[int]]
+TreeNodes = Annotated[int, Whole(1, MOST_NODES)]
+TreeDepth = Annotated[int, Whole(1, MOST_DEPTH)]
+
 Value = Callable[[Ranks], float]
 
 
-def parse(text: str | int | Sequence[Sequence[int]]) -> Choices:
+def parse(text: TreeText) -> Choices:
     """Return the choices that ``text`` names.
 
     Args:
@@ -66,15 +70,15 @@ def parse(text: str | int | Sequence[Sequence[int]]) -> Choices:
         _check_size(len(text), max(map(len, text), default=0))
         paths = (tuple(path) for path in text)
     else:
-        raise ValueError(
-            f"proposer.tree: a tree is text, widths (3x2x1) or paths of ranks (0 1 0.0), not {brief(text)}: "
-            "quote it, \"proposer.tree='0.0'\""
+        raise WrongOption(
+            f"tree: a tree is text, widths (3x2x1) or paths of ranks (0 1 0.0), not {brief(text)}: "
+            "quote it, \"tree='0.0'\""
         )
     choices = tuple(sorted(paths, key=lambda path: (len(path), path)))
     try:
         shape_of(choices)  # refuses what is no tree
     except ValueError as error:
-        raise ValueError(f"proposer.tree: {error}") from None
+        raise WrongOption(f"tree: {error}") from None
     return choices
 
 
@@ -87,8 +91,8 @@ def _published(name: str) -> str:
     known = json.loads(Path(__file__).with_name("published_trees.json").read_text(encoding="utf-8"))
     if name not in known:
         near = get_close_matches(name, known, 3, 0.5)
-        raise ValueError(
-            "proposer.tree: a tree is written as widths (3x2x1), as paths of ranks (0 1 0.0) or as the name of a "
+        raise WrongOption(
+            "tree: a tree is written as widths (3x2x1), as paths of ranks (0 1 0.0) or as the name of a "
             f"published tree ({', '.join(near or known)}), not {brief(name)}"
         )
     return str(known[name]["paths"])
@@ -101,13 +105,9 @@ def _number(digits: str) -> int:
 
 def _check_size(nodes: int, depth: int) -> None:
     if nodes > MOST_NODES:
-        raise ValueError(
-            f"proposer.tree has {nodes} nodes or more, at most {MOST_NODES} are possible: give a smaller one"
-        )
+        raise WrongOption(f"tree has {nodes} nodes or more, at most {MOST_NODES} are possible: give a smaller one")
     if depth > MOST_DEPTH:
-        raise ValueError(
-            f"proposer.tree is {depth} levels deep, at most {MOST_DEPTH} are possible: give a shallower one"
-        )
+        raise WrongOption(f"tree is {depth} levels deep, at most {MOST_DEPTH} are possible: give a shallower one")
 
 
 def _are_paths(value: object) -> TypeGuard[Sequence[Sequence[int]]]:

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from spec_lab.core.draft import ComputedOnly, Draft, Shape
-from spec_lab.core.options import true_or_false, whole
+from spec_lab.core.options import WrongOption, checked
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch, DraftMasks
 from spec_lab.models.target import Target
 from spec_lab.propose.continuations import Trie
 from spec_lab.propose.hybrid import Hybrid, check_parts, join, note
-from spec_lab.propose.trees import MOST_NODES, Choices
+from spec_lab.propose.trees import Choices, TreeNodes
 from spec_lab.runners.runner import DraftRunner
 
 
@@ -80,7 +80,10 @@ class Union(Hybrid):
     branches = True  # two parts may begin differently
 
     @staticmethod
-    def load(target: Target, parts: Mapping[str, Proposer], nodes: int | None = None, exclude: bool = True) -> Union:
+    @checked
+    def load(
+        target: Target, parts: Mapping[str, Proposer], nodes: TreeNodes | None = None, exclude: bool = True
+    ) -> Union:
         """Return the union of proposers that are loaded already.
 
         Args:
@@ -96,16 +99,16 @@ class Union(Hybrid):
         check_parts(parts)
         sampled = {name: part for name, part in parts.items() if part.drawn != "point"}
         if len(sampled) > 1 or any(len(part.draws - {"point"}) > 1 for part in parts.values()):
-            raise ValueError(
-                f"proposer.parts: {', '.join(sampled)} sample their drafts, and one root has one distribution: let all "
+            raise WrongOption(
+                f"parts: {', '.join(sampled)} sample their drafts, and one root has one distribution: let all "
                 "but one of them draft deterministic tokens (drawn=point)"
             )
         all_nodes = sum(part.nodes for part in parts.values())
-        most = all_nodes if nodes is None else whole("proposer.nodes", nodes, most=MOST_NODES)
+        most = all_nodes if nodes is None else nodes
         for name, part in sampled.items():
             if part.nodes > most:
-                raise ValueError(f"proposer.nodes is {most}, but part {name} samples {part.nodes}, which all must stay")
-        return Union(dict(parts), most, true_or_false("proposer.exclude", exclude))
+                raise WrongOption(f"nodes is {most}, but part {name} samples {part.nodes}, which all must stay")
+        return Union(dict(parts), most, exclude)
 
     @property
     def nodes(self) -> int:

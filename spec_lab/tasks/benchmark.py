@@ -14,7 +14,7 @@ from hashlib import sha256
 from multiprocessing import current_process
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 from rich.console import Console
@@ -24,7 +24,7 @@ from spec_lab.analysis.names import MAIN, names_in_manifest, renamed
 from spec_lab.analysis.policy_text import policy_note
 from spec_lab.analysis.tree_text import chosen_trees
 from spec_lab.core.memory import Peak
-from spec_lab.core.options import one_of
+from spec_lab.core.options import WrongOption, checked
 from spec_lab.core.progress import Progress
 from spec_lab.core.request import Request
 from spec_lab.core.roofline import Roofline
@@ -51,13 +51,14 @@ MOST_MARGINS = 32
 """Most outputs of an arm whose margin is computed, a prefill each."""
 
 
+@checked
 def run(
     lab: Lab,
     settings: Settings,
     config: Mapping[str, Any],
     console: Console | None = None,
     *,
-    history: str = "own",
+    history: Literal["own", "baseline"] = "own",
     repeat_disturbed: bool = False,
 ) -> int:
     """Decode every group with every arm; leave tables, manifest, summary and figures in ``settings.output_dir``.
@@ -85,12 +86,11 @@ def run(
     """
     many = settings.overrides is not None
     console = console or Console(quiet=many, markup=False)
-    one_of("task.history", history, ("own", BASELINE))
     check_repeats(repeat_disturbed, lab, settings)
     settings = settings.with_record(lab.most_tokens(settings))
     arms, turns = lab.arms(settings), lab.first_turns(settings)
     if history == BASELINE and BASELINE not in arms:
-        raise ValueError("task.history=baseline requires the baseline's answers: set baseline=true")
+        raise WrongOption("history=baseline requires the baseline's answers: set baseline=true")
     lab.check_later_turns(settings)
     requests = [one.request for one in turns]
     memory = check_memory(lab, settings, lab.longest_prompts(settings, turns))

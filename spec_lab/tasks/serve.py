@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -25,7 +25,7 @@ from spec_lab.analysis.results import serving
 from spec_lab.analysis.serving import serving_verdict, summarise
 from spec_lab.core.machine import Usage, other_load
 from spec_lab.core.memory import Peak
-from spec_lab.core.options import one_of, whole
+from spec_lab.core.options import Count, Number, Whole, checked
 from spec_lab.core.progress import Progress
 from spec_lab.core.request import BROKEN, Request
 from spec_lab.core.roofline import Roofline
@@ -83,22 +83,25 @@ NOTHING_YET = {"steps": 0, "prefill_compute_seconds": 0.0}
 MAX_RATE = 1e6
 MAX_REQUESTS = 2**20
 
+Positive = Annotated[float, Number(0, MAX_RATE, above=True)]
 
+
+@checked
 def serve(
     lab: Lab,
     settings: Settings,
     config: Mapping[str, Any],
     console: Console | None = None,
     *,
-    arrivals: str = "all",
-    rate: float = 4.0,
+    arrivals: Literal["all", "poisson", "file"] = "all",
+    rate: Positive = 4.0,
     trace: str | None = None,
-    requests: int | None = None,
-    segment: int = 32,
-    max_prefill_tokens: int | None = 512,
-    max_kv_tokens: int | None = None,
-    ttft_bound: float = 1.0,
-    tpot_bound: float = 0.1,
+    requests: Annotated[int, Whole(1, MAX_REQUESTS)] | None = None,
+    segment: Count = 32,
+    max_prefill_tokens: Count | None = 512,
+    max_kv_tokens: Count | None = None,
+    ttft_bound: Positive = 1.0,
+    tpot_bound: Positive = 0.1,
 ) -> int:
     """Serve the prompts as a stream with every arm; write a row for each request, and a summary.
 
@@ -126,18 +129,12 @@ def serve(
         OSError: the directory cannot be written, or the trace cannot be read.
     """
     console = console or Console()
-    check_options(
-        arrivals,
-        segment,
-        numbers={"task.rate": rate, "task.ttft_bound": ttft_bound, "task.tpot_bound": tpot_bound},
-        limits={"task.max_prefill_tokens": max_prefill_tokens, "task.max_kv_tokens": max_kv_tokens},
-    )
     if lab.peers:
         raise ValueError(f"task=serve_trace does not support peers, which decode one prompt at a time: {[*lab.peers]}")
     lab.check_one_turn("task=serve_trace")
     limits = Limits(settings.batch_size, max_prefill_tokens, max_kv_tokens)
     own = lab.requests(settings)
-    count = len(own) if requests is None else whole("task.requests", requests, most=MAX_REQUESTS)
+    count = len(own) if requests is None else requests
     stream = [replace(own[n % len(own)], id=n, name=f"request {n}") for n in range(count)]
     needed = check_memory(lab, settings, [len(one.tokens) for one in stream])
     times = arrival_times(arrivals, count, rate, trace, settings.seed)
@@ -198,27 +195,6 @@ def serve(
 
     more = {"roofline": None if roofline is None else roofline.facts(), "memory": needed}
     return Task(lab, settings, config, arms, work, left, tables, more).run(console)
-
-
-def check_options(arrivals: Any, segment: Any, numbers: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
-    """Refuse invalid options.
-
-    Args:
-        arrivals, segment: as of ``serve``.
-        numbers: by option, must be above 0 and at most ``MAX_RATE``.
-        limits: by option, must be whole numbers of at least 1, or None.
-
-    Raises:
-        ValueError: names the option.
-    """
-    one_of("task.arrivals", arrivals, ("all", "poisson", "file"))
-    whole("task.segment", segment)
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_RATE:
-            raise ValueError(f"{name} must be a number above 0 and at most {MAX_RATE:g} (got {value!r})")
-    for name, value in limits.items():
-        if value is not None:
-            whole(name, value, otherwise=", or null")
 
 
 def check_requests(arm: Loop, requests: Sequence[Request], limits: Limits) -> None:

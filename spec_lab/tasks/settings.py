@@ -6,11 +6,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
 
-from spec_lab.core.options import brief, file_name, one_of, share, strings, whole
-from spec_lab.decode.prefix_cache import PrefixCache
+from spec_lab.core.options import Count, Folder, Number, Texts, Whole, WrongOption, check_fields
+from spec_lab.decode.prefix_cache import BLOCK, MOST, PrefixCache
 from spec_lab.decode.recording import Recording
 from spec_lab.text.strings import check_strings
 
@@ -52,58 +53,37 @@ class Settings:
     """
 
     output_dir: Path
-    name: str
-    batch_size: int
-    max_new_tokens: int
-    warmup: int
-    seed: int
-    threads: int | None
+    name: Annotated[str, Folder()]
+    batch_size: Annotated[int, Whole(1, 1024)]
+    max_new_tokens: Annotated[int, Whole(1, 2**20)]
+    warmup: Annotated[int, Whole(0, 2**20)]
+    seed: Annotated[int, Whole(0, 2**63 - 1)]
+    threads: Count | None
     baseline: bool
-    stop_strings: Sequence[str] = ()
-    banned_strings: Sequence[str] = ()
-    min_new_tokens: int = 0
+    stop_strings: Texts = ()
+    banned_strings: Texts = ()
+    min_new_tokens: Annotated[int, Whole(0)] = 0
     token_healing: bool = False
-    max_prompt_tokens: int | None = None
-    prefix_cache: int | None = None
-    record: str | None = None
-    record_top: int = 128
-    record_share: float = 1.0
+    max_prompt_tokens: Annotated[int, Whole(1, 2**31 - 1)] | None = None
+    prefix_cache: Annotated[int, Whole(BLOCK, MOST)] | None = None
+    record: Literal["auto", "drafts", "replay", "none"] | None = None
+    record_top: Annotated[int, Whole(1, 2**24)] = 128
+    record_share: Annotated[float, Number(0, 1, above=True)] = 1.0
     verbose: bool = False
     overrides: Sequence[str] | None = None
     config_sha256: str = ""
 
     def __post_init__(self) -> None:
-        whole("batch_size", self.batch_size, most=1024)
-        whole("max_new_tokens", self.max_new_tokens, most=2**20)
-        whole("warmup", self.warmup, 0, most=2**20)
-        whole("seed", self.seed, 0)
-        if self.max_prompt_tokens is not None:
-            whole("max_prompt_tokens", self.max_prompt_tokens, most=2**31 - 1)
-        self.new_prefix_cache()
-        if self.threads is not None:
-            whole("threads", self.threads)
+        check_fields(self)
         most = 4 * (os.cpu_count() or 1)
         if self.threads is not None and self.threads > most:
-            raise ValueError(
-                f"threads must be at most {most}, four for each core of this machine, not {brief(self.threads)}"
-            )
-        if self.seed >= 2**63:
-            raise ValueError(f"seed must be below 2**63, not {brief(self.seed)}")
-        for name in ("baseline", "token_healing", "verbose"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        if self.record is not None:
-            one_of("record", self.record, ("auto", "drafts", "replay", "none"))
-        whole("record_top", self.record_top, most=2**24)
-        if share("record_share", self.record_share) == 0:
-            raise ValueError("record_share must be above 0: record=none records nothing")
-        check_strings("stop_strings", strings("stop_strings", self.stop_strings))
-        check_strings("banned_strings", strings("banned_strings", self.banned_strings))
-        if whole("min_new_tokens", self.min_new_tokens, 0) > self.max_new_tokens:
-            raise ValueError(
+            raise WrongOption(f"threads must be at most {most}, four for each core of this machine, not {self.threads}")
+        check_strings("stop_strings", tuple(self.stop_strings))
+        check_strings("banned_strings", tuple(self.banned_strings))
+        if self.min_new_tokens > self.max_new_tokens:
+            raise WrongOption(
                 f"min_new_tokens is {self.min_new_tokens}, larger than max_new_tokens, which is {self.max_new_tokens}"
             )
-        file_name("name", self.name)
 
     @property
     def recording(self) -> Recording:

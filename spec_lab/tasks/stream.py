@@ -17,6 +17,7 @@ from rich.style import Style
 from rich.text import Text as Line
 
 from spec_lab.constrain.vocabulary import text_bytes
+from spec_lab.core.options import Filled, checked
 from spec_lab.core.request import BROKEN
 from spec_lab.core.terminal import CONTROLS
 from spec_lab.decode.engine import Engine
@@ -43,6 +44,7 @@ TAKEN_BACK = Style(color="red", strike=True)
 QUIET = Style(dim=True)
 
 
+@checked
 def stream(
     lab: Lab,
     settings: Settings,
@@ -50,7 +52,7 @@ def stream(
     console: Console | None = None,
     errors: Console | None = None,
     *,
-    prompt: str,
+    prompt: Filled,
 ) -> int:
     """Continue ``prompt``: print text as soon as no later token can change it, and a line of figures at the end.
 
@@ -73,8 +75,6 @@ def stream(
         ValueError: an empty prompt, or one that does not fit the context; incompatible parts.
     """
     console, errors = console or Console(), errors or Console(stderr=True)
-    if not isinstance(prompt, str) or not prompt:
-        raise ValueError(f"task.prompt must be a text that is not empty, not {prompt!r}")
     pieces = text_bytes(lab.target) if lab.pieces is None else lab.pieces
     group = engine_with_events(replace(lab, prompts=[Prompt("prompt", prompt)], pieces=pieces), settings)
     acts = lab.applied is not None and lab.applied.constraint.has_actions

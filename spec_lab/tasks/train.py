@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from rich.console import Console
 
 from spec_lab.analysis.results import training
-from spec_lab.core.options import brief, share, whole
+from spec_lab.core.options import Count, Number, Share, WrongOption, checked
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.progress import Progress
 from spec_lab.core.randomness import CounterDraws
@@ -35,6 +35,10 @@ from spec_lab.verify import Token
 log = logging.getLogger(__name__)
 
 
+Positive = Annotated[float, Number(0, above=True)]
+
+
+@checked
 def train(
     lab: Lab,
     settings: Settings,
@@ -42,15 +46,15 @@ def train(
     console: Console | None = None,
     *,
     recipe: Recipe,
-    answers: int = 1,
-    passes: float = 1.0,
-    rows: int = 16,
-    held_out: float = 0.1,
-    learning_rate: float = 4e-3,
-    weight_decay: float = 0.1,
-    warmup_steps: int = 30,
-    decay: float = 0.4,
-    save_seconds: float = 120,
+    answers: Count = 1,
+    passes: Positive = 1.0,
+    rows: Count = 16,
+    held_out: Share = 0.1,
+    learning_rate: Positive = 4e-3,
+    weight_decay: Share = 0.1,
+    warmup_steps: Count = 30,
+    decay: Share = 0.4,
+    save_seconds: Positive = 120,
 ) -> int:
     """Train a drafter for the target on its own answers to the prompts.
 
@@ -70,8 +74,8 @@ def train(
         rows: texts of a training step.
         held_out: share of the prompts that are only measured on.
         learning_rate: peak, of Muon for matrices; of AdamW, for everything else, half of it.
-        weight_decay: of matrices, times the learning rate in each step. Of matrices, times the learning rate in each
-            step. At 0 the queries and keys of a drafter may grow until each position attends to one other only.
+        weight_decay: of matrices, times the learning rate in each step. At 0 the queries and keys of a drafter may grow
+            until each position attends to one other only.
         warmup_steps: steps in which the rates rise; at most half of those before they fall.
         decay: share of the steps in which they fall.
         save_seconds: seconds between two checkpoints.
@@ -85,20 +89,12 @@ def train(
         OSError: the directory cannot be written.
     """
     console = console or Console()
-    for name, value in (("answers", answers), ("rows", rows), ("warmup_steps", warmup_steps)):
-        whole(f"task.{name}", value)
-    for name, part_of in (("held_out", held_out), ("decay", decay), ("weight_decay", weight_decay)):
-        share(f"task.{name}", part_of)
-    rates = {"passes": passes, "learning_rate": learning_rate, "save_seconds": save_seconds}
-    for name, number in rates.items():
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < float("inf"):
-            raise ValueError(f"task.{name} must be a positive number, not {brief(number)}")
     if lab.applied is not None:
         raise ValueError("task=train does not support constraints; set constraint=none")
     _check_sampling(lab.sampling)
     if answers > 1 and lab.sampling.temperature == 0:
-        raise ValueError(
-            f"task.answers must be 1 at sampling.temperature=0, not {answers}: all answers to a prompt are the same"
+        raise WrongOption(
+            f"answers must be 1 at sampling.temperature=0, not {answers}: all answers to a prompt are the same"
         )
     lab.check_one_turn("task=train")
     requests = lab.requests(settings)
@@ -106,14 +102,14 @@ def train(
     known = requests[: len(requests) - len(rest)]
     repeated = [replace(one, id=one.id + number * len(requests)) for number in range(answers) for one in known]
     if len(repeated) < rows:
-        raise ValueError(
-            f"task.rows={rows} texts make a training step, but there are {len(repeated)} answers to learn from: give "
-            "more prompts, set task.answers to more than one, or task.rows to less"
+        raise WrongOption(
+            f"rows={rows} texts make a training step, but there are {len(repeated)} answers to learn from: give "
+            "more prompts, set answers to more than one, or rows to less"
         )
     if not order_of(len(repeated) // rows, rows, rows, passes):
-        raise ValueError(
-            f"task.passes={passes} of {len(repeated)} answers makes no training step of task.rows={rows} texts: set "
-            "task.passes to more"
+        raise WrongOption(
+            f"passes={passes} of {len(repeated)} answers makes no training step of rows={rows} texts: set "
+            "passes to more"
         )
     recipe.begin(lab.target, [], settings.seed)  # refuses wrong options before the target answers
     if settings.batch_size > rows:

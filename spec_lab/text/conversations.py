@@ -9,10 +9,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from spec_lab.core.files import read_text
-from spec_lab.core.options import brief, one_of, true_or_false, whole
+from spec_lab.core.options import Count, Filled, OneOf, WrongOption, brief
+from spec_lab.core.options import checked as check_arguments
 from spec_lab.text.chat_template import RESERVED, THINKING, ChatTemplate, Message
 from spec_lab.text.checkers import CHECKERS, check_answer
 from spec_lab.text.prompts import Prompt, checked
@@ -96,21 +97,22 @@ class Chat:
         prompts = checked(found, path)
         if self.checker and not any(one.checker for one in prompts):
             cut = "" if self.turns is None else f", or none to a message within prompts.turns={self.turns}"
-            raise ValueError(
-                f"prompts.checker={self.checker} has nothing to compare with, since {path} has no answers{cut}: set "
-                "prompts.checker=null"
+            raise WrongOption(
+                f"checker={self.checker} has nothing to compare with, since {path} has no answers{cut}: set "
+                "checker=null"
             )
         return prompts
 
 
+@check_arguments
 def chat_options(
-    template: str = "checkpoint",
+    template: Filled = "checkpoint",
     system: str | None = None,
     tools: str | None = None,
     thinking: bool | None = None,
     options: Mapping[str, Any] | None = None,
-    turns: int | None = None,
-    checker: str | None = None,
+    turns: Count | None = None,
+    checker: Annotated[str, OneOf(CHECKERS)] | None = None,
 ) -> Chat:
     """Check the options of conversations, and read the files that they name.
 
@@ -129,24 +131,15 @@ def chat_options(
         ValueError: an invalid option; names it.
         OSError: a file cannot be read.
     """
-    if thinking is not None:
-        true_or_false("prompts.thinking", thinking)
-    if turns is not None:
-        whole("prompts.turns", turns, otherwise=", or null for all")
-    if checker is not None:
-        one_of("prompts.checker", checker, tuple(CHECKERS))
-    if not isinstance(template, str) or not template:
-        raise ValueError(f"prompts.template must be checkpoint, none, or a file, not {brief(template)}")
-    if system is not None and not (isinstance(system, str) and system.strip()):
-        raise ValueError(f"prompts.system must be a text that is not empty, or null for none, not {brief(system)}")
+    if system is not None and not system.strip():
+        raise WrongOption(f"system must be a text that is not blank, or null for none, not {brief(system)}")
     given = _options(options, thinking)
     source = "" if template in ("checkpoint", "none") else _small("prompts.template", template)
     if template not in ("checkpoint", "none") and not source.strip():
-        raise ValueError(f"prompts.template={brief(template)} is empty: set prompts.template=none for plain text")
+        raise WrongOption(f"template={brief(template)} is empty: set template=none for plain text")
     if template == "none" and given:
-        raise ValueError(
-            f"prompts.template=none supports no options of a template ({', '.join(given)}): set "
-            "prompts.template=checkpoint"
+        raise WrongOption(
+            f"template=none supports no options of a template ({', '.join(given)}): set template=checkpoint"
         )
     return Chat(
         None if template == "none" else ChatTemplate(source, given, template if source else ""),
@@ -159,14 +152,14 @@ def chat_options(
 
 def chat(
     path: str,
-    limit: int | None = None,
-    template: str = "checkpoint",
+    limit: Count | None = None,
+    template: Filled = "checkpoint",
     system: str | None = None,
     tools: str | None = None,
     thinking: bool | None = None,
     options: Mapping[str, Any] | None = None,
-    turns: int | None = None,
-    checker: str | None = None,
+    turns: Count | None = None,
+    checker: Annotated[str, OneOf(CHECKERS)] | None = None,
 ) -> list[Prompt]:
     """Read conversations from a file with one JSON object per line.
 
@@ -278,13 +271,13 @@ def _messages(messages: Any, where: str) -> list[Message]:
 
 def _options(options: Mapping[str, Any] | None, thinking: bool | None) -> dict[str, Any]:
     if options is not None and not isinstance(options, Mapping):
-        raise ValueError(f"prompts.options must map names of the template's variables to values, not {brief(options)}")
+        raise WrongOption(f"options must map names of the template's variables to values, not {brief(options)}")
     given = dict(options or {})
     for name in given:
         if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:
-            raise ValueError(f"prompts.options.{name} is no variable of a chat template: choose another name")
+            raise WrongOption(f"options.{name} is no variable of a chat template: choose another name")
         if name in THINKING and thinking is not None:
-            raise ValueError(f"prompts.options.{name} and prompts.thinking both switch thinking: set only one of them")
+            raise WrongOption(f"options.{name} and thinking both switch thinking: set only one of them")
     _check_depth(given, "prompts.options")
     return given | ({} if thinking is None else dict.fromkeys(THINKING, thinking))
 

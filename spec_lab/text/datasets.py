@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from huggingface_hub import hf_hub_download
 
-from spec_lab.core.options import brief, one_of
+from spec_lab.core.options import Count, Filled, OneOf, WrongOption, brief
+from spec_lab.core.options import checked as check_arguments
 from spec_lab.models.checkpoint import one_line
+from spec_lab.text.checkers import CHECKERS
 from spec_lab.text.conversations import chat_options, turns_of
 from spec_lab.text.prompts import Prompt
 from spec_lab.text.records import records, text_of, word
@@ -50,17 +52,18 @@ class Dataset:
     columns: tuple[str, ...] | None = None
 
 
+@check_arguments
 def load(
-    name: str,
+    name: Annotated[str, OneOf(DATASETS)],
     path: str | None = None,
     revision: str | None = None,
-    limit: int | None = None,
-    template: str = "checkpoint",
+    limit: Count | None = None,
+    template: Filled = "checkpoint",
     system: str | None = None,
     thinking: bool | None = None,
     options: Mapping[str, Any] | None = None,
-    turns: int | None = None,
-    checker: str | None = None,
+    turns: Count | None = None,
+    checker: Annotated[str, OneOf(CHECKERS)] | None = None,
 ) -> list[Prompt]:
     """Read a dataset.
 
@@ -81,12 +84,10 @@ def load(
         OSError: there is no such file, or the hub cannot be reached.
         ValueError: an unknown dataset, an invalid option, a file in another format.
     """
-    dataset = DATASETS[one_of("prompts.name", name, tuple(DATASETS))]
+    dataset = DATASETS[name]
     how = chat_options(template, system, None, thinking, options, turns, checker)
     if revision is not None and (not isinstance(revision, str) or not revision or path is not None):
-        raise ValueError(
-            f"prompts.revision must name a branch, tag or commit, without prompts.path (got {brief(revision)})"
-        )
+        raise WrongOption(f"revision must name a branch, tag or commit, without path (got {brief(revision)})")
     file = _fetched(name, dataset, revision) if path is None else _local(name, dataset, path)
     found = {}
     for where, line, record in records(file, limit, columns=dataset.columns):
@@ -104,7 +105,7 @@ def _local(name: str, dataset: Dataset, path: Any) -> str:
         OSError: there is none.
     """
     if not isinstance(path, str) or not path:
-        raise ValueError(f"prompts.path must name a file or a folder, or be null for the hub, not {brief(path)}")
+        raise WrongOption(f"path must name a file or a folder, or be null for the hub, not {brief(path)}")
     if not Path(path).is_dir():
         return path
     for one in dataset.files:

@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from spec_lab.core.options import Count
 from spec_lab.text.chat_template import ChatTemplate, Message, render
 from spec_lab.text.records import MAX_RECORDS, check_limit, constraint_of, fitting, records, text_of, word
 
@@ -61,7 +62,7 @@ class Prompt:
         return said
 
 
-def jsonl(path: str, limit: int | None = None) -> list[Prompt]:
+def jsonl(path: str, limit: Count | None = None) -> list[Prompt]:
     """Read prompts from a file with one JSON object per line.
 
     Args:
@@ -96,7 +97,7 @@ def texts(path: str) -> Iterator[str]:
         yield text_of(record, "text", where)
 
 
-def mixed(path: str, limit: int | None = None) -> list[Prompt]:
+def mixed(path: str, limit: Count | None = None) -> list[Prompt]:
     """Read every ``.jsonl`` file of a folder; the prompts are shuffled in one fixed order.
 
     Args:

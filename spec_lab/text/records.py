@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spec_lab.core.options import whole
+from spec_lab.core.options import Count, WrongOption, accept
 from spec_lab.core.tables import check_rows
 
 MAX_CHARACTERS = 10_000_000
@@ -63,7 +63,7 @@ def records(
     """
     check_limit(limit)
     if not isinstance(path, str) or not path:
-        raise ValueError(f"prompts.path must name a file, not {path!r}")
+        raise WrongOption(f"path must name a file, not {path!r}")
     file = Path(path)
     if not file.is_file():
         kind = "is a directory" if file.is_dir() else "is no regular file"
@@ -86,8 +86,7 @@ def check_limit(limit: Any) -> None:
     Raises:
         ValueError: it is not.
     """
-    if limit is not None:
-        whole("prompts.limit", limit, otherwise=", or null for all")
+    accept("limit", limit, Count | None)
 
 
 def _lines(path: str, limit: int | None, bounded: bool) -> Iterator[tuple[str, int, dict[str, Any]]]:

@@ -258,7 +258,7 @@ def test_the_inner_proposer_of_another_is_loaded_by_it_for_a_target_of_its_own(p
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"inner": NGRAM | {"depth": -1}}, r"proposer\.inner: proposer\.depth"),
+        ({"inner": NGRAM | {"depth": -1}}, r"proposer\.inner\.depth"),
         ({"inner": {"depth": 3}}, r"proposer\.inner must be a mapping whose _target_"),
         ({"verifier": NGRAM | {"target": None}}, r"proposer\.verifier\._target_=.*Verifier"),
         ({"verifier": None}, r"proposer\.verifier must be a mapping"),

@@ -230,15 +230,15 @@ def test_text_before_the_stop_inside_a_token_is_written_again():
 @pytest.mark.parametrize(
     ("load", "message"),
     [
-        (lambda: choices.load(LETTERS, []), r"constraint\.choices .*empty"),
-        (lambda: choices.load(LETTERS, "cat"), r"constraint\.choices .*list"),
-        (lambda: candidates.load(LETTERS, 0), r"constraint\.count .*1 or more"),
-        (lambda: candidates.load(LETTERS, 65), r"constraint\.count .*64.* 65"),
-        (lambda: candidates.load(LETTERS, by="best"), r"constraint\.by .*sum, mean"),
-        (lambda: banned.load(LETTERS, []), r"constraint\.strings .*empty"),
-        (lambda: template.load(LETTERS, ["a", {"stop": "b"}]), r"constraint\.parts\[1\] "),
-        (lambda: template.load(LETTERS, [{"most": 0}]), r"constraint\.parts\[0\]\.most "),
-        (lambda: template.load(LETTERS, [{"most": 1, "stop": ""}]), r"constraint\.parts\[0\]\.stop "),
+        (lambda: choices.load(LETTERS, []), r"choices .*empty"),
+        (lambda: choices.load(LETTERS, "cat"), r"choices .*list"),
+        (lambda: candidates.load(LETTERS, 0), r"count .*from 1 to 64"),
+        (lambda: candidates.load(LETTERS, 65), r"count .*64.* 65"),
+        (lambda: candidates.load(LETTERS, by="best"), r"by .*sum, mean"),
+        (lambda: banned.load(LETTERS, []), r"strings .*empty"),
+        (lambda: template.load(LETTERS, ["a", {"stop": "b"}]), r"parts\[1\] "),
+        (lambda: template.load(LETTERS, [{"most": 0}]), r"parts\[0\]\.most "),
+        (lambda: template.load(LETTERS, [{"most": 1, "stop": ""}]), r"parts\[0\]\.stop "),
     ],
 )
 def test_invalid_options_are_refused_by_name(load, message):

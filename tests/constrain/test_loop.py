@@ -2,11 +2,12 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import pytest
 
 from spec_lab.constrain import AppliedConstraint, ConstraintError
-from spec_lab.constrain.applied import PLACES
+from spec_lab.constrain.applied import Placement
 from spec_lab.constrain.combined import Combined
 from spec_lab.constrain.protocol import Constraint, ConstraintState
 from spec_lab.core.faults import PartError
@@ -140,7 +141,7 @@ class DefectiveState(ConstraintState):
 @pytest.mark.parametrize("others", [False, True], ids=["alone", "combined"])
 @pytest.mark.parametrize(
     "options",
-    [{"placement": one} for one in PLACES]
+    [{"placement": one} for one in get_args(Placement)]
     + [{"fast_forward": True}, {"async_masks": True}, {"placement": "target", "async_masks": True}],
 )
 def test_an_error_in_a_constraint_ends_the_run_and_names_it_with_the_line(failing, others, options):
@@ -195,5 +196,5 @@ def test_invalid_options_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             AppliedConstraint(table, **options)
-    with pytest.raises(ValueError, match="constraint.placement=none"):
+    with pytest.raises(ValueError, match="placement=none"):
         AppliedConstraint(replace(table, has_actions=True), "none")

@@ -282,9 +282,9 @@ def test_requests_without_such_a_distribution_are_refused(target, changes, appli
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (dict(distribution="both"), "constraint.distribution must be one of local, global"),
-        (dict(max_prefixes=0), "constraint.max_prefixes"),
-        (dict(max_prefixes=2**20 + 1), "constraint.max_prefixes"),
+        (dict(distribution="both"), "distribution must be one of local, global"),
+        (dict(max_prefixes=0), "max_prefixes"),
+        (dict(max_prefixes=2**20 + 1), "max_prefixes"),
         (dict(distribution="global", placement="draft"), "placement=draft does not constrain the output"),
         (dict(distribution="global", placement="none"), "placement=none does not constrain the output"),
     ],

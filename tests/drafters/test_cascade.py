@@ -363,13 +363,9 @@ def loaded(monkeypatch):
 @pytest.mark.parametrize(
     ("inner", "options", "message"),
     [
-        (Ngram(3, 2, 1), {"depth": 0}, "proposer.depth must be a whole number of 1 or more"),
-        (Ngram(3, 2, 1), {"drawn": "gumbel"}, "proposer.drawn"),
-        (Ngram(3, 2, 1), {"drawn": "without"}, "proposer.drawn"),
-        (Ngram(3, 2, 1), {"temperature": -1}, "proposer.temperature"),
-        (Ngram(3, 2, 1), {"verifier": Lenient(0.8)}, "proposer.verifier: the verifier 'lenient' is lossy"),
-        (draft_model("1x1", "gumbel"), {}, "proposer.inner, whose target is the draft model draft: .*draws 'gumbel'"),
-        (Curious(3, 2, 1), {}, "proposer.inner, .*: proposer 'curious' requires hidden state 2 of the target"),
+        (Ngram(3, 2, 1), {"verifier": Lenient(0.8)}, "verifier: the verifier 'lenient' is lossy"),
+        (draft_model("1x1", "gumbel"), {}, "inner, whose target is the draft model draft: .*draws 'gumbel'"),
+        (Curious(3, 2, 1), {}, "inner, .*: proposer 'curious' requires hidden state 2 of the target"),
     ],
 )
 def test_wrong_options_are_named(target, loaded, inner, options, message):
@@ -379,7 +375,7 @@ def test_wrong_options_are_named(target, loaded, inner, options, message):
 
 def test_an_inner_tree_that_needs_a_temperature_is_refused_for_chains_of_points(target, loaded):
     one = load(target, draft_model("2x1", "without"), drawn="point")
-    with pytest.raises(ValueError, match="proposer.inner, which drafts for the draft model: at temperature 0"):
+    with pytest.raises(ValueError, match="inner, which drafts for the draft model: at temperature 0"):
         one.check_sampling(WARM)
     load(target, draft_model("2x1", "without"), temperature=1.0).check_sampling(COLD)
 

@@ -126,7 +126,7 @@ def test_a_head_may_have_another_dtype_than_the_target(target, folders, name):
 
 
 def test_an_unknown_dtype_is_named(target, folders):
-    with pytest.raises(ValueError, match=r"proposer\.dtype must be one of bfloat16, .*'int4'"):
+    with pytest.raises(ValueError, match=r"dtype must be one of bfloat16, .*'int4'"):
         eagle.load(target, folders["eagle1"], depth=2, dtype="int4")
 
 
@@ -333,7 +333,7 @@ def test_an_eagle1_head_for_another_width_is_refused(target, tmp_path):
 
 def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target, folders):
     assert eagle.load(target, folders["eagle3"], tree=f"{len(IDS)}").nodes == len(IDS)
-    with pytest.raises(ValueError, match=rf"proposer\.tree: a tree {len(IDS) + 1} wide .* {len(IDS)}$"):
+    with pytest.raises(ValueError, match=rf"tree: a tree {len(IDS) + 1} wide .* {len(IDS)}$"):
         eagle.load(target, folders["eagle3"], tree=f"{len(IDS) + 1}")
 
 

@@ -284,7 +284,7 @@ def test_options_are_checked(target):
     assert proposer.facts["layers"] == 3 and proposer.facts["of_layers"] == LAYERS
     assert proposer.requires == Requires(abilities=frozenset({"layer_ranges"}))
     for layers, why in ((4, "at most 3"), (0, "1 or more"), (True, "whole number"), (1.5, "whole number")):
-        with pytest.raises(ValueError, match=f"proposer.layers must be .*{why}"):
+        with pytest.raises(ValueError, match=f"layers must be .*{why}"):
             EarlyExit.load(target, layers, depth=3)
     with pytest.raises(ValueError, match="does not fit a vocabulary"):
         EarlyExit.load(target, 1, tree="62", drawn="point")

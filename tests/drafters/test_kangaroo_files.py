@@ -33,10 +33,10 @@ def test_what_is_written_is_read_again(target, tmp_path):
 
 def test_a_published_config_has_no_exit_layer_and_a_run_states_it(target, tmp_path):
     folder = written(tmp_path, *adapter(H, None))
-    with pytest.raises(ValueError, match=r"proposer\.exit_layer"):
+    with pytest.raises(ValueError, match=r"exit_layer"):
         read_kangaroo(folder, target)
     assert read_kangaroo(folder, target, 2).settings.exit_layer == 2
-    with pytest.raises(ValueError, match=r"proposer\.exit_layer is 3, but .* 3 layers, 1 to 2"):
+    with pytest.raises(ValueError, match=r"exit_layer is 3, but .* 3 layers, 1 to 2"):
         read_kangaroo(folder, target, 3)
 
 
@@ -73,7 +73,7 @@ def test_other_files_are_refused_by_name(target, tmp_path, config, tensors, mess
 
 def test_the_exit_layer_of_a_run_must_be_that_of_the_config(target, tmp_path):
     folder = written(tmp_path, *adapter(H, 1))
-    with pytest.raises(ValueError, match=r"proposer\.exit_layer must be 1"):
+    with pytest.raises(ValueError, match=r"exit_layer must be 1"):
         read_kangaroo(folder, target, 2)
     assert read_kangaroo(folder, target, 1).settings.exit_layer == 1
 

@@ -343,7 +343,7 @@ def test_a_missing_folder_is_named(target, tmp_path):
 
 @pytest.mark.parametrize("path", ["", 3])
 def test_a_path_of_another_kind_is_refused(target, path):
-    with pytest.raises(ValueError, match=r"proposer\.path must name a folder"):
+    with pytest.raises(ValueError, match=r"path must name a folder"):
         mtp.load(target, path, depth=2)
 
 

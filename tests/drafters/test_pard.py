@@ -190,11 +190,11 @@ def test_a_checkpoint_names_its_mask_token(target_with_words, truth, tmp_path):
     ({"pard_token": "<mask>"}, {}, "pard_token .*'<mask>'"),
     ({"pard_token": VOCABULARY, "spd_type": "pard2"}, {}, "spd_type .'pard2'."),
     ({"pard_token": VOCABULARY, "pard_taps": [1, 2]}, {}, "pard_taps"),
-    ({}, {"mask_token": -1}, "proposer.mask_token .*-1"),
-    ({}, {"mask_token": True}, "proposer.mask_token .*True"),
+    ({}, {"mask_token": -1}, "mask_token .*-1"),
+    ({}, {"mask_token": True}, "mask_token .*True"),
     ({}, {"mask_token": 9}, f"1 ids differ .*{VOCABULARY} is None against '<mask>'"),
     ({"pard_token": VOCABULARY}, {"depth": None, "tree": str(VOCABULARY + 1)}, f"vocabulary of {VOCABULARY}"),
-    ({"pard_token": VOCABULARY}, {"tree": "2"}, "proposer.depth"),
+    ({"pard_token": VOCABULARY}, {"tree": "2"}, "depth"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_with_the_reason(target_with_words, tmp_path, fields, options, message):
     with pytest.raises(ValueError, match=message):

@@ -394,7 +394,7 @@ def test_sublayers_are_read_and_written():
     assert read == {Sublayer("attn", 2), Sublayer("attn", 3), Sublayer("mlp", 4)}
     assert write_sublayers(read) == "attn 2 3 mlp 4"
     for wrong in ("", "attn", "2 3", "attn 2 x", "attn -1", "mlp 1.5", "ffn 2", "attn ²"):
-        with pytest.raises(ValueError, match="proposer.skipped must name sublayers"):
+        with pytest.raises(ValueError, match="skipped must name sublayers"):
             parse_sublayers(wrong)
 
 
@@ -412,15 +412,13 @@ def test_options_are_checked(target):
     for options, why in (
         ({"skipped": "attn 9"}, "cannot skip attn 9; it can skip attn 0 1 2 3 mlp 0 1 2 3"),
         ({"skipped": "attn 0 1 2 3 mlp 0 1 2 3"}, "must leave some"),
-        ({"ratio": 0.0}, "proposer.ratio must lie between"),
-        ({"ratio": 1}, "proposer.ratio must lie between"),
-        ({"tries": 0}, "proposer.tries"),
-        ({"every": 0}, "proposer.every"),
-        ({"window": "x"}, "proposer.window"),
-        ({"window": 1025}, "proposer.window must be at most 1024"),
-        ({"tries": 1025}, "proposer.tries must be at most 1024"),
-        ({"enough": 2}, "proposer.enough"),
-        ({"scope": "all"}, "proposer.scope"),
+        ({"ratio": 0.0}, "ratio must lie between"),
+        ({"ratio": 1}, "ratio must lie between"),
+        ({"tries": 0}, "tries"),
+        ({"every": 0}, "every"),
+        ({"window": "x"}, "window"),
+        ({"enough": 2}, "enough"),
+        ({"scope": "all"}, "scope"),
     ):
         with pytest.raises(ValueError, match=why):
             Skip.load(target, depth=3, **options)

@@ -414,7 +414,7 @@ def test_another_tokenizer_is_refused_unless_the_option_is_set(pairs):
     for options in ({}, {"vocabularies": "same"}):
         with pytest.raises(ValueError, match=r"another tokenizer .*proposer\.vocabularies=intersect"):
             DraftModel.load(target, path, depth=2, **options)
-    with pytest.raises(ValueError, match=r"proposer\.vocabularies must be one of same, intersect, not 'union'"):
+    with pytest.raises(ValueError, match=r"vocabularies must be one of same, intersect, not 'union'"):
         DraftModel.load(target, path, depth=2, vocabularies="union")
 
 
@@ -436,7 +436,7 @@ def test_a_tiny_intersection_is_refused_with_its_number():
 def test_tokenizers_without_bytes_are_refused(pairs, tmp_path):
     target = pairs["bytes, bytes"][0]
     words = tokenizer_of(["<unk>", "def", "x"])
-    with pytest.raises(ValueError, match=r"proposer\.vocabularies=intersect cannot compare .* of draft"):
+    with pytest.raises(ValueError, match=r"vocabularies=intersect cannot compare .* of draft"):
         intersect(target, tokens_of(words))
     with pytest.raises(ValueError, match=f"cannot compare the tokens of {target.name}"):
         intersect(replace(target, tokenizer=words), tokens_of(PROSE_BYTES))

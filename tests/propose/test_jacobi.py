@@ -4,7 +4,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.arm import Arm
@@ -64,8 +63,3 @@ def test_nothing_is_guessed_from_parts_of_prompts_or_from_removed_tokens():
     copy = proposer.fork(state)
     proposer.rewind(state, 1)
     assert (state.tokens, copy.tokens) == ([], [3])
-
-
-def test_a_wrong_number_of_guesses_is_named():
-    with pytest.raises(ValueError, match=r"proposer\.depth"):
-        Jacobi.load(None, depth=0)

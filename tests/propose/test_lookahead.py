@@ -1,7 +1,6 @@
 """Lookahead decoding: its window against plain forwards, its pool, and that the window never changes the output."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -90,9 +89,3 @@ def test_a_fork_has_a_pool_of_its_own():
     copy = proposer.fork(state)
     copy.keep(1, (3,), 2)
     assert list(state.pool[1]) == [(2,)]
-
-
-@pytest.mark.parametrize("options", [{"window": 0}, {"ngram": 1}, {"guesses": 65}], ids=lambda one: next(iter(one)))
-def test_wrong_options_are_named(options):
-    with pytest.raises(ValueError, match=rf"proposer\.{next(iter(options))}"):
-        Lookahead.load(SimpleNamespace(), **options)

@@ -189,7 +189,7 @@ def test_a_store_of_others_is_refused(tmp_path):
         TokenStore.open(str(tmp_path / "out"), target_of(4, more=-1))
     with pytest.raises(FileNotFoundError, match="spec-lab index"):
         TokenStore.open(str(tmp_path), target_of(4))
-    with pytest.raises(ValueError, match="proposer.store"):
+    with pytest.raises(ValueError, match="store"):
         Suffix.load(target_of(4), store=3)
 
 

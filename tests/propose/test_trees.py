@@ -118,10 +118,10 @@ def test_an_invalid_tree_is_refused(text, message):
 
 def test_published_trees_have_names_and_near_names_are_listed():
     assert len(parse("vicuna_7b_stage1")) == 63 and depth_of(parse(" eagle_mc_sim_7b_63 ")) == 5
-    with pytest.raises(ValueError, match=r"proposer\.tree: .*vicuna_7b_stage1, .*not 'vicuna_7b_stage3'") as error:
+    with pytest.raises(ValueError, match=r"tree: .*vicuna_7b_stage1, .*not 'vicuna_7b_stage3'") as error:
         parse("vicuna_7b_stage3")
     assert "zephyr" not in str(error.value)
-    with pytest.raises(ValueError, match=r"proposer\.tree: .*zephyr_stage2\), not 'calibratd'"):
+    with pytest.raises(ValueError, match=r"tree: .*zephyr_stage2\), not 'calibratd'"):
         parse("calibratd")
 
 
@@ -185,7 +185,7 @@ def test_a_long_tailed_acceptance_vector():
 
 @pytest.mark.parametrize("value", [0.0, True, None, [0, 1], ["0", "1"], [[0.5]]])
 def test_a_value_that_yaml_misreads_requires_quotes(value):
-    with pytest.raises(ValueError, match=r"not .*: quote it, \"proposer.tree='0.0'\""):
+    with pytest.raises(ValueError, match=r"not .*: quote it, \"tree='0.0'\""):
         parse(value)
 
 
@@ -197,7 +197,7 @@ def test_a_value_that_yaml_misreads_requires_quotes(value):
     ],
 )  # fmt: skip
 def test_trees_too_large_to_verify_are_refused_at_once(text):
-    with pytest.raises(ValueError, match=r"proposer\.tree .*at most (1024|256) "):
+    with pytest.raises(ValueError, match=r"tree .*at most (1024|256) "):
         parse(text)
 
 

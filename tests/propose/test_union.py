@@ -212,8 +212,7 @@ def test_joined_drafts_keep_trees_tokens_and_distributions(target):
         ([Fixed(1)], {}, "at least two"),
         ([draft_model("1"), draft_model("1x1")], {}, "p0, p1 sample"),
         ([Fixed(1), draft_model("1x1", "gumbel")], {}, "gumbel"),
-        ([Fixed(1), draft_model("1x1x1")], {"nodes": 2}, "proposer.nodes is 2, but part p1 samples 3"),
-        ([Fixed(1), Fixed(2)], {"exclude": "no"}, "proposer.exclude"),
+        ([Fixed(1), draft_model("1x1x1")], {"nodes": 2}, "nodes is 2, but part p1 samples 3"),
     ],
 )
 def test_parts_that_cannot_be_united_are_refused(parts, options, message):

@@ -288,10 +288,10 @@ def test_a_damaged_entry_is_refused_with_its_prompt(tmp_path, entry, what):
         (dict(verifier=Lenient(0.5)), {}, "verifier 'lenient' is lossy: choose another"),
         (dict(temperature=0.0), {}, "at temperature 0 the model has one output"),
         (dict(max_prefixes=2), dict(method="exact"), "valid outputs have more than 2 prefixes of up to 4 tokens"),
-        ({}, dict(method="some"), "task.method must be one of auto, exact, sampled"),
-        ({}, dict(sampler="some"), "task.sampler must be one of rejection, expected_futures"),
-        ({}, dict(samples=1), "task.samples must be a whole number of 2 or more"),
-        ({}, dict(attempts=0), "task.attempts must be a whole number"),
+        ({}, dict(method="some"), "method must be one of auto, exact, sampled"),
+        ({}, dict(sampler="some"), "sampler must be one of rejection, expected_futures"),
+        ({}, dict(samples=1), "samples must be a whole number of 2 or more"),
+        ({}, dict(attempts=0), "attempts must be a whole number"),
     ],
 )  # fmt: skip
 def test_what_has_no_distance_is_refused_in_one_sentence(tmp_path, parts, options, message):

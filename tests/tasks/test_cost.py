@@ -190,11 +190,11 @@ def test_a_stopped_measurement_is_resumed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"contexts": [8, 250]}, "task.contexts .*232.* 250"),
-        ({"batches": []}, "task.batches .*list"),
-        ({"nodes": [-1]}, "task.nodes .*0 or more"),
-        ({"repeats": 0}, "task.repeats"),
-        ({"steps": 0}, "task.steps"),
+        ({"contexts": [8, 250]}, "contexts .*232.* 250"),
+        ({"batches": []}, "batches must hold a number"),
+        ({"nodes": [-1]}, r"nodes\[0\] .*0 or more"),
+        ({"repeats": 0}, "repeats"),
+        ({"steps": 0}, "steps"),
     ],
 )
 def test_invalid_options_are_refused(tmp_path, options, message):

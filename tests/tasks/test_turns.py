@@ -205,9 +205,7 @@ def test_turns_that_may_not_fit_the_context_are_refused_before_anything_runs(tmp
 
 def test_other_tasks_refuse_several_turns(tmp_path):
     one = chats(verifiers={})
-    with pytest.raises(
-        ValueError, match=r"task=serve_trace decodes one answer .*'a' has several turns: .*prompts\.turns=1"
-    ):
+    with pytest.raises(ValueError, match=r"task=serve_trace decodes one answer .*'a' has several turns: .*turns=1"):
         serve(one, settings(tmp_path), CONFIG, quiet())
     with pytest.raises(ValueError, match="task=verifier_study decodes one answer"):
         study_verifiers(one, settings(tmp_path, batch_size=1), CONFIG, quiet())

@@ -96,11 +96,11 @@ def test_thinking_and_options_reach_the_template_and_are_refused_where_nothing_r
     (on,) = chat(path, thinking=True)
     assert text(on) == "<user>a</><think=True><assistant>"
     assert text(*chat(path, options={"enable_thinking": False})) == "<user>a</><think=False><assistant>"
-    with pytest.raises(ValueError, match=r"'chat-1': prompts\.thinking=true has no effect: the chat template"):
+    with pytest.raises(ValueError, match=r"'chat-1': prompts.thinking=true has no effect: the chat template"):
         text(on, template=LOOSE)
-    with pytest.raises(ValueError, match=r"prompts\.thinking=true has no effect: the prompt is plain text"):
+    with pytest.raises(ValueError, match=r"thinking=true has no effect: the prompt is plain text"):
         text(on, template=None)
-    with pytest.raises(ValueError, match=r"prompts\.options\.effort has no effect"):
+    with pytest.raises(ValueError, match=r"options\.effort has no effect"):
         text(*chat(path, options={"effort": "low"}))
     with pytest.raises(ValueError, match="has tools, which have no effect"):
         text(*chat(write(tmp_path, {"prompt": "a", "tools": [{"name": "f"}]})), template=LOOSE)
@@ -113,7 +113,7 @@ def test_a_system_prompt_that_the_template_does_not_read_is_refused(tmp_path):
             text(one, template=template)
     default = "{{ messages[0].content if messages[0].role == 'system' else 's' }}"
     assert text(one, template=default) == "s"
-    with pytest.raises(ValueError, match=r"System role not supported'\); set prompts\.system=null, or put it into"):
+    with pytest.raises(ValueError, match=r"System role not supported'\); set prompts.system=null, or put it into"):
         text(one, template="{{ raise_exception('System role not supported') }}")
 
 
@@ -126,7 +126,7 @@ def test_tool_calls_are_not_lost_in_plain_text(tmp_path):
 
 
 def test_a_tokenizer_with_several_templates_and_no_default_is_refused():
-    with pytest.raises(ValueError, match=r"several chat templates \(rag, tool_use\) and none .*set prompts\.template"):
+    with pytest.raises(ValueError, match=r"several chat templates \(rag, tool_use\) and none .*set prompts.template"):
         text(Prompt("p", "a", template=ChatTemplate()), template={"rag": "a", "tool_use": "b"})
 
 
@@ -189,21 +189,21 @@ def test_malformed_lines_are_refused_with_file_and_line(tmp_path, line, message)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"template": None}, "prompts.template must be"),
-        ({"template": "nowhere.jinja"}, "prompts.template must name a file"),
-        ({"template": "x" * 5000}, "prompts.template=.* cannot be read"),
-        ({"system": " "}, "prompts.system must be a text"),
-        ({"system": 3}, "prompts.system must be a text"),
-        ({"tools": "nowhere.json"}, "prompts.tools must name a file"),
-        ({"thinking": "yes"}, "prompts.thinking must be true or false"),
-        ({"options": ["a"]}, "prompts.options must map"),
-        ({"options": {"messages": 1}}, "prompts.options.messages is no variable"),
-        ({"options": {"a b": 1}}, "prompts.options.a b is no variable"),
-        ({"options": {"a": {1, 2}}}, "prompts.options holds a set"),
+        ({"template": None}, "template must be"),
+        ({"template": "nowhere.jinja"}, "template must name a file"),
+        ({"template": "x" * 5000}, "template=.* cannot be read"),
+        ({"system": " "}, "system must be a text"),
+        ({"system": 3}, "system must be a text"),
+        ({"tools": "nowhere.json"}, "tools must name a file"),
+        ({"thinking": "yes"}, "thinking must be true or false"),
+        ({"options": ["a"]}, "options must be a mapping"),
+        ({"options": {"messages": 1}}, "options.messages is no variable"),
+        ({"options": {"a b": 1}}, "options.a b is no variable"),
+        ({"options": {"a": {1, 2}}}, "options holds a set"),
         ({"options": {"thinking": True}, "thinking": True}, "both switch thinking"),
-        ({"template": "none", "thinking": False}, "prompts.template=none supports no options"),
-        ({"turns": 0}, "prompts.turns must be a whole number"),
-        ({"checker": "oracle"}, "prompts.checker must be one of exact"),
+        ({"template": "none", "thinking": False}, "template=none supports no options"),
+        ({"turns": 0}, "turns must be a whole number"),
+        ({"checker": "oracle"}, "checker must be one of exact"),
     ],
 )
 def test_invalid_options_are_refused_at_start_up(options, message):
@@ -214,17 +214,17 @@ def test_invalid_options_are_refused_at_start_up(options, message):
 def test_files_of_tools_and_templates_are_bounded(tmp_path, monkeypatch):
     file = tmp_path / "tools.json"
     file.write_text("{}")
-    with pytest.raises(ValueError, match=r"prompts\.tools must be a list"):
+    with pytest.raises(ValueError, match=r"tools must be a list"):
         chat_options(tools=str(file))
     file.write_text("[]")
-    with pytest.raises(ValueError, match=r"prompts\.tools is an empty list: leave it out"):
+    with pytest.raises(ValueError, match=r"tools is an empty list: leave it out"):
         chat_options(tools=str(file))
     for bad in ("[", "[" * 100_000, f"[{'1' * 5000}]"):
         file.write_text(bad)
-        with pytest.raises(ValueError, match=r"prompts\.tools=.* is no JSON that can be read"):
+        with pytest.raises(ValueError, match=r"tools=.* is no JSON that can be read"):
             chat_options(tools=str(file))
     file.write_text(" \n")
-    with pytest.raises(ValueError, match=r"prompts\.template=.* is empty: set prompts\.template=none"):
+    with pytest.raises(ValueError, match=r"template=.* is empty: set template=none"):
         chat_options(template=str(file))
     monkeypatch.setattr(conversations, "MAX_SMALL", 3)
     file.write_text("[{}]")
@@ -246,12 +246,10 @@ def test_answers_are_checked_in_the_last_turn_and_only_where_they_are_known(tmp_
 
 def test_answers_are_validated_when_the_file_is_read(tmp_path):
     path = write(tmp_path, {"prompt": "a", "answer": 4}, {"prompt": "b", "answer": "four"})
-    with pytest.raises(ValueError, match=r"chat\.jsonl:2: 'answer' must be a number, not 'four', for prompts\.checker"):
+    with pytest.raises(ValueError, match=r"chat\.jsonl:2: 'answer' must be a number, not 'four', for prompts.checker"):
         chat(path, checker="number")
     path = write(tmp_path, {"prompt": "b"}, {"turns": ["a", "b"], "answer": "5"})
-    with pytest.raises(
-        ValueError, match=r"checker=number has nothing .*or none to .*turns=1: set prompts\.checker=null"
-    ):
+    with pytest.raises(ValueError, match=r"checker=number has nothing .*or none to .*turns=1: set checker=null"):
         chat(path, checker="number", turns=1)
     with pytest.raises(ValueError, match=r"chat\.jsonl has no answers: set"):
         chat(write(tmp_path, {"prompt": "b"}), checker="exact")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from spec_lab.constrain.control import ANY, Branch, ControllerConstraint, Event
 from spec_lab.constrain.protocol import full_mask, mask_of
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.core.options import strings
+from spec_lab.core.options import Texts, WrongOption, checked
 from spec_lab.core.request import Request
 from spec_lab.text.detokenizer import Strings, Watcher
 
@@ -34,7 +34,8 @@ class BannedController:
         return [Branch(backtrack, full_mask(width) & ~mask_of(bans, width) if bans else ANY)]
 
 
-def load(vocabulary: Vocabulary, strings: Sequence[str]) -> ControllerConstraint:
+@checked
+def load(vocabulary: Vocabulary, strings: Texts) -> ControllerConstraint:
     """Return a constraint that keeps ``strings`` out of the output.
 
     Args:
@@ -48,12 +49,11 @@ def load(vocabulary: Vocabulary, strings: Sequence[str]) -> ControllerConstraint
 
 def by_pieces(pieces: Sequence[bytes], banned: Sequence[str]) -> ControllerConstraint:
     """Return what ``load`` returns, given the bytes of each token."""
-    texts = strings("constraint.strings", banned)
-    if not texts:
-        raise ValueError("constraint.strings is empty: give the texts to ban")
-    found = Strings(texts)
+    if not banned:
+        raise WrongOption("strings is empty: give the texts to ban")
+    found = Strings(tuple(banned))
 
     def make(request: Request) -> BannedController:
         return BannedController(Watcher(pieces, found, request.healed, request.stop))
 
-    return ControllerConstraint(make, len(pieces), "banned", facts={"strings": list(texts)})
+    return ControllerConstraint(make, len(pieces), "banned", facts={"strings": list(banned)})

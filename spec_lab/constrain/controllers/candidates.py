@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Annotated, Literal
 
 from spec_lab.constrain.control import Branch, ControllerConstraint, Event
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.core.options import one_of, whole
+from spec_lab.core.options import Whole, checked
 from spec_lab.core.request import BROKEN, Ended
 
 MAX_COUNT = 64
@@ -39,7 +40,10 @@ def likeliest(ended: Sequence[Ended], by: str = "sum") -> list[int]:
     return [max(range(len(ended)), key=score)]
 
 
-def load(vocabulary: Vocabulary, count: int = 4, by: str = "sum") -> ControllerConstraint:
+@checked
+def load(
+    vocabulary: Vocabulary, count: Annotated[int, Whole(1, MAX_COUNT)] = 4, by: Literal["sum", "mean"] = "sum"
+) -> ControllerConstraint:
     """Return a constraint that generates ``count`` texts and keeps the likeliest by ``likeliest``.
 
     Args:
@@ -49,8 +53,6 @@ def load(vocabulary: Vocabulary, count: int = 4, by: str = "sum") -> ControllerC
     Raises:
         ValueError: an invalid option, or more than 64 texts.
     """
-    one_of("constraint.by", by, ("sum", "mean"))
-    whole("constraint.count", count, most=MAX_COUNT)
     return ControllerConstraint(
         lambda request: CandidatesController(count),
         vocabulary.size,

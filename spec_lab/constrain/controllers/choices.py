@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from spec_lab.constrain.control import Branch, ControllerConstraint, Event
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.core.options import strings
+from spec_lab.core.options import Texts, WrongOption, checked
 
 Tokens = tuple[int, ...]
 
@@ -46,18 +46,20 @@ def _shared(several: Sequence[Tokens]) -> Tokens:
     return tuple(same[0] for same in takewhile(lambda same: len(set(same)) == 1, zip(*several, strict=False)))
 
 
-def load(vocabulary: Vocabulary, choices: Sequence[str]) -> ControllerConstraint:
+@checked
+def load(vocabulary: Vocabulary, choices: Texts) -> ControllerConstraint:
     """Return a constraint by which the output is one of ``choices``.
 
     Args:
-        choices: texts to choose from (at most 10000, 100000 characters), as the tokenizer encodes them.
+        choices: texts to choose from, as the tokenizer encodes them.
 
     Raises:
         ValueError: not a list of texts, or an empty one.
     """
-    texts = strings("constraint.choices", choices)
-    if not texts:
-        raise ValueError("constraint.choices is empty: give the texts to choose from")
-    written = [tuple(vocabulary.encode(text)) for text in dict.fromkeys(texts)]
+    if not choices:
+        raise WrongOption("choices is empty: give the texts to choose from")
+    written = [tuple(vocabulary.encode(text)) for text in dict.fromkeys(choices)]
     made = ChoicesController(written, vocabulary.ends)
-    return ControllerConstraint(lambda request: made.fork(), vocabulary.size, "choices", facts={"choices": list(texts)})
+    return ControllerConstraint(
+        lambda request: made.fork(), vocabulary.size, "choices", facts={"choices": list(choices)}
+    )

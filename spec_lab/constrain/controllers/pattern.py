@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from spec_lab.constrain import load as constraints
 from spec_lab.constrain.control import ANY, Branch, ControllerConstraint, Event
+from spec_lab.constrain.load import EngineName
 from spec_lab.constrain.protocol import ConstraintState
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.request import Request
@@ -35,7 +36,7 @@ class PatternController:
 
 
 def load(
-    vocabulary: Vocabulary, pattern: str, prompt: bool = False, engine: str = "llguidance"
+    vocabulary: Vocabulary, pattern: str, prompt: bool = False, engine: EngineName = "llguidance"
 ) -> ControllerConstraint:
     """Return a constraint by which the output matches ``pattern``. Arguments and errors as in ``load.regex``.
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits
@@ -16,7 +16,7 @@ from spec_lab.constrain.engines.tree_masks import DEAD_END, GrammarState, brief,
 from spec_lab.constrain.protocol import Constraint, ConstraintError, Masks, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Shape
-from spec_lab.core.options import one_of, whole
+from spec_lab.core.options import Count, OneOf, Whole, WrongOption, check_fields, one_of
 from spec_lab.core.request import Request
 
 KINDS = ("regex", "json_schema", "lark", "choice")
@@ -54,21 +54,17 @@ class Grammar(Constraint):
     """
 
     tokens: Vocabulary
-    kind: str
+    kind: Annotated[str, OneOf(KINDS)]
     source: str | None = None
     prompt: bool = False
     schema_options: Mapping[str, Any] = field(default_factory=dict)
-    limits: Mapping[str, int] = field(default_factory=dict)
-    threads: int = 1
+    limits: Mapping[str, Count] = field(default_factory=dict)
+    threads: Annotated[int, Whole(1, MAX_THREADS)] = 1
 
     def __post_init__(self) -> None:
-        one_of("constraint.kind", self.kind, KINDS)
-        whole("constraint.threads", self.threads, most=MAX_THREADS)
-        if not isinstance(self.prompt, bool):
-            raise ValueError(f"constraint.prompt must be true or false, not {self.prompt!r}")
-        for name, value in self.limits.items():
-            one_of("a name in constraint.limits", name, tuple(LIMITS))
-            whole(f"constraint.limits.{name}", value)
+        check_fields(self)
+        for name in self.limits:
+            one_of("a name in limits", name, tuple(LIMITS))
         if self.tokens.engine.vocab_size != self.tokens.size:
             raise ValueError(
                 f"the vocabulary has {self.tokens.size} tokens, its engine {self.tokens.engine.vocab_size}: "
@@ -78,7 +74,7 @@ class Grammar(Constraint):
             try:
                 self._matcher(self.source)
             except ValueError as error:
-                raise ValueError(f"constraint.{self.kind}: {error}") from None
+                raise WrongOption(f"{self.kind}: {error}") from None
 
     @property
     def name(self) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import xgrammar
@@ -24,7 +24,7 @@ from spec_lab.constrain.engines.source import MAX_THREADS, as_text, matcher_of, 
 from spec_lab.constrain.protocol import Constraint, ConstraintError, ConstraintState, Masks, full_mask, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Shape
-from spec_lab.core.options import one_of, whole
+from spec_lab.core.options import OneOf, Whole, WrongOption, check_fields
 from spec_lab.core.request import Request
 
 KINDS = ("regex", "json_schema", "choice")
@@ -99,24 +99,20 @@ class XGrammar(Constraint):
     """
 
     tokens: Vocabulary
-    kind: str
+    kind: Annotated[str, OneOf(KINDS)]
     source: str | None = None
     prompt: bool = False
     schema_options: Mapping[str, Any] = field(default_factory=dict)
     lenient: bool = False
-    threads: int = 1
+    threads: Annotated[int, Whole(1, MAX_THREADS)] = 1
 
     def __post_init__(self) -> None:
-        one_of("constraint.kind", self.kind, KINDS)
-        whole("constraint.threads", self.threads, most=MAX_THREADS)
-        for name, value in (("prompt", self.prompt), ("lenient", self.lenient)):
-            if not isinstance(value, bool):
-                raise ValueError(f"constraint.{name} must be true or false, not {value!r}")
+        check_fields(self)
         if self.source is not None:
             try:
                 self._matcher(self.source)
             except ValueError as error:
-                raise ValueError(f"constraint.{self.kind}: {error}") from None
+                raise WrongOption(f"{self.kind}: {error}") from None
 
     @property
     def name(self) -> str:
@@ -284,7 +280,7 @@ def json_schema(
     """
     for name, value in (("whitespace_flexible", whitespace_flexible), ("strict", strict)):
         if not isinstance(value, bool):
-            raise ValueError(f"constraint.{name} must be true or false, not {value!r}")
+            raise WrongOption(f"{name} must be true or false, not {value!r}")
     given = json.dumps(dict(schema)) if isinstance(schema, Mapping) else schema
     found = as_text("schema", read_source("schema", given or None, path))
     options = {"any_whitespace": whitespace_flexible, "strict_mode": strict, "separators": (",", ":")}
@@ -303,4 +299,4 @@ def lark(vocabulary: Vocabulary, grammar: str = "", path: str | None = None, pro
     Raises:
         ValueError: always.
     """
-    raise ValueError("constraint.engine=xgrammar does not support Lark grammars: use constraint.engine=llguidance")
+    raise WrongOption("engine=xgrammar does not support Lark grammars: use engine=llguidance")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import numpy as np
 
 from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.inference import inference
-from spec_lab.core.options import one_of
+from spec_lab.core.options import WrongOption, checked
 from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.draft_model.cache import CachedDrafter, DraftCache, Tentative
@@ -57,7 +57,13 @@ class DraftModel(CachedDrafter):
         self._bare = lru_cache(maxsize=256)(lambda roots: empty(roots, lm.device))
 
     @staticmethod
-    def load(target: Target, path: str, vocabularies: str = "same", **options: Unpack[TreeOptions]) -> DraftModel:
+    @checked
+    def load(
+        target: Target,
+        path: str,
+        vocabularies: Literal["same", "intersect"] = "same",
+        **options: Unpack[TreeOptions],
+    ) -> DraftModel:
         """Load a draft in the target's dtype and on its device.
 
         Args:
@@ -72,11 +78,10 @@ class DraftModel(CachedDrafter):
             OSError: no checkpoint there.
         """
         plan = TreePlan.read(**options)
-        one_of("proposer.vocabularies", vocabularies, ("same", "intersect"))
         draft = load_draft(target, path)
         if draft.chains and plan.branches:
-            raise ValueError(
-                f"proposer.path: the draft {path} has recurrent layers, whose runner can take back rejected tokens of "
+            raise WrongOption(
+                f"path: the draft {path} has recurrent layers, whose runner can take back rejected tokens of "
                 "a chain only: choose proposer=draft_chain, or another draft"
             )
         shared: SharedTokens | None = None

@@ -6,9 +6,9 @@ Sources: EAGLE-1 (2401.15077), EAGLE-2 (2406.16858: trees that grow by draft pro
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Annotated, Unpack
 
-from spec_lab.core.options import one_of
+from spec_lab.core.options import OneOf, checked
 from spec_lab.drafters.eagle.files import read_eagle
 from spec_lab.drafters.feature_drafter import FeatureDrafter
 from spec_lab.models.checkpoint import weights_hash
@@ -18,7 +18,10 @@ from spec_lab.models.target import Target
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
 
 
-def load(target: Target, path: str, dtype: str | None = None, **options: Unpack[TreeOptions]) -> FeatureDrafter:
+@checked
+def load(
+    target: Target, path: str, dtype: Annotated[str, OneOf(DTYPES)] | None = None, **options: Unpack[TreeOptions]
+) -> FeatureDrafter:
     """Read an EAGLE head and choose its trees.
 
     Args:
@@ -32,7 +35,7 @@ def load(target: Target, path: str, dtype: str | None = None, **options: Unpack[
         OSError: a file is missing.
     """
     plan = TreePlan.read(**options)
-    own = None if dtype is None else DTYPES[one_of("proposer.dtype", dtype, tuple(DTYPES))]
+    own = None if dtype is None else DTYPES[dtype]
     network = read_eagle(path, target, own)
     plan.check_width(network.tokens)
     pack(network)

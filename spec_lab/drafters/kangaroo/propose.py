@@ -21,7 +21,7 @@ from torch import Tensor
 from spec_lab.core.clock import Phase
 from spec_lab.core.draft import Shape
 from spec_lab.core.inference import inference
-from spec_lab.core.options import whole
+from spec_lab.core.options import Count, checked
 from spec_lab.decode.proposer import Observation
 from spec_lab.decode.sequence import SequenceState
 from spec_lab.drafters.early_exit import FirstLayers
@@ -103,7 +103,8 @@ class KangarooDrafter(FeatureReader, FirstLayers):
         return RowLogits.of(self.network.logits(self.lm.extend(kvs, shape, rows, exits, timed)))
 
 
-def load(target: Target, path: str, exit_layer: int | None = None, **options: Unpack[TreeOptions]) -> KangarooDrafter:
+@checked
+def load(target: Target, path: str, exit_layer: Count | None = None, **options: Unpack[TreeOptions]) -> KangarooDrafter:
     """Read an adapter and choose its trees.
 
     Args:
@@ -119,9 +120,8 @@ def load(target: Target, path: str, exit_layer: int | None = None, **options: Un
     """
     plan = TreePlan.read(**options)
     plan.check_width(target.vocabulary)
-    given = None if exit_layer is None else whole("proposer.exit_layer", exit_layer)
     lm = with_layer_ranges(target, "kangaroo")
-    network = read_kangaroo(path, target, given)
+    network = read_kangaroo(path, target, exit_layer)
     check_exit(lm, network.settings.exit_layer, target.name)
     pack(network)
     return KangarooDrafter(network, target, plan, weights_hash(path))

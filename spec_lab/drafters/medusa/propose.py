@@ -19,7 +19,7 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.draft import tree as shape_of
 from spec_lab.core.inference import inference
-from spec_lab.core.options import temperature_or_none, whole
+from spec_lab.core.options import Count, Filled, Temperature, WrongOption, checked
 from spec_lab.core.probabilities import likeliest
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation, Proposer, Requires
@@ -31,7 +31,7 @@ from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.calibrate import Calibration, calibrate
 from spec_lab.propose.cost_cache import CostCache, default_folder
-from spec_lab.propose.trees import MOST_DEPTH, MOST_NODES, Choices, depth_of, grow, parse, width_of, write
+from spec_lab.propose.trees import Choices, TreeDepth, TreeNodes, TreeText, depth_of, grow, parse, width_of, write
 from spec_lab.runners.runner import DraftRunner
 
 log = logging.getLogger(__name__)
@@ -70,16 +70,17 @@ class Medusa(Proposer):
         self._plan = lru_cache(maxsize=256)(self._make_plan)
 
     @staticmethod
+    @checked
     def load(
         target: Target,
         path: str,
-        tree: str = "calibrated",
-        batch_size: int = 1,
-        temperature: float = 0.0,
-        max_nodes: int = 64,
-        max_depth: int | None = None,
+        tree: TreeText = "calibrated",
+        batch_size: Count = 1,
+        temperature: Temperature | None = 0.0,
+        max_nodes: TreeNodes = 64,
+        max_depth: TreeDepth | None = None,
         recalibrate: bool = False,
-        cache: str | None = None,
+        cache: Filled | None = None,
     ) -> Medusa:
         """Read heads and choose the tree.
 
@@ -99,28 +100,19 @@ class Medusa(Proposer):
             max_nodes: maximum nodes of a calibrated tree; nodes of the likeliest.
             max_depth: maximum depth of a calibrated or likeliest tree; None: the number of heads.
             recalibrate: measure the cost of steps again, even if it is cached and younger than 30 days.
-            cache: folder of measured costs; None: $SPEC_LAB_CACHE, else the user's cache folder.
-                That is ``$XDG_CACHE_HOME/spec_lab``, else
-                ``~/.cache/spec_lab``.
+            cache: folder of measured costs; None: $SPEC_LAB_CACHE, else the user's cache folder. That is
+                ``$XDG_CACHE_HOME/spec_lab``, else ``~/.cache/spec_lab``.
 
         Raises:
             ValueError: the heads do not fit the target, the tree is deeper than the heads or wider than the vocabulary,
                 or an option or file is malformed.
             OSError: a file is missing.
         """
-        whole("proposer.batch_size", batch_size)
-        whole("proposer.max_nodes", max_nodes, most=MOST_NODES)
-        if max_depth is not None:
-            whole("proposer.max_depth", max_depth, 1, ", or null for as deep as there are heads", most=MOST_DEPTH)
-        if not isinstance(recalibrate, bool):
-            raise ValueError(f"proposer.recalibrate must be true or false (got {recalibrate!r})")
-        if cache is not None and (not isinstance(cache, str) or not cache):
-            raise ValueError(f"proposer.cache must be null or the name of a folder (got {cache!r})")
         heads = read_medusa(path, target)
         depth = len(heads) if max_depth is None else min(max_depth, len(heads))
         most = heads.tokens or target.vocabulary
         if tree in ("calibrated", "likeliest"):
-            accuracy = Accuracy.read(path, temperature_or_none("proposer.temperature", temperature) or 0.0)
+            accuracy = Accuracy.read(path, temperature or 0.0)
             accuracy = replace(accuracy, accuracy=[ranks[:most] for ranks in accuracy.accuracy])
         if tree == "likeliest":
             ranks = min(map(len, accuracy.accuracy))
@@ -147,13 +139,13 @@ class Medusa(Proposer):
             return Medusa(heads, found.choices, found)
         choices = () if tree == "none" else parse(tree)
         if depth_of(choices) > len(heads):
-            raise ValueError(
-                f"proposer.tree has depth {depth_of(choices)}, but there are only {len(heads)} Medusa heads at {path}: "
+            raise WrongOption(
+                f"tree has depth {depth_of(choices)}, but there are only {len(heads)} Medusa heads at {path}: "
                 "choose a shallower tree"
             )
         if width_of(choices) > most:
-            raise ValueError(
-                f"proposer.tree has up to {width_of(choices)} children below a node, but the vocabulary of the heads "
+            raise WrongOption(
+                f"tree has up to {width_of(choices)} children below a node, but the vocabulary of the heads "
                 f"only has {most} tokens: choose a narrower tree"
             )
         return Medusa(heads, choices)

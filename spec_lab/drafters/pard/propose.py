@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Shape, chain, forest
-from spec_lab.core.options import brief
+from spec_lab.core.options import Whole, brief, checked
 from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.draft_model.cache import CachedDrafter
@@ -62,7 +62,10 @@ class Pard(CachedDrafter):
         self._masks = lru_cache(maxsize=256)(self._mask_chains)
 
     @staticmethod
-    def load(target: Target, path: str, mask_token: int | None = None, **options: Unpack[TreeOptions]) -> Pard:
+    @checked
+    def load(
+        target: Target, path: str, mask_token: Annotated[int, Whole(0)] | None = None, **options: Unpack[TreeOptions]
+    ) -> Pard:
         """Load a draft in the target's dtype and on its device.
 
         Args:
@@ -156,7 +159,7 @@ def _refuse_other_kinds(path: str, config: Any) -> None:
 
 def _mask_token(path: str, given: Any, config: Any, vocabulary: int) -> int:
     """The mask token of a draft with so many tokens. Errors as of ``Pard.load``."""
-    name, value = "proposer.mask_token", given
+    name, value = "mask_token", given
     if given is None:
         name, value = f"pard_token in the config of {path}", getattr(config, "pard_token", None)
         if value is None:

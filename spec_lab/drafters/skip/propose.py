@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from typing import Annotated, Any, Literal, Unpack
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spec_lab.core.clock import Phase
 from spec_lab.core.draft import Shape, chain
-from spec_lab.core.options import one_of, share, whole
+from spec_lab.core.options import Count, Share, Whole, WrongOption, checked
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
@@ -75,15 +75,16 @@ class Skip(TreeProposer):
         self._shared = Tried()
 
     @staticmethod
+    @checked
     def load(
         target: Target,
         skipped: str | None = None,
-        ratio: float = 0.45,
-        tries: int = 64,
-        enough: float = 0.93,
-        every: int = 8,
-        window: int = 50,
-        scope: str = "run",
+        ratio: Share = 0.45,
+        tries: Annotated[int, Whole(1, MOST_TRIES)] = 64,
+        enough: Share = 0.93,
+        every: Count = 8,
+        window: Annotated[int, Whole(1, MOST_WINDOW)] = 50,
+        scope: Literal["run", "request"] = "run",
         **options: Unpack[TreeOptions],
     ) -> Skip:
         """Choose the sublayers, or how they are searched, and check that the target runs without them.
@@ -104,19 +105,14 @@ class Skip(TreeProposer):
             Unsupported: a target that cannot run without these sublayers.
         """
         plan = TreePlan.read(**options)
-        ratio = share("proposer.ratio", ratio)
-        search = {
-            "tries": whole("proposer.tries", tries, most=MOST_TRIES), "every": whole("proposer.every", every),
-            "window": whole("proposer.window", window, most=MOST_WINDOW), "enough": share("proposer.enough", enough),
-        }  # fmt: skip
-        one_of("proposer.scope", scope, ("run", "request"))
+        search = {"tries": tries, "every": every, "window": window, "enough": enough}
         lm = with_layer_ranges(target, "skip")
         plan.check_width(target.vocabulary)
         every_one = sublayers_of(lm, target.name)
         inner = tuple(sorted((one for one in every_one if 0 < one.layer < lm.layers - 1), key=_order))
         if skipped is None:
             if not 0 < ratio < 1:
-                raise ValueError(f"proposer.ratio must lie between 0 and 1, both excluded (got {ratio})")
+                raise WrongOption(f"ratio must lie between 0 and 1, both excluded (got {ratio})")
             if not inner:
                 raise ValueError(
                     f"proposer 'skip' finds no sublayer that it may skip in target '{target.name}' of {lm.layers} "
@@ -126,12 +122,12 @@ class Skip(TreeProposer):
         else:
             chosen = parse_sublayers(skipped)
             if wrong := chosen - every_one:
-                raise ValueError(
-                    f"proposer.skipped: the target cannot skip {write_sublayers(wrong)}; it can skip "
+                raise WrongOption(
+                    f"skipped: the target cannot skip {write_sublayers(wrong)}; it can skip "
                     f"{write_sublayers(every_one) or 'nothing'}"
                 )
             if chosen == every_one:
-                raise ValueError("proposer.skipped must leave some sublayers (got all of the target's)")
+                raise WrongOption("skipped must leave some sublayers (got all of the target's)")
         check_skipping(lm, frozenset(inner) if isinstance(chosen, SkipSearch) else chosen, target.name)
         return Skip(lm, plan, chosen, scope)
 

@@ -17,6 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
+from spec_lab.core.options import WrongOption
 from spec_lab.runners.draft_pass import Sublayer
 
 RANDOM = 4
@@ -190,8 +191,8 @@ def parse_sublayers(text: str) -> frozenset[Sublayer]:
             found.clear()
             break
     if not found:
-        raise ValueError(
-            "proposer.skipped must name sublayers by their layers, such as 'attn 2 3 mlp 4' (attention of layers 2 and "
+        raise WrongOption(
+            "skipped must name sublayers by their layers, such as 'attn 2 3 mlp 4' (attention of layers 2 and "
             f"3, MLP of layer 4), or be null to search for them (got {str(text)[:60]!r})"
         )
     return frozenset(found)

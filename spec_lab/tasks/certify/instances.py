@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.applied import PLACES
+from spec_lab.constrain.applied import Placement
 from spec_lab.constrain.banned import Banned
 from spec_lab.constrain.combined import Combined
 from spec_lab.constrain.control import Branch, ControllerConstraint, Event
@@ -104,7 +105,9 @@ def constrained() -> tuple[Instance, ...]:
     """
     vocabulary = Vocabulary.plain(PIECES, 4)
     grammar = regex(vocabulary, "(ab|c)(a|b|c)*b|a[bc]")
-    every = [AppliedConstraint(grammar, placement, fast_forward=placement == "both") for placement in PLACES]
+    every = [
+        AppliedConstraint(grammar, placement, fast_forward=placement == "both") for placement in get_args(Placement)
+    ]
     forking = ControllerConstraint(lambda _: Forking(), vocabulary.size, "a controller that forks")
     every.append(AppliedConstraint(forking))
     every.append(AppliedConstraint(Combined([Banned(("bb", "ca"), PIECES), MinNewTokens(2, vocabulary.size)])))
@@ -132,7 +135,7 @@ def under(applied: AppliedConstraint | None) -> tuple[Instance, ...]:
     constraint = None if applied is None else applied.constraint.toy(Vocabulary.plain(PIECES, 4))
     if applied is None or constraint is None:
         return ()
-    places = [place for place in PLACES if place in ("target", "both") or not constraint.has_actions]
+    places = [place for place in get_args(Placement) if place in ("target", "both") or not constraint.has_actions]
     every = [AppliedConstraint(constraint, place, fast_forward=place == "both") for place in places]
     toy = CONSTRAINED
     if applied.is_global:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 
 from spec_lab.analysis.results.certificate import result as certificate_result
-from spec_lab.core.options import whole
+from spec_lab.core.options import Count, Whole, checked
 from spec_lab.core.progress import Progress
 from spec_lab.propose import Proposer
 from spec_lab.results.manifest import write_json
@@ -33,13 +33,14 @@ SHOWN = 8
 """Number of tokens of a wrong mask that are shown as text."""
 
 
+@checked
 def certify(
     lab: Lab,
     settings: Settings,
     config: Mapping[str, Any],
-    samples: int = 10_000,
-    tokens: int = 2_000,
-    mask_rows: int = 20_000,
+    samples: Count = 10_000,
+    tokens: Annotated[int, Whole(0)] = 2_000,
+    mask_rows: Annotated[int, Whole(0)] = 20_000,
     console: Console | None = None,
 ) -> int:
     """Certify every pair of the lab's proposers and verifiers that fits; write ``certificate.json`` and a figure.
@@ -65,9 +66,6 @@ def certify(
         ValueError: the composed pair does not fit; a verifier that cannot run on toys; a wrong option.
         OSError: a directory that cannot be written.
     """
-    whole("task.samples", samples)
-    whole("task.tokens", tokens, 0)
-    whole("task.mask_rows", mask_rows, 0)
     chosen, left_out = _pairs(lab)
     sampling = PLAIN if lab.sampling.temperature == 0 else lab.sampling
     certifier = Certifier(lab, settings, samples, tokens, mask_rows, sampling)

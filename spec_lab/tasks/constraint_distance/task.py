@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 
@@ -11,7 +11,7 @@ from spec_lab.analysis.results import distance
 from spec_lab.constrain.potential import TooManyPrefixes
 from spec_lab.constrain.potential_bounds import SAMPLERS
 from spec_lab.constrain.protocol import ConstraintError
-from spec_lab.core.options import one_of, whole
+from spec_lab.core.options import Count, OneOf, Whole, checked
 from spec_lab.core.progress import Progress
 from spec_lab.core.request import Request
 from spec_lab.decode.global_constraint import Conditional
@@ -23,16 +23,17 @@ from spec_lab.tasks.shell import Done, Task
 METHODS = ("auto", "exact", "sampled")
 
 
+@checked
 def measure(
     lab: Lab,
     settings: Settings,
     config: Mapping[str, Any],
     console: Console | None = None,
     *,
-    method: str = "auto",
-    sampler: str = "rejection",
-    samples: int = 200,
-    attempts: int = 2000,
+    method: Annotated[str, OneOf(METHODS)] = "auto",
+    sampler: Annotated[str, OneOf(SAMPLERS)] = "rejection",
+    samples: Annotated[int, Whole(2)] = 200,
+    attempts: Count = 2000,
 ) -> int:
     """Measure, for every prompt, the distance between the masked distribution and that of valid outputs.
 
@@ -57,10 +58,6 @@ def measure(
         OSError: a directory that cannot be written.
     """
     console = console or Console()
-    one_of("task.method", method, METHODS)
-    one_of("task.sampler", sampler, SAMPLERS)
-    whole("task.samples", samples, 2)
-    whole("task.attempts", attempts)
     lab.check_one_turn("task=constraint_distance")
     _check(lab)
     requests = lab.requests(settings)

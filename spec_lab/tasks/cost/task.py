@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 
@@ -12,7 +12,7 @@ from spec_lab.analysis.names import names_in_manifest
 from spec_lab.analysis.projection.costs import TABLE
 from spec_lab.analysis.results import cost
 from spec_lab.core.files import write_text
-from spec_lab.core.options import whole
+from spec_lab.core.options import Count, Whole, WrongOption, checked
 from spec_lab.core.progress import Progress
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.roofline import Roofline
@@ -26,17 +26,18 @@ from spec_lab.tasks.shell import Done, Task
 from spec_lab.text.prompts import encode
 
 
+@checked
 def measure(
     lab: Lab,
     settings: Settings,
     config: Mapping[str, Any],
     console: Console | None = None,
     *,
-    nodes: Sequence[int] = (0, 1, 2, 4, 8, 16, 26, 32, 64),
-    batches: Sequence[int] = (1, 2, 4, 8),
-    contexts: Sequence[int] = (64, 320, 1024),
-    repeats: int = 3,
-    steps: int = 6,
+    nodes: Sequence[Annotated[int, Whole(0)]] = (0, 1, 2, 4, 8, 16, 26, 32, 64),
+    batches: Sequence[Count] = (1, 2, 4, 8),
+    contexts: Sequence[Count] = (64, 320, 1024),
+    repeats: Count = 3,
+    steps: Count = 6,
 ) -> int:
     """Time the steps of fixed draft trees and of the lab's own arms, at every batch size and context.
 
@@ -66,15 +67,15 @@ def measure(
         OSError: the directory cannot be written.
     """
     console = console or Console()
-    nodes = sorted({0, *_sizes("task.nodes", nodes, 0)})
-    batches, contexts = _sizes("task.batches", batches), _sizes("task.contexts", contexts)
-    whole("task.repeats", repeats)
-    whole("task.steps", steps)
+    for name, values in (("nodes", nodes), ("batches", batches), ("contexts", contexts)):
+        if not values:
+            raise WrongOption(f"{name} must hold a number, such as [1,2,4]")
+    nodes, batches, contexts = sorted({0, *nodes}), sorted({*batches}), sorted({*contexts})
     arms = _arms(lab, settings, nodes)
     longest = lab.target.context - room(arms, steps)
     if contexts[-1] > longest:
-        raise ValueError(
-            f"task.contexts must be at most {longest}, not {contexts[-1]}: the model's context holds "
+        raise WrongOption(
+            f"contexts must be at most {longest}, not {contexts[-1]}: the model's context holds "
             f"{lab.target.context} tokens, of which {steps} timed steps may need {lab.target.context - longest}"
         )
     prompts = encode(lab.prompts, lab.target.tokenizer, lab.target.context, settings.max_prompt_tokens)
@@ -130,14 +131,3 @@ def _arms(lab: Lab, settings: Settings, nodes: Sequence[int]) -> dict[str, Loop]
     if both := set(fixed) & set(own):
         raise ValueError(f"arms.{both.pop()} has the name of a fixed tree; choose another name")
     return fixed | own
-
-
-def _sizes(name: str, values: Sequence[int], least: int = 1) -> list[int]:
-    """Return the values of an option, ascending and without duplicates.
-
-    Raises:
-        ValueError: not a list of whole numbers from ``least``; names the option.
-    """
-    if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
-        raise ValueError(f"{name} must be a list of whole numbers such as [1,2,4], not {values!r}")
-    return sorted({whole(name, value, least) for value in values})

@@ -11,7 +11,7 @@ import pandas as pd
 from rich.console import Console
 
 from spec_lab.analysis.results.verifiers import result as verifiers_result
-from spec_lab.core.options import whole
+from spec_lab.core.options import Count, checked
 from spec_lab.core.progress import Progress
 from spec_lab.replay.bounds import for_summary
 from spec_lab.results.parts import Rows
@@ -22,14 +22,15 @@ from spec_lab.tasks.verifier_study import pooled
 from spec_lab.tasks.verifier_study.recorded import of_prompt, pairs, proposers_of
 
 
+@checked
 def study_verifiers(
     lab: Lab,
     settings: Settings,
     config: Mapping[str, Any],
     console: Console | None = None,
     *,
-    every: int = 4,
-    repeats: int = 5,
+    every: Count = 4,
+    repeats: Count = 5,
 ) -> int:
     """Draft along texts of the target with all proposers, and verify the same drafts with all verifiers.
 
@@ -51,8 +52,6 @@ def study_verifiers(
         OSError: a directory that cannot be written.
     """
     console = console or Console()
-    whole("task.every", every)
-    whole("task.repeats", repeats)
     if settings.batch_size > 1:
         raise ValueError(
             f"batch_size must be 1 (got {settings.batch_size}): the verifier study drafts for one prompt at a time"

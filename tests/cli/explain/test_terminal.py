@@ -32,12 +32,12 @@ def explain(*arguments, width=80):
 @pytest.mark.parametrize(
     ("query", "shown"),
     [
-        ("proposer.depth", ["proposer=jacobi  int, default 8", "number of guesses"]),
+        ("proposer.depth", ["proposer=jacobi  int from 1 to 256, default 8", "number of guesses"]),
         ("proposer", ["medusa", "proposer=medusa by default"]),
         ("proposer=medusa", ["conf/proposer/medusa.yaml", "proposer.tree  str, default calibrated"]),
         ("+experiment=batch_size", ["+proposer@arms.medusa=medusa", "batch_size=1,2,4,8,16", "sweeps over"]),
         ("prompts.jsonl", ["prompts.path  str, must be given"]),
-        ("seed", ["seed  int, default 0", "conf/config.yaml"]),
+        ("seed", ["seed  int from 0 to 9223372036854775807, default 0", "conf/config.yaml"]),
     ],
 )
 def test_an_answer_has_type_default_meaning_and_file(query, shown):
@@ -51,7 +51,11 @@ def test_an_answer_has_type_default_meaning_and_file(query, shown):
 def test_without_a_name_groups_and_options_of_every_run_are_listed():
     code, text = explain()
     assert code == 0 and max(map(len, text.splitlines())) <= 80
-    for name in ("verifier  default token", "hydra/launcher  default basic", "max_new_tokens  int, default 64"):
+    for name in (
+        "verifier  default token",
+        "hydra/launcher  default basic",
+        "max_new_tokens  int from 1 to 1048576, default 64",
+    ):
         assert name in text
 
 
