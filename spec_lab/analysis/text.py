@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from spec_lab.core.terminal import visible
 from spec_lab.results.result import Cell, Value, cell, interval
 
@@ -65,11 +62,6 @@ COLUMNS = {
     "requests": FigureFormat("prompts", ".0f"),
 }
 """The figures of ``metrics.summarise`` that tables show, the same in the terminal and on pages."""
-
-
-def table(title: str) -> Table:
-    """Return an empty table for the terminal."""
-    return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False, padding=0)
 
 
 def accuracy_notes(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:

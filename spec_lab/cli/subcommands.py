@@ -8,17 +8,21 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import ceil
 from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
 
+from spec_lab.analysis import console as terminal
 from spec_lab.cli.explain import terminal as explain
-from spec_lab.cli.sweep_tables import print_results, print_sweep, say
+from spec_lab.cli.sweep_tables import print_results, print_sweep
 from spec_lab.core.files import replacing, write_text
 from spec_lab.core.terminal import visible
 from spec_lab.results import sweep
+
+say = partial(terminal.say, wrap=False)
 
 
 def refuse(error: object) -> int:

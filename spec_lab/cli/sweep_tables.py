@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 
-from spec_lab.analysis.console import WIDE
+from spec_lab.analysis.console import WIDE, say, show_table
 from spec_lab.analysis.text import COLUMNS
 from spec_lab.core.terminal import visible
 from spec_lab.results import sweep
+from spec_lab.results.result import Cell, DataTable, number
 
 FIGURES = ("speedup", "tokens_per_second", "tau_pooled", "expected_tau")
 """Columns of a sweep's table on the screen."""
@@ -41,21 +40,20 @@ def print_sweep(folder: Path, console: Console | None = None, every: bool = Fals
     console = console or Console(markup=False)
     found = sweep.runs(folder)
     label = sweeps.run_labels(found)
-    table = _table("run", "state", right=("groups", "seconds"))
-    table.add_column("", overflow="fold")
-    for one in found:
-        if every or one.state != "done" or one.code:
-            groups = f"{one.groups}/{'?' if one.of is None else one.of}"
-            note = one.error or (f"exit code {one.code}" if one.code else "")
-            if one.unreadable:
-                note = f"unreadable: {one.unreadable}"
-            seconds = "" if one.seconds is None else f"{one.seconds:.1f}"
-            table.add_row(*map(visible, (label[one.folder.name], one.state, groups, seconds, note)))
-    if table.row_count:
-        console.print(table, highlight=False)
+    rows = []
+    for run in found:
+        if every or run.state != "done" or run.code:
+            groups = f"{run.groups}/{'?' if run.of is None else run.of}"
+            note = run.error or (f"exit code {run.code}" if run.code else "")
+            if run.unreadable:
+                note = f"unreadable: {run.unreadable}"
+            texts = (label[run.folder.name], run.state, groups, number(run.seconds, ".1f"), note)
+            rows.append([*map(Cell, texts)])
+    columns = [("run", False), ("state", False), ("groups", True), ("seconds", True), ("", False)]
+    show_table("", DataTable(columns, rows), console)
     count = {state: sum(one.state == state for one in found) for state in ("done", "running", "failed", "pending")}
     said = ", ".join(f"{number} {state}" for state, number in count.items() if number)
-    say(console, f"{folder}: {said or 'no runs'}")
+    say(console, f"{folder}: {said or 'no runs'}", wrap=False)
     for name, values in sweep.mixed(found).items():
         console.print(visible(f"Its runs differ in {name}: {' | '.join(values)}; do not compare their figures."))
     if count["pending"]:
@@ -117,12 +115,15 @@ def _print_rows(
     """Print a table of figures; rows are told apart by ``names``, or by numbers where these do not fit."""
     cells = [[_figure(row, name) for name in figures] for row in rows]
     headings = [COLUMNS[name].heading for name in figures]
-    lines = [[*heads, *headings], *([*map(visible, own), *found] for own, found in zip(names, cells, strict=True))]
+    texts = ([*map(visible, own), *(figure.whole for figure in row)] for own, row in zip(names, cells, strict=True))
+    lines = [[*heads, *headings], *texts]
     fits = sum(max(map(cell_len, column)) + 1 for column in zip(*lines, strict=True)) + 1 <= console.width
-    printed = _table(*(heads if fits else [""]), right=headings)
-    for place, (own, found) in enumerate(zip(names, cells, strict=True), start=1):
-        printed.add_row(*(map(visible, own) if fits else [str(place)]), *found)
-    console.print(printed, highlight=False)
+    shown = [
+        [*map(Cell, own if fits else [str(number)]), *found]
+        for number, (own, found) in enumerate(zip(names, cells, strict=True), start=1)
+    ]
+    columns = [*((head, False) for head in (heads if fits else [""])), *((heading, True) for heading in headings)]
+    show_table("", DataTable(columns, shown), console)
     if not fits:
         for place, own in enumerate(names, start=1):
             parts = (f"{head}={value}" for head, value in zip(heads, own, strict=True) if value)
@@ -135,23 +136,8 @@ def _with_accuracy(figures: Sequence[str], table: Any) -> tuple[str, ...]:
     return (*figures, *["correct"] * checked)
 
 
-def _figure(row: Mapping[str, Any], name: str) -> str:
-    """A figure of a row of ``sweep.collect`` as text; speed-up and accuracy have their intervals."""
+def _figure(row: Mapping[str, Any], name: str) -> Cell:
+    """Return the cell of a figure of a row of ``sweep.collect``; speed-up and accuracy have their intervals."""
     from spec_lab.analysis.metrics import sweeps
 
-    return COLUMNS[name].text(sweeps.with_bounds(row, name) if name in ("speedup", "correct") else row.get(name))
-
-
-def _table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """An empty table; the columns of ``right`` come last, and hold numbers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for column in right:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
-def say(console: Console, what: str) -> None:
-    """Print a line without wrapping."""
-    console.print(visible(what), soft_wrap=True, highlight=False)
+    return COLUMNS[name].cell(sweeps.with_bounds(row, name) if name in ("speedup", "correct") else row.get(name))

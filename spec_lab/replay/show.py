@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from spec_lab.analysis.metrics.intervals import Interval
+from spec_lab.analysis.console import say, show_table
+from spec_lab.analysis.results.bounds import NOTE, bounds_table
 from spec_lab.core.files import read_text
 from spec_lab.core.progress import Progress
-from spec_lab.core.terminal import visible
 from spec_lab.replay import designs, traces
-from spec_lab.replay.bounds import PARTS, ArmBounds
+from spec_lab.replay.bounds import ArmBounds
 from spec_lab.replay.trees import NOTHING, read
+from spec_lab.results.manifest import finite
+from spec_lab.results.result import Cell, DataTable, cell, interval
 from spec_lab.verify import Lenient
 
 MOST = 40
@@ -91,18 +91,11 @@ def trace(file: Path, written: str = "jsonl", verifiers: Sequence[str] = ()) -> 
 
 def print_trace(frame: pd.DataFrame, console: Console) -> None:
     """Print tau by rule and depth."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("rule", "depth"):
-        shown.add_column(name)
-    for name in ("tau", "steps"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    for one in frame.to_dict("records"):
-        tau = f"{one['tau']:.3f}"
-        if np.isfinite(one["low"]):
-            tau += f" [{one['low']:.3f}, {one['high']:.3f}]"
-        rule = one["rule"] if one["lossless"] is not False else f"{one['rule']}, lossy"
-        shown.add_row(visible(rule), one["depth"], tau, f"{one['steps']:.0f}")
-    console.print(shown, highlight=False)
+    rows = []
+    for row in frame.to_dict("records"):
+        rule = row["rule"] if row["lossless"] is not False else f"{row['rule']}, lossy"
+        rows.append([Cell(rule), Cell(str(row["depth"])), _tau(row, ".3f"), cell(row["steps"], ".0f")])
+    show_table("", DataTable([("rule", False), ("depth", False), ("tau", True), ("steps", True)], rows), console)
 
 
 def print_table(frame: pd.DataFrame, console: Console) -> None:
@@ -111,31 +104,27 @@ def print_table(frame: pd.DataFrame, console: Console) -> None:
     """
     known = frame[frame["needs"] == ""]
     varied = [name for name in ("arm", *OPTIONAL) if known[name].nunique(dropna=False) > 1]
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    shown.add_column("method", no_wrap=True)
-    shown.add_column("verifier", overflow="fold", min_width=9)
-    shown.add_column("design", overflow="fold", min_width=13)
-    shown.add_column("tau", justify="right", no_wrap=True)
-    shown.add_column("open", justify="right", overflow="fold", min_width=8)
-    shown.add_column("steps", justify="right", no_wrap=True)
-    for one in known.head(MOST).to_dict("records"):
-        tau = f"{one['tau']:.3f}"
-        if np.isfinite(one["low"]):
-            tau += f" [{one['low']:.2f}, {one['high']:.2f}]"
-        open_ = f"±{(one['bound_high'] - one['bound_low']) / 2:.2g} {one['bound_kind']}"
-        parts = [one["method"], _label(one["verifier"], one["lossless"]), _design(one, varied)]
-        shown.add_row(*map(visible, parts), tau, open_, f"{one['effective_steps']:.0f}")
-    if shown.row_count:
-        console.print(shown, highlight=False)
-        console.print(
+    rows = []
+    for row in known.head(MOST).to_dict("records"):
+        left_open = f"±{(row['bound_high'] - row['bound_low']) / 2:.2g} {row['bound_kind']}"
+        parts = [row["method"], _label(row["verifier"], row["lossless"]), _design(row, varied)]
+        rows.append([*map(Cell, parts), _tau(row, ".2f"), Cell(left_open), cell(row["effective_steps"], ".0f")])
+    columns = [(name, name in ("tau", "steps")) for name in ("method", "verifier", "design", "tau", "open", "steps")]
+    if show_table("", DataTable(columns, rows), console):
+        say(
+            console,
             "Lossless designs first; lossy verifiers change the distribution of the texts. "
             "tau: tokens per step [95 %, over requests]. open: what tokens that were not recorded leave open of it. "
-            "steps: as many as the estimate weighs. See docs/replay.md.", highlight=False,
-        )  # fmt: skip
+            "steps: as many as the estimate weighs. See docs/replay.md.",
+        )
     if len(known) > MOST:
-        console.print(f"The first {MOST} of {len(known)}; --csv FILE writes all.", highlight=False)
+        say(console, f"The first {MOST} of {len(known)}; --csv FILE writes all.")
     for why, each in frame[frame["needs"] != ""].groupby("needs", sort=False):
-        console.print(visible(f"{len(each)} design{'s' * (len(each) > 1)}: {why}"), soft_wrap=True, highlight=False)
+        say(console, f"{len(each)} design{'s' * (len(each) > 1)}: {why}", wrap=False)
+
+
+def _tau(row: Mapping[str, Any], form: str) -> Cell:
+    return replace(cell({"mean": row["tau"], "low": row["low"], "high": row["high"]}, form), text=f"{row['tau']:.3f}")
 
 
 def _design(row: Mapping[str, Any], varied: Sequence[str]) -> str:
@@ -157,36 +146,23 @@ def print_bounds(found: Mapping[str, ArmBounds], console: Console) -> None:
         raise ValueError(NOTHING)
     for name, arm in found.items():
         if arm.needs:
-            console.print(visible(f"{name}: {arm.needs}"), soft_wrap=True, highlight=False)
+            say(console, f"{name}: {arm.needs}", wrap=False)
             continue
         most = {"exact": "optimum", "bound": "at most", "estimate": "estimated optimum"}[arm.kind]
-        console.print(
-            visible(
-                f"{name}: drawn {arm.drawn}, {arm.nodes:.3g} nodes, depth {arm.depth:.3g}, {arm.steps} steps; "
-                f"{most} {_interval(arm.optimum)} tokens a step, of at most {arm.depth + 1:.3g}"
-            ),
-            style="bold",
-            highlight=False,
+        summary = arm.summary()
+        say(
+            console,
+            f"{name}: drawn {arm.drawn}, {arm.nodes:.3g} nodes, depth {arm.depth:.3g}, {arm.steps} steps; "
+            f"{most} {interval(summary['optimum'])} tokens a step, of at most {arm.depth + 1:.3g}",
+            "bold",
         )
-        shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        labels = [_label(one.name, one.lossless) + " *" * one.used for one in arm.verifiers]
-        longest = max((len(word) for label in labels for word in label.split()), default=0)
-        shown.add_column("\nverifier", overflow="fold", min_width=max(14, longest))
-        for heading in ("\ntau", "share:\nfirst", "\ntree", "lost:\nverifier", "\nopen", "\ntree", "\ndraft"):
-            shown.add_column(heading, justify="right", no_wrap=True)
-        for one, label in zip(arm.verifiers, labels, strict=True):
-            shares = [f"{x.mean:.1%}" if np.isfinite(x.mean) else "" for x in (one.share_first, one.share)]
-            lost = [f"{one.lost[part].mean:.2f}" for part in PARTS]
-            shown.add_row(visible(label), _interval(one.tau), *shares, *lost)
-        console.print(shown, highlight=False)
+        table = bounds_table({name: finite(summary)}, ".2f", _label)
+        columns = [number for number, (heading, _) in enumerate(table.columns) if heading not in ("arm", *table.more)]
+        rows = [[row[at] if table.columns[at][0] == "tau" else replace(row[at], ends="") for at in columns]
+                for row in table.rows]  # fmt: skip
+        show_table("", DataTable([table.columns[at] for at in columns], rows), console)
     if any(not arm.needs for arm in found.values()):
-        console.print(
-            "*: the run's verifier. Share of the optimum: first: a child of the root is accepted, if only these are "
-            "drafted; tree: accepted tokens. Lost tokens sum to depth + 1 - tau. verifier: the best lossless one here "
-            "accepts more; open: none here does, but the bound permits it; tree: another tree of as many nodes, an "
-            "estimate; draft: the rest. Lossy verifiers may exceed the optimum. See docs/bounds.md.",
-            highlight=False,
-        )
+        say(console, NOTE)
 
 
 def _label(verifier: str, lossless: bool) -> str:
@@ -194,8 +170,3 @@ def _label(verifier: str, lossless: bool) -> str:
     name, _, options = verifier.partition(":")
     each = [one if len(one) < 14 else one.replace("=", "= ", 1) for one in options.split(",") if one]
     return ", ".join([" ".join([name, *each[:1]]), *each[1:], *([] if lossless else ["lossy"])])
-
-
-def _interval(value: Interval) -> str:
-    mean = f"{value.mean:.2f}"
-    return f"{mean} [{value.low:.2f}, {value.high:.2f}]" if np.isfinite(value.low) else mean

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from spec_lab.core.files import Unreadable, expect, read_json
-from spec_lab.results.manifest import begun
 
 Value = Mapping[str, float | None] | float | None
 """A number, or a mean with its ends: ``mean``, ``low``, ``high``."""
@@ -156,6 +155,8 @@ def read_run(folder: Path, shape: Mapping[str, Any], file: str = "summary.json")
     Raises:
         Unreadable: the contents are not those of this task.
     """
+    from spec_lab.results.manifest import begun  # which imports torch; commands that print tables do not need it
+
     path = folder / file
     try:
         summary = read_json(path) or {}

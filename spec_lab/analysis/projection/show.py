@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from rich.console import Console
-from rich.table import Table
 
+from spec_lab.analysis.console import say, show_table
 from spec_lab.analysis.projection.acceptance import RecordedDesign
 from spec_lab.analysis.projection.project import Deployment
-from spec_lab.analysis.text import table
-from spec_lab.core.terminal import visible
-from spec_lab.results.result import interval, number
+from spec_lab.results.result import Cell, DataTable, cell
 
 NOTE = (
     "Speed-ups are over autoregressive decoding in the same batch. Intervals are 95 %, over requests: they carry the "
@@ -36,12 +33,13 @@ def show(
         verbose: whether every cell is printed as well.
     """
     for hardware, own in cells.groupby("hardware", sort=False):
-        console.print(_best(str(hardware), own))
-        console.print(_designs(str(hardware), own, even[even["hardware"] == hardware]))
+        show_table(f"{hardware}: the fastest design", _best(own), console)
+        designs = _designs(own, even[even["hardware"] == hardware])
+        show_table(f"{hardware}: each design at its best length", designs, console)
         if verbose:
-            console.print(_every(str(hardware), own))
+            show_table(f"{hardware}: every cell", _every(own), console)
     for line in (*notes, NOTE):
-        console.print(visible(line), highlight=False, markup=False)
+        say(console, line)
 
 
 def notes(designs: Sequence[RecordedDesign], deployments: Sequence[Deployment], idle: Sequence[str] = ()) -> list[str]:
@@ -76,57 +74,42 @@ def _by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
     return found
 
 
-def _best(hardware: str, cells: pd.DataFrame) -> Table:
-    shown = table(f"{visible(hardware)}: the fastest design")
-    for column in ("batch", "length", "nodes", "tau", "speed-up [95 %]", "fastest in"):
-        shown.add_column(column, justify="right", no_wrap=True)
-    shown.columns[0].justify = "right"
-    shown.add_column("design", overflow="fold")
+def _best(cells: pd.DataFrame) -> DataTable:
+    rows = []
     for batch, own in cells.groupby("batch"):
         best = own[own["best"]]
         if not len(best):
-            shown.add_row(f"{batch}", *[""] * 5, "does not fit")
+            rows.append([cell(batch, ".0f"), *[cell(None)] * 5, Cell("does not fit")])
             continue
         row = best.iloc[0]
         slower = "" if row["speedup"] > 1 else ", slower than no draft"
-        shown.add_row(
-            f"{batch}",
-            f"{row['length']}",
-            f"{row['nodes']:.1f}",
-            f"{row['tau']:.2f}",
-            _speedup(row),
-            number(row["best_share"], ".0%"),
-            f"{visible(row['design'])}{slower}",
+        rows.append(
+            [cell(batch, ".0f"), *_numbers(row), cell(row["best_share"], ".0%"), Cell(f"{row['design']}{slower}")]
         )
-    return shown
+    names = ("batch", "length", "nodes", "tau", "speed-up [95 %]", "fastest in")
+    return DataTable([*((name, True) for name in names), ("design", False)], rows)
 
 
-def _designs(hardware: str, cells: pd.DataFrame, even: pd.DataFrame) -> Table:
-    shown = table(f"{visible(hardware)}: each design at its best length")
-    shown.add_column("design", overflow="fold")
-    smallest = cells["batch"].min()
-    for column in (f"length at batch {smallest}", "speed-up [95 %]", "break-even batch [95 %]"):
-        shown.add_column(column, justify="right")
+def _numbers(row: pd.Series) -> list[Cell]:
+    speedup = {"mean": row["speedup"], "low": row["speedup_low"], "high": row["speedup_high"]}
+    return [cell(row["length"], ".0f"), cell(row["nodes"], ".1f"), cell(row["tau"]), cell(speedup)]
+
+
+def _designs(cells: pd.DataFrame, even: pd.DataFrame) -> DataTable:
+    smallest, rows = cells["batch"].min(), []
     for design, own in cells[(cells["batch"] == smallest) & cells["fits"]].groupby("design", sort=False):
         row = own.loc[own["speedup"].idxmax()]
         at = even[(even["design"] == design) & (even["length"] == row["length"])]
-        shown.add_row(visible(str(design)), f"{row['length']}", _speedup(row), _even(at.iloc[0]) if len(at) else "")
-    return shown
+        length, _, _, speedup = _numbers(row)
+        rows.append([Cell(str(design)), length, speedup, Cell(_even(at.iloc[0]) if len(at) else "")])
+    names = (f"length at batch {smallest}", "speed-up [95 %]", "break-even batch [95 %]")
+    return DataTable([("design", False), *((name, True) for name in names)], rows)
 
 
-def _every(hardware: str, cells: pd.DataFrame) -> Table:
-    shown = table(f"{visible(hardware)}: every cell")
-    shown.add_column("design", overflow="fold")
-    for column in ("length", "batch", "nodes", "tau", "speed-up [95 %]"):
-        shown.add_column(column, justify="right")
-    for row in cells.to_dict("records"):
-        values = (f"{row['length']}", f"{row['batch']}", f"{row['nodes']:.1f}", f"{row['tau']:.2f}", _speedup(row))
-        shown.add_row(visible(row["design"]), *values)
-    return shown
-
-
-def _speedup(row: Mapping[str, Any] | pd.Series) -> str:
-    return interval({"mean": row["speedup"], "low": row["speedup_low"], "high": row["speedup_high"]})
+def _every(cells: pd.DataFrame) -> DataTable:
+    rows = [[Cell(row["design"]), cell(row["batch"], ".0f"), *_numbers(row)] for _, row in cells.iterrows()]
+    names = ("batch", "length", "nodes", "tau", "speed-up [95 %]")
+    return DataTable([("design", False), *((name, True) for name in names)], rows)
 
 
 def _even(row: pd.Series) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from spec_lab.results.result import INTERVAL, REAL, Cell, DataTable, cell
@@ -22,19 +22,33 @@ NOTE = (
     "verifier can accept of the trees (exact, or a bound that no verifier need reach). Lost tokens sum to depth + 1 - "
     "tau. Verifier: the best lossless one here accepts more; open: none here does, but the bound permits it; tree: "
     "another tree of as many nodes, an estimate; draft: the rest. 95 % intervals over requests. Lossy verifiers may "
-    "exceed the optimum. See docs/bounds.md."
+    "exceed the optimum. *: the run's verifier. See docs/bounds.md."
 )
 
 
-def bounds_table(bounds: Mapping[str, Mapping[str, Any]]) -> DataTable:
-    """Return the shares of the optimum and the parts of what is lost, of every arm and verifier."""
+def named(verifier: str, lossless: bool) -> str:
+    """Return the name of a verifier, marked if it is lossy."""
+    return verifier if lossless else f"{verifier}, lossy"
+
+
+def bounds_table(
+    bounds: Mapping[str, Mapping[str, Any]], form: str = ".3f", label: Callable[[str, bool], str] = named
+) -> DataTable:
+    """Return the shares of the optimum and the parts of what is lost, of every arm and verifier; the run's own has *.
+
+    Args:
+        bounds: of each arm, as in ``summary.json``.
+        form: of numbers of tokens.
+        label: returns the name of a verifier, from its name and whether it is lossless.
+    """
     rows = []
     for arm, of_arm in bounds.items():
         for name, own in of_arm.get("verifiers", {}).items():
-            label = f"{name}{'' if own['lossless'] else ', lossy'}{' (used)' * own['used']}"
-            numbers = [cell(own["tau"], ".3f"), cell(of_arm.get("optimum"), ".3f"), Cell(of_arm["kind"])]
+            verifier = label(name, own["lossless"]) + " *" * own["used"]
+            numbers = [cell(own["tau"], form), cell(of_arm.get("optimum"), form), Cell(of_arm["kind"])]
             shares = [cell(own[share], ".1%") for share in ("share_first", "share")]
-            rows.append([Cell(arm), Cell(label), *numbers, *shares, *(cell(own["lost"].get(p), ".3f") for p in PARTS)])
+            lost = [cell(own["lost"].get(part), form) for part in PARTS]
+            rows.append([Cell(arm), Cell(verifier), *numbers, *shares, *lost])
     columns = [("arm", False), ("verifier", False), ("tau", True), ("optimal tau", True), ("which is", False)]
     columns += [(name, True) for name in ("share, first level", "share, tree", *(f"lost: {part}" for part in PARTS))]
     return DataTable(columns, rows, more=("optimal tau", "which is"))

@@ -49,7 +49,8 @@ def result(folder: Path) -> Result:
     names = arm_names({arm: facts["name"] for arm, facts in summary["proposers"].items()})
     proposers = {name: facts for name, facts in renamed(summary["proposers"], names).items() if facts["drafts"]}
     drawn = {name: partial(figures.verifier_panels, proposers, name) for name in ("accepted", "time")}
-    accepted = [Section(_title(name, facts), table=_accepted(facts)) for name, facts in proposers.items()]
+    accepted = [Section(_title(name, facts), ACCEPTED * (name == [*proposers][-1]), _accepted(facts))
+                for name, facts in proposers.items()]  # fmt: skip
     left_out: dict[str, list[str]] = {}
     for pair in summary["left_out"]:
         proposer = names.get(pair["proposer"], pair["proposer"])
@@ -64,7 +65,7 @@ def result(folder: Path) -> Result:
         f"{summary['temperature']:g}, a draft every {summary['every']} tokens",
         [
             *accepted,
-            Section("Verifiers", ACCEPTED, None, {"accepted": drawn["accepted"]}, notes if proposers else (),
+            Section("Verifiers", "", None, {"accepted": drawn["accepted"]}, notes,
                     missing="No verifier verified a draft."),
             Section("Time", TIMES, DataTable(columns, times, len(times) > 8, ("proposer", "verifier")),
                     {"time": drawn["time"]}, bounds_notes(renamed(summary.get("bounds", {}), names))),
