@@ -41,30 +41,43 @@ def pytest_unconfigure():
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items):
-    """``one_in(n)``: the short run has one case in n of a test, and every value that several cases share at least once.
+def pytest_collection_modifyitems(config, items):
+    """Which cases of a grid there are, by a hash of their names.
 
-    Which cases follows from a hash of their names. The others are nightly. Tests with the marker ``cuda`` are skipped
-    without a GPU.
+    ``each_value``: of every value of every parameter one case at least; no other exists, in any run. ``one_in(n)``: the
+    short run has one case in n, and every value that several cases share; the others are nightly. Tests with the marker
+    ``cuda`` are skipped without a GPU.
     """
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):
                 item.add_marker(pytest.mark.skip(reason="it requires a CUDA GPU"))
-    tests = defaultdict(list)
+    grids, thinned = defaultdict(list), defaultdict(list)
     for item in items:
-        if item.get_closest_marker("one_in") and not item.get_closest_marker("nightly"):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    for cases in tests.values():
-        (n,) = cases[0].get_closest_marker("one_in").args
-        values = {case: {(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases}
-        uses = Counter(value for own in values.values() for value in own)
-        seen = {value for value, count in uses.items() if count == 1}
-        for number, case in enumerate(sorted(cases, key=lambda case: crc32(case.nodeid.encode()))):
-            if number * n >= len(cases) and values[case] <= seen:
-                case.add_marker("nightly")
-            else:
-                seen |= values[case]
+        name = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("each_value"):
+            grids[name, bool(item.get_closest_marker("nightly"))].append(item)
+        elif item.get_closest_marker("one_in") and not item.get_closest_marker("nightly"):
+            thinned[name].append(item)
+    left_out = {case for cases in grids.values() for case in _surplus(cases, len(cases))}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+    for cases in thinned.values():
+        for case in _surplus(cases, *cases[0].get_closest_marker("one_in").args):
+            case.add_marker("nightly")
+
+
+def _surplus(cases, n):
+    """All cases of a test but one in n, and but one for each value that several cases share."""
+    values = {case: {(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases}
+    uses = Counter(value for own in values.values() for value in own)
+    seen = {value for value, count in uses.items() if count == 1}
+    for number, case in enumerate(sorted(cases, key=lambda case: crc32(case.nodeid.encode()))):
+        if number * n >= len(cases) and values[case] <= seen:
+            yield case
+        else:
+            seen |= values[case]
 
 
 @pytest.fixture(autouse=True)

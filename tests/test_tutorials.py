@@ -84,7 +84,7 @@ def test_every_command_of_a_page_is_run_here(page):
     assert len(commands(page)) == len(ON_PAGES[page])
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.each_value
 @pytest.mark.parametrize(("page", "number"), CASES)
 def test_a_page_s_command_does_what_the_page_says(quick_cli, tmp_path, monkeypatch, package, page, number):
     monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", partial(prove, instances=QUICK))

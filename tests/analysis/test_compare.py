@@ -281,20 +281,6 @@ def test_a_sweep_stands_for_its_finished_runs_the_first_as_reference(tmp_path):
     assert "failed" in found.notes[0] and "depth=3" in found.notes[0]
 
 
-@pytest.mark.nightly
-def test_two_sweeps_are_paired_by_overrides(tmp_path):
-    a = make_sweep(tmp_path / "a", {"depth=1": 1, "depth=2": 1.2, "depth=4": 1})
-    b = make_sweep(tmp_path / "b", {"depth=3": 1, "depth=2": 1.5, "depth=1": 1}, threads=2)
-    found = compare([a, b])
-    assert [(pair.reference, pair.other) for pair in found.pairs] == [("A1", "B1"), ("A2", "B2")]
-    assert [one.folder.name for one in found.runs] == ["depth=1", "depth=2", "depth=2", "depth=1"]
-    assert [figure(found, "tau_pooled", pair).verdict for pair in (0, 1)] == ["identical", "significant"]
-    assert sorted(note.rpartition("depth=")[2] for note in found.notes) == ["3.", "4."]
-    assert [(one.key, one.values) for one in found.provenance] == [
-        ("threads", (("1", ("A1", "A2")), ("2", ("B2", "B1"))))
-    ]
-
-
 # What is shown ----------------------------------------------------------------------------------------------------
 
 

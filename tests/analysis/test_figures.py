@@ -140,28 +140,8 @@ def test_a_sweep_has_a_forest_and_lines(tmp_path):
 # Outliers ------------------------------------------------------------------------------------------------------------
 
 
-def marks(axes, marker: str) -> list[list[float]]:
-    return [point for line in axes.lines if line.get_marker() == marker for point in line.get_xydata().tolist()]
-
-
 def test_an_axis_ends_at_the_largest_value_that_is_no_outlier():
     assert figures.style.axis_end([1.0, 1.5, 2.0, 21.0]) == 2.0
     assert figures.style.axis_end([1.0, 2.0, 3.0, 4.0]) == 4.0, "spread, but no outlier"
     assert figures.style.axis_end([1.0, np.nan, 1.9]) == 1.9
     assert np.isnan(figures.style.axis_end([]))
-
-
-def test_groups_beyond_the_axis_are_marked_at_its_end_and_counted():
-    """Eight groups; in one the baseline was disturbed, so that its ratio is 21."""
-    rows = [
-        {"group": group, "arm": arm, "request": group, "decode_tokens": 60, "prefill_tokens": 1, "finish": "length",
-         "prefill_seconds": 0.0, "decode_seconds": 1.0 if arm == "speculative" else 31.5 if group == 3 else 1.5}
-        for group in range(8) for arm in ("speculative", "baseline")
-    ]  # fmt: skip
-    rounds = pd.DataFrame({"arm": ["speculative", "baseline"], "group": 0})
-    left, right = figures.throughput(Tables(rounds, pd.DataFrame(), pd.DataFrame(rows))).axes
-    assert len(marks(right, ">")) == 2 and right.get_xlim()[1] < 6, "the ratio of 21, and the end of the interval"
-    assert {point[0] for point in marks(right, ">")} == {max(point[0] for point in marks(right, ">"))}
-    assert len(marks(right, "o")) == 7
-    assert any("1 of 8 beyond" in text.get_text() for text in right.texts)
-    assert not marks(left, ">") and not any("beyond" in text.get_text() for text in left.texts)

@@ -114,7 +114,7 @@ SPOILT = [
 
 
 @pytest.mark.parametrize(("name", "text"), SPOILT)
-@pytest.mark.one_in(27)
+@pytest.mark.each_value
 def test_a_bad_file_is_named_and_the_other_runs_are_read(given, call, name, text):
     (given / "seed=2" / name).write_text(text)
     if name == "queued.json":

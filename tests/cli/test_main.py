@@ -17,7 +17,6 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from spec_lab.cli.main import conf, option_names, top_level_options, zoo
-from spec_lab.cli.subcommands import COMMANDS
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.instances import QUICK
@@ -358,31 +357,7 @@ def test_version_is_that_of_the_package(cli):
     assert cli("--version") == (0, f"spec_lab {importlib.metadata.version('spec-lab')}\n", "")
 
 
-@pytest.mark.parametrize(
-    ("line", "found", "hydras"),
-    [
-        ("spec-lab ", [*COMMANDS], ["proposer=", "seed="]),
-        ("spec-lab co", ["collect", "compare", "convert"], []), ("spec-lab prop", [], ["proposer="]),
-        ("spec-lab proposer=ng", [], ["proposer=ngram"]), ("spec-lab seed=1 st", [], []),
-        ("spec-lab -v proposer=ng", [], ["proposer=ngram"]),
-        ("spec-lab compare ", ["one/", "two/"], []), ("spec-lab compare one/ t", ["two/"], []),
-        ("spec-lab compare one/de", ["one/deep/"], []), ("spec-lab compare --l", ["--level"], []),
-    ],
-)  # fmt: skip
-@pytest.mark.one_in(3)
-def test_the_shell_completes_sub_commands_their_options_and_directories(
-    cli, tmp_path, monkeypatch, line, found, hydras
-):
-    for folder in ("one/deep", "two", ".hidden"):
-        (tmp_path / folder).mkdir(parents=True)
-    monkeypatch.setenv("COMP_LINE", line)
-    code, output, _ = cli("-sc", "query=bash")
-    assert code == 0
-    ours = [one for one in output.split() if one in COMMANDS or one.startswith("-") or one.endswith("/")]
-    assert ours == found and {*hydras} <= {*output.split()}
-
-
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize(("option", "new"), [
     ("out=here", "output_dir"), ("beside.mine.depth=2", "arms.mine.depth"), ("~beside", "arms"),
     ("+proposer@beside.mine=ngram", "arms.mine"), ("stop=[x]", "stop_strings"), ("banned=[x]", "banned_strings"),
@@ -395,40 +370,6 @@ def test_a_former_name_of_an_option_is_refused_with_the_new_one(cli, tmp_path, o
         code, _, errors = cli(option, *many)
         assert code == 1 and f" is now called {new}\n" in errors
         assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize(
-    "given",
-    [
-        ["--config-dir=own", "proposer=includes"],
-        ["--config-dir=own", "+group=includes"],
-        ["--config-dir=own", "--config-name=broken"],
-        ["--config-path={}/own", "--config-name=broken"],
-        ["--config-dir=own", "hydra/launcher=broken"],
-        ["hydra.searchpath=[file://own]", "proposer=includes"],
-        ["--config-dir=own", "--multirun", "proposer=broken,ngram"],
-        ["--config-dir=own", "--multirun", "proposer=glob(*)"],
-    ],
-    ids=" ".join,
-)
-def test_a_config_of_the_user_s_that_no_yaml_is_is_named(cli, tiny, tmp_path, given):
-    """Also one that another includes, and the primary config."""
-    for name, text in {
-        "proposer/includes": "defaults: [broken]", "proposer/broken": "a: [", "hydra/launcher/broken": "a: [",
-        "group/includes": "defaults: [{/proposer: broken}]",
-        "broken": "a: [",
-    }.items():  # fmt: skip
-        file = tmp_path / "own" / f"{name}.yaml"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    flags = [one.format(tmp_path) for one in given if one.startswith("--")]
-    chosen = [one for one in given if not one.startswith("--")]  # later than the choices of ``tiny``
-    code, _, errors = cli(*flags, *tiny, "output_dir=here", *chosen)
-    assert code == 1 and "Traceback" not in errors
-    (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
-    assert "broken.yaml" in line
-    assert [one.name for one in tmp_path.iterdir()] == ["own"]
 
 
 ALIASES = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(

@@ -24,7 +24,7 @@ def sweep_of(cli, monkeypatch, tmp_path):
     return call
 
 
-@pytest.mark.one_in(63)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("option", "runs"),
     [

@@ -272,26 +272,6 @@ def test_an_invalid_search_is_refused_in_one_line_before_anything_is_written(cli
     assert not (tmp_path / "swept").exists()
 
 
-@pytest.mark.nightly
-def test_runs_that_cannot_be_compared_are_not_added_to_a_search(cli, tiny, tmp_path, decoded):
-    few = [*tiny, "prompts.limit=1", "hydra.sweeper.n_trials=1"]
-    assert cli(*few, "proposer.depth=1,2")[0] == 0
-    ran = len(decoded)
-    for other, message in (
-        ([*few[:-2], "prompts.limit=2", "proposer.depth=1,2"], "began with prompts.limit=1, not with prompts.limit=2"),
-        ([*few, "seed=3", "proposer.depth=1,2"], "began with nothing, not with seed=3"),
-        ([*few, "proposer.depth=1,2,3"], "began with other choices for proposer.depth"),
-        ([*few, "proposer.depth=int(interval(1,3))"], "began with other choices for proposer.depth"),
-        ([*few, "proposer.depth=1,2", "hydra.sweeper.direction=minimize"], "hydra.sweeper.direction must be maximize"),
-    ):
-        code, _, errors = cli(*other)
-        (line,) = errors.splitlines()
-        assert code == 1 and line.startswith("spec_lab: ") and message in line
-    assert len(decoded) == ran and len(trials(tmp_path / "swept")) == 1
-    assert cli(*few, "proposer.depth=1,2,3", "hydra.sweeper.study_name=other")[0] == 0
-    assert len(trials(tmp_path / "swept")) == len(trials(tmp_path / "swept", "other")) == 1
-
-
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "text", ["no journal " * 100, '{"op_code":0}\n{"op_code"\n{"op_code":0}\n', '{"op_code":99}\n']

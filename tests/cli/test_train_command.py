@@ -25,7 +25,7 @@ def test_the_help_of_train_names_the_experiments(cli):
     assert all(Path(conf(), "experiment", f"train_{name}.yaml").is_file() for name in trainings())
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("given", "code", "facts"),
     [
@@ -44,7 +44,7 @@ def test_a_wrong_training_is_refused_by_its_name(cli, tmp_path, given, code, fac
 
 @pytest.mark.parametrize("name", ["block", "kangaroo", "pard"])
 @pytest.mark.parametrize("part", ["proposer", "arms.mine"])
-@pytest.mark.one_in(27)
+@pytest.mark.each_value
 def test_a_drafter_without_a_path_is_refused_before_anything_is_loaded(cli, tmp_path, name, part):
     chosen = [f"proposer={name}"] if part == "proposer" else ["proposer=ngram", f"+proposer@{part}={name}"]
     code, _, errors = cli("target.path=/nowhere", *chosen)

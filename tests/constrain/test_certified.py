@@ -35,7 +35,7 @@ def constraint(kind: str):
     return getattr(grammar, kind)(Vocabulary.plain(tokens, 4), source)
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.each_value
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 @pytest.mark.parametrize(
     ("kind", "tree", "drawn", "tokens", "placement"),
@@ -52,7 +52,7 @@ def test_the_output_has_the_masked_distribution(kind, tree, drawn, tokens, verif
     check(kind, tree, drawn, tokens, verifier, placement)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS[2:])
 @pytest.mark.parametrize("placement", ["target", "both"])
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda v: v.name)
@@ -68,7 +68,7 @@ def check(kind, tree, drawn, tokens, verifier, placement):
     assert distance(found, wanted) < 1e-12
 
 
-@pytest.mark.one_in(21)
+@pytest.mark.each_value
 @pytest.mark.parametrize("budget", [0, 1, 2])
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS)
 @pytest.mark.parametrize("placement", ["draft", "both"])
@@ -78,7 +78,7 @@ def test_the_output_does_not_depend_on_how_many_masks_the_draft_uses(budget, tre
     assert distance(decoded(instance, drawn, Token()), truth(instance)) < 1e-12
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.each_value
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS)
 @pytest.mark.parametrize("placement", ["target", "both", "none"])
 def test_masks_computed_during_the_target_s_forward_change_nothing(tree, drawn, tokens, placement):
@@ -87,7 +87,7 @@ def test_masks_computed_during_the_target_s_forward_change_nothing(tree, drawn, 
     assert distance(decoded(instance, drawn, Token()), truth(instance)) < 1e-12
 
 
-@pytest.mark.one_in(45)
+@pytest.mark.each_value
 @pytest.mark.parametrize("instance", constrained(), ids=lambda one: one.name)
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 def test_certify_s_enumeration_under_constraints_finds_no_difference(instance, verifier):
@@ -116,7 +116,7 @@ class Healed(Constraint):
         return BytePrefix(PIECES, self.cut)
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.each_value
 @pytest.mark.parametrize("placement", ["target", "both"])
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), [CHAIN, TREE])
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)

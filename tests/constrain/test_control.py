@@ -65,7 +65,7 @@ def test_the_output_has_the_distribution_of_the_protocol_with_and_without_drafts
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 @pytest.mark.parametrize("fast_forward", [False, True])
 @pytest.mark.parametrize("name", ["puts after what is sampled", "takes back, puts after what is sampled", "puts later"])
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_forced_lists_use_no_random_choice_with_any_verifier(name, fast_forward, verifier):
     applied = AppliedConstraint(constraint(ALONE[name]), fast_forward=fast_forward)
     wanted = oracle(FEW, makes(ALONE[name]), 3)
@@ -218,7 +218,7 @@ BAD = {
 
 @pytest.mark.parametrize("proposer", [Null(), draft_model("2x1")], ids=["alone", "drafted"])
 @pytest.mark.parametrize("what", BAD)
-@pytest.mark.one_in(27)
+@pytest.mark.each_value
 def test_a_controller_that_raises_ends_only_its_own_request_and_is_named(target, what, proposer):
     script, message = BAD[what]
     new = 12 if "without end" in what else 8

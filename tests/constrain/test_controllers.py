@@ -192,7 +192,6 @@ def test_banned_strings_do_not_appear(target):
 # Template ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("proposer", [Null(), draft_model(), Ngram(4, 3, 1)], ids=["alone", "drafted", "ngram"])
 def test_a_template_is_filled_in(target, proposer):
     form = template.load(LETTERS, ["Na: ", {"most": 5, "stop": "r"}, "\nA: ", {"most": 2}, ".", {"most": 4}])

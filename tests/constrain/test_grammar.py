@@ -64,7 +64,7 @@ GRAMMARS = {
 }
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.each_value
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_masks_of_forests_are_those_of_forks_and_of_fresh_matchers(name, threads):
@@ -99,7 +99,7 @@ def test_states_after_drafts_equal_states_without_drafts(threads):
         assert np.array_equal(state.mask(), alone.mask())
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.each_value
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("schema", [TREE, NESTED_ARRAYS], ids=["tree", "nested arrays"])
 def test_drafts_leave_no_trace_in_long_lived_states(schema, threads):
@@ -624,7 +624,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("kind", "source"), [(k, s) for k, all_of in HOSTILE.items() for s in all_of], ids=itertools.count()
 )

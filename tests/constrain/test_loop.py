@@ -1,7 +1,7 @@
 """The decode loop under constraints has exactly the masked distribution."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import get_args
 
 import pytest
@@ -28,7 +28,7 @@ WORLD = RandomToy(8, support=2)
 DRAFTS = (("1x1", "iid", 3), ("2x1", "iid", 2), ("2x1", "without", 2), ("2x1", "point", 3))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.each_value
 @pytest.mark.parametrize("placement", ["target", "both"])
 @pytest.mark.parametrize("fast_forward", [False, True])
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
@@ -68,7 +68,7 @@ class Breaks(Constraint):
         return Fragile() if request.id == 1 else At(Table(lambda _: range(VOCABULARY), VOCABULARY), ())
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("placement", ["target", "draft", "both", "none"])
 @pytest.mark.parametrize("async_masks", [False, True])
 def test_a_constraint_that_raises_ends_only_its_own_request(placement, async_masks):
@@ -136,7 +136,7 @@ class DefectiveState(ConstraintState):
         self.made_by.call("action")
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("failing", ["start", "fork", "advance", "mask", "action"])
 @pytest.mark.parametrize("others", [False, True], ids=["alone", "combined"])
 @pytest.mark.parametrize(
@@ -182,19 +182,3 @@ def test_an_observed_constraint_is_counted_and_changes_nothing():
         list(group)
         assert group.sequences[0].emitted == text
         assert group.sequences[0].violated == 6 and not group.errors
-
-
-def test_invalid_options_are_refused():
-    table = Table(uneven)
-    for options, message in (
-        (dict(placement="head"), "placement"),
-        (dict(draft_budget=-1), "draft_budget"),
-        (dict(draft_budget="soon"), "draft_budget"),
-        (dict(fast_forward=1), "fast_forward"),
-        (dict(placement="draft", fast_forward=True), "fast_forward"),
-        (dict(async_masks="yes"), "async_masks"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            AppliedConstraint(table, **options)
-    with pytest.raises(ValueError, match="placement=none"):
-        AppliedConstraint(replace(table, has_actions=True), "none")

@@ -105,7 +105,7 @@ def sampled(allowed, count, sampler, tree="1x1", drawn="iid", verifier=None, con
     return decoded(instance, drawn, verifier or Token()), futures.upper
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.each_value
 @pytest.mark.parametrize("count", [0, 1, 3, None])
 @pytest.mark.parametrize(
     ("tree", "drawn", "verifier"),
@@ -127,7 +127,6 @@ def test_accepted_outputs_have_the_conditional_distribution(count, tree, drawn, 
         assert {finish for ((_, finish),) in rejected} == {"constraint", "length", "stop"}
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("at", ["mask", "advance"])
 def test_outputs_that_reach_a_dead_end_are_rejected(at):
     for count in (0, 2, None):

@@ -237,14 +237,6 @@ def test_negated_characters_exclude_halves_of_surrogate_pairs(engine, pattern):
     assert set(allowed(after_ed)) == set(range(0x80, 0xA0))  # U+D000 to U+D7FF
 
 
-@pytest.mark.parametrize("choices", [["yes", "no", "yesterday"], ["é", "日本", "日"], ["a", '"\n\\', "a b", "\x00^]"]])
-def test_a_choice_has_the_same_language_as_in_llguidance(engine, choices):
-    ours, theirs = engine.choice(BYTES, choices), grammar.choice(BYTES, choices)
-    texts = {*choices, *(one[:-1] for one in choices), *(one + "a" for one in choices), "yesyes"}
-    assert {text for text in texts if accepts(ours, text)} == set(choices)
-    assert {text for text in texts if accepts(theirs, text)} == set(choices)
-
-
 SCHEMAS = [
     PERSON,
     {"type": ["integer", "null"]},

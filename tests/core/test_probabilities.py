@@ -192,7 +192,7 @@ def test_probabilities_of_a_large_vocabulary_sum_to_one(top_p):
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-300, 1e-4, 0.01, 1.0, 1e6])
 @pytest.mark.parametrize("penalty", [0.01, 1.0, 100.0])
 @pytest.mark.parametrize("kept", [{}, {"top_k": 2**31 - 1}, {"top_p": 5e-324}, {"min_p": 1e-300}, {"min_p": 1.0}])
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_probabilities_of_plausible_logits_are_never_nan(dtype, temperature, penalty, kept):
     most = 1e30
     logits = torch.tensor([[most, -most, 0.0, 1.0], [-most, -most, -torch.inf, -most], [0.0, 1e-30, 1.0, -1.0]])

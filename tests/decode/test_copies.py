@@ -128,7 +128,7 @@ TEMPERATURE = pytest.mark.parametrize("temperature", [0.0, 0.8])
 @EVERY
 @VERIFIERS
 @TEMPERATURE
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_one_copy_for_each_drafted_level_and_one_after_the_forward(name, verifier, temperature):
     for info in decoded("cpu", name, verifier, temperature):
         assert info.copies_after == 1
@@ -140,7 +140,7 @@ def test_one_copy_for_each_drafted_level_and_one_after_the_forward(name, verifie
 
 @EVERY
 @TEMPERATURE
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_masks_computed_on_the_host_cost_one_copy_more(name, temperature):
     applied = AppliedConstraint(EvenTokens())
     for info in decoded("cpu", name, Token(), temperature, applied):
@@ -173,7 +173,7 @@ UNSAMPLED = {
 
 @pytest.mark.parametrize("name", [name for name in PROPOSERS if name not in ("draft_gumbel", "draft_confident")])
 @VERIFIERS
-@pytest.mark.one_in(8)
+@pytest.mark.each_value
 def test_a_step_reads_nothing_of_the_device_but_the_counted_copies(monkeypatch, name, verifier):
     """All accepted paths end at row 2, a node of the one tree, with token 2.
 
@@ -196,7 +196,7 @@ def test_nor_does_a_step_under_a_constraint(monkeypatch, name, verifier):
     assert len(steps) >= 2 and all(info.copies_after == 1 for info in steps)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("commits", [commit, commit_nothing], ids=["commits", "forgets"])
 @pytest.mark.parametrize("chooses", [choose, choose_nothing], ids=["samples", "chooses_nothing"])
 @pytest.mark.parametrize("name", ["medusa", "draft_without"])

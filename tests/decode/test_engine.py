@@ -112,7 +112,7 @@ def called(limits):
     return "-".join(map(str, vars(limits).values()))
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "sampling", "limits"), list(cases()))
 def test_every_request_gets_the_tokens_that_it_gets_alone(target, memo, name, sampling, limits):
     make, verifier = PROPOSERS[name]
@@ -130,7 +130,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(target, memo, name, sa
     assert outputs(engine) == memo[name, sampling]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("prefill", [None, 2])
 @pytest.mark.parametrize("name", ["ngram_tree", "draft_tree"])
 def test_requests_added_while_others_decode_get_the_tokens_that_they_get_alone(target, name, prefill):
@@ -146,21 +146,9 @@ def test_requests_added_while_others_decode_get_the_tokens_that_they_get_alone(t
     assert outputs(engine) == alone(target, proposer, requests, verifier)
 
 
-def test_requests_are_admitted_in_order(target):
-    engine = Engine(Arm(target, Null(), Token(), CounterDraws(0)), limits=Limits(2))
-    for one in wanted():
-        engine.add(one)
-    seen = []
-    while engine.has_unfinished():
-        engine.step()
-        seen += [one.request.id for one in engine.live if one.request.id not in seen]
-        assert len(engine.live) <= 2
-    assert seen == sorted(seen) == [one.request.id for one in engine.sequences]
-
-
 @pytest.mark.parametrize("more", [0, 5, 20])
 @pytest.mark.parametrize("name", ["none", "draft_chain"])
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_the_kv_cache_never_holds_more_tokens_than_its_limit(target, monkeypatch, name, more):
     proposer, requests, used = PROPOSERS[name][0](target), wanted(new=14), []
     most, compute = room_for(requests, proposer.nodes, more), target.lm.run
@@ -244,19 +232,6 @@ def test_an_aborted_live_request_keeps_what_it_emitted_and_others_continue(targe
     assert not target.lm.cells.references.any() and not proposer.lm.cells.references.any()
 
 
-def test_an_aborted_waiting_request_leaves_nothing(target):
-    requests = wanted()
-    engine = Engine(Arm(target, Null(), Token(), CounterDraws(0)), limits=Limits(1))
-    for one in requests:
-        engine.add(one)
-    engine.step()
-    engine.abort(2)
-    list(engine)
-    whole = alone(target, Null(), requests)
-    del whole[2, ()]
-    assert outputs(engine) == whole
-
-
 def test_an_aborted_preempted_request_ends_like_a_live_one(target):
     """Also with the last event of its text."""
     requests, pieces = wanted(new=14), [bytes([97 + n % 26]) for n in range(VOCABULARY)]
@@ -304,25 +279,7 @@ def test_the_constraint_of_an_aborted_request_chooses_among_its_sequences_also_w
     assert len(asked) == 2 and not target.lm.cells.references.any()
 
 
-def test_a_closed_engine_holds_nothing(target):
-    proposer = draft_model("1x1")
-    engine = Engine(Arm(target, proposer, Token(), CounterDraws(0)), limits=Limits(2, 3))
-    for one in wanted():
-        engine.add(one)
-    engine.step()
-    engine.close()
-    assert not engine.has_unfinished() and engine.step() is None
-    assert not target.lm.cells.references.any() and not proposer.lm.cells.references.any()
-
-
 # Refusals ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["max_batch_size", "max_prefill_tokens", "max_kv_tokens"])
-@pytest.mark.parametrize("value", [0, -3, 1.5, True, "8"])
-def test_a_limit_that_is_no_whole_number_from_one_is_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=rf"{name} .*{value!r}$"):
-        Limits(**{name: value})
 
 
 def test_sampling_that_the_proposer_cannot_draft_for_is_refused_when_the_request_is_added(target):
@@ -346,16 +303,6 @@ def test_a_request_that_the_kv_cache_can_never_hold_is_refused_by_name(target):
         else:
             run(engine, wanted()[:1])
             assert len(engine.sequences[0].emitted) == NEW
-
-
-def test_a_request_whose_text_cannot_be_read_is_refused_when_it_is_added(target):
-    proposer = draft_model("1x1")
-    engine = Engine(Arm(target, proposer, Token(), CounterDraws(0)))
-    engine.add(wanted()[0])
-    with pytest.raises(ValueError, match="request 'p1' .*bytes of the tokens"):
-        engine.add(replace(wanted()[1], stop_strings=("x",)))
-    list(engine)
-    assert outputs(engine) == alone(target, proposer, wanted()[:1])
 
 
 @pytest.mark.parametrize("failing", ["init", "propose", "observe"])
@@ -425,7 +372,7 @@ def decode(engine):
 @pytest.mark.parametrize("start", [0, 2])
 @pytest.mark.parametrize(("failing", "at"), [("fork", 1), ("fork", 3), ("fork", 4), ("rewind", 1), ("rewind", 2),
                                              ("close", 1), ("close", 3), ("close", 5)])  # fmt: skip
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_whatever_call_of_a_proposer_fails_every_state_is_closed_once_and_no_cell_is_held(
     target, failing, at, start, limits
 ):
@@ -442,20 +389,6 @@ def test_whatever_call_of_a_proposer_fails_every_state_is_closed_once_and_no_cel
     assert len(proposer.closed) == len(proposer.opened) and set(proposer.closed) == set(proposer.opened)
     assert not target.lm.cells.references.any() and not any(target.lm.cells._users)
     assert not engine.has_unfinished()
-
-
-@pytest.mark.parametrize("ending", ["close", "abort"])
-def test_a_proposer_whose_close_fails_is_named_after_everything_is_freed(target, ending):
-    proposer = Counts("close", 1)
-    engine = Engine(Arm(target, proposer, Token(), CounterDraws(0)))
-    for one in wanted():
-        engine.add(one)
-    engine.step()
-    with pytest.raises(PartError, match="proposer 'counts'"):
-        engine.close() if ending == "close" else engine.abort(2)
-    engine.close()
-    assert len(proposer.closed) == len(proposer.opened) == len(set(proposer.closed))
-    assert not target.lm.cells.references.any()
 
 
 # Observations of a proposer ------------------------------------------------------------------------------------------
@@ -577,7 +510,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "limits",
     [Limits(), Limits(2, 1), Limits(None, 3), Limits(3, 4, TIGHT), Limits(None, None, TIGHT)],
@@ -642,13 +575,6 @@ def test_a_proposer_that_requires_more_likeliest_tokens_than_there_are_is_refuse
     Engine(Arm(target, Guess(target, Requires(top_k=VOCABULARY)), Token(), CounterDraws(0)))
 
 
-def test_hidden_states_that_no_proposer_requires_are_not_computed(target):
-    proposer = Guess(target, Requires())
-    run(Engine(Arm(target, proposer, Token(), CounterDraws(0))), wanted())
-    proposer.finished()
-    assert not target.lm.call.layers
-
-
 @pytest.mark.parametrize("sampling", [COLD, replace(WARM, top_k=5, repetition_penalty=1.4)])
 def test_required_logits_are_the_raw_ones_of_every_row(target, sampling):
     """Before masks, penalties and temperature; of the root and of all nodes, rejected ones too."""
@@ -675,14 +601,3 @@ def test_required_logits_are_the_raw_ones_of_every_row(target, sampling):
     proposer = Logits(target, Requires(logits=True, top_k=3))
     run(Engine(Arm(target, proposer, Token(), CounterDraws(0))), wanted(sampling, new=5))
     proposer.finished()
-
-
-def test_a_proposer_without_a_draft_at_the_end_of_the_context_still_observes(target):
-    """A prompt that nearly fills the context: drafts are cut, positions are still observed."""
-    prompt = tuple(np.random.default_rng(0).integers(0, VOCABULARY, CONTEXT - 3).tolist())
-    proposer = Guess(target)
-    proposer.likeliest = lambda text: 5  # longer texts than the model has positions for
-    engine = Engine(Arm(target, proposer, Token(), CounterDraws(0)), limits=Limits(max_prefill_tokens=100))
-    run(engine, [Request(0, "long", prompt, COLD, 50)])
-    proposer.finished()
-    assert engine.sequences[0].finish == "context" and proposer.longest >= 53

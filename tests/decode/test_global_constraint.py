@@ -76,7 +76,7 @@ def test_the_reference_is_the_enumeration_of_the_tables(length, outputs):
     assert distance(truth(instance_of("1", length)), wanted) < 1e-14
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.each_value
 @pytest.mark.parametrize("verifier", ENUMERATED, ids=lambda pair: f"{pair[0].name}, {pair[1]}")
 @pytest.mark.parametrize("placement", ["target", "both"])
 def test_every_verifier_has_the_conditional_distribution(verifier, placement):
@@ -89,7 +89,7 @@ def test_every_verifier_has_the_conditional_distribution(verifier, placement):
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 @pytest.mark.parametrize("instance", conditioned(), ids=lambda one: one.name)
-@pytest.mark.one_in(36)
+@pytest.mark.each_value
 def test_certify_s_enumeration_under_a_grammar_finds_no_difference(instance, verifier):
     found = examine(instance, "iid", verifier)
     assert found.wrong is None
@@ -97,7 +97,7 @@ def test_certify_s_enumeration_under_a_grammar_finds_no_difference(instance, ver
     assert found.drafted
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(0.6), Sampling(1.0, top_k=3), Sampling(1.3, top_p=0.9), Sampling(1.0, repetition_penalty=1.5)],
@@ -129,15 +129,6 @@ def test_it_composes_with_a_minimum_length_and_healing():
         assert len(wanted) > 1
         assert distance(wanted, truth(replace(instance, applied=given_valid(grammar)))) > 0.01
         assert distance(decoded(instance, "iid", Token()), wanted) < 1e-12
-
-
-def test_texts_that_lead_nowhere_have_no_probability():
-    allowed = words((0, 1, 3), (0, 2, 0), (1, 3), (2, 2, 2, 3), (1, 0, 1, 3), (3,))
-    for tokens in (2, 3):
-        instance = Instance(WORLD, "2x1", tokens, STOP, applied=given_valid(Table(allowed), "both"))
-        wanted = by_enumeration(WORLD, allowed, 3, tokens)
-        assert len(wanted) == tokens
-        assert distance(decoded(instance, "iid", Traversal()), wanted) < 1e-12
 
 
 # Faults ----------------------------------------------------------------------------------------------------------
@@ -243,24 +234,6 @@ def test_a_request_without_a_valid_output_ends_alone(target):
     assert "no output that the constraint allows ends within max_new_tokens" in group.errors[by_id[1]]
 
 
-def test_an_output_without_probability_ends_its_request():
-    toy = RandomToy(8, v=4, support=2)
-    likely = int(toy.probabilities(0)[0][0].argmax())
-    impossible = next(token for token in range(3) if toy.probabilities(0)[0][0][token] == 0)
-    assert likely != impossible
-    instance = Instance(toy, "1x1", 2, STOP, applied=given_valid(Table(words((impossible, 3)))))
-    assert decoded(instance, "iid", Token()) == {(((), "stuck"),): 1.0}
-
-
-def test_the_context_limits_valid_outputs(target):
-    """Outputs that do not fit the context are not valid."""
-    short = replace(target, context=3 + 2)
-    texts = [(11, 2), *((token, 4, 2) for token in range(12, VOCABULARY))]
-    group = decode(short, [11] * 20, given_valid(Table(words(*texts), VOCABULARY)))
-    list(group)
-    assert {tuple(one.emitted) for one in group.sequences} == {(11, 2)}
-
-
 @pytest.mark.parametrize(
     ("changes", "applied", "words"),
     [
@@ -277,22 +250,6 @@ def test_requests_without_such_a_distribution_are_refused(target, changes, appli
     with pytest.raises(ValueError, match=f"^request 'r0': constraint.distribution=global .*{words}") as error:
         engine.add(request)
     assert "\n" not in str(error.value) and not engine.has_unfinished()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (dict(distribution="both"), "distribution must be one of local, global"),
-        (dict(max_prefixes=0), "max_prefixes"),
-        (dict(max_prefixes=2**20 + 1), "max_prefixes"),
-        (dict(distribution="global", placement="draft"), "placement=draft does not constrain the output"),
-        (dict(distribution="global", placement="none"), "placement=none does not constrain the output"),
-    ],
-)
-def test_invalid_options_are_refused(options, words):
-    with pytest.raises(ValueError, match=words) as error:
-        AppliedConstraint(Table(uneven), **options)
-    assert "\n" not in str(error.value)
 
 
 def test_constraints_whose_outputs_cannot_be_enumerated_are_refused():

@@ -105,7 +105,7 @@ def test_a_cold_tree_of_sampled_siblings_is_refused(target):
             draft(target, tree="2x1", drawn=drawn).check_sampling(GREEDY)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("name", "verifier"),
     [

@@ -6,7 +6,6 @@ import torch
 
 from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.core.request import Request
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.decode.prefix_cache import BLOCK, PrefixCache
@@ -211,33 +210,3 @@ def test_a_text_is_not_kept_or_takes_the_place_of_an_older_one_where_ids_cannot_
         output = lm.forward([found], [text(9, 30)], empty(1))
         np.testing.assert_array_equal(output.logits[0], logits_of(text(9, 30), V))
     assert used(lm) <= counted(lm) and lm.context.ids == 16
-
-
-def test_a_new_request_takes_the_id_of_a_kept_text_where_ids_cannot_grow():
-    lm, prefixes = LlamaCpp(Model(SixteenIds(V), "fake.gguf"), LlamaSettings(batch=512)), PrefixCache(64 * BLOCK)
-    live = [computed(lm, text(9 + number, 20)) for number in range(15)]
-    prefixes.keep(lm, text(9, 20), live[0])
-    live.append(computed(lm, text(30, 20)))
-    output = lm.forward(live, [[5]] * 16, empty(16))
-    np.testing.assert_array_equal(output.logits[15], logits_of([*text(30, 20), 5], V))
-    assert not len(prefixes.texts[0].kv)
-
-
-def test_keeping_a_text_raises_no_error_where_the_cells_are_lost():
-    lm, prefixes = runner(), PrefixCache(64 * BLOCK)
-    live = [computed(lm, text(9 + number, 20)) for number in range(16)]
-    lm.context.library.most = 0
-    prefixes.keep(lm, text(9, 20), live[0])
-    assert not prefixes.texts
-
-
-def test_the_next_turn_of_a_chat_computes_only_what_is_new():
-    lm = runner()
-    target, prefixes, tokens, pending = Target(lm, None, "fake", 200, "", 0.0), PrefixCache(1024, least=1), COMMON, []
-    for turn in range(3):
-        engine = Engine(Arm(target, Null(), Token(), CounterDraws(0), prefix_cache=prefixes))
-        engine.add(Request(turn, "turn", tokens, COLD, 6))
-        first, *_ = list(engine)
-        pending.append(first.pending)
-        tokens = (*engine.sequences[0].tokens, 5, 6, 7)
-    assert pending == [[len(COMMON)], [4], [4]] and len(prefixes.texts) == 1

@@ -26,7 +26,6 @@ from spec_lab.propose.trees import parse
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.train.record import StateRecorder
 from spec_lab.verify import Token, Traversal
-from tests import recurrent
 from tests.constrain.scripted import Scripted, after
 from tests.drafters.test_early_exit import early_exit
 from tests.drafters.test_medusa import heads_of
@@ -87,7 +86,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.each_value
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_a_prefix_cache_changes_no_token(target, name, limits):
@@ -100,7 +99,6 @@ def test_a_prefix_cache_changes_no_token(target, name, limits):
     assert reused[0] == 0 and sum(reused.values()) > 2 * len(COMMON)
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("make", [
     partial(tiny_model, "mistral-windows"), partial(tiny_model, "llama4_text"),
     partial(families.tiny_family, "deepseek_v2-dense"), partial(families.tiny_family, "bloom"),
@@ -112,18 +110,7 @@ def test_nor_do_layers_with_windows_chunks_latents_and_biases(target, make):
     assert found == expected and sum(reused.values()) > 2 * len(COMMON)
 
 
-@pytest.mark.parametrize("attention", ["dense", "fixed"])
-def test_other_ways_of_attention_change_no_token_either(attention):
-    lm = CausalLM(tiny_model(), "dense") if attention == "dense" else CausalLM(tiny_model(), fixed=True)
-    target, make = SimpleNamespace(lm=lm), PROPOSERS["draft_tree"][0]
-    plain = tiny_target()
-    target = type(plain)(lm, None, "tiny", plain.context, "", 0.0)
-    expected, _ = decode(plain, make(plain), wanted(WARM), Traversal(), limits=Limits(2))
-    found, reused = decode(target, make(target), wanted(WARM), Traversal(), limits=Limits(2), prefixes=cache())
-    assert found == expected and sum(reused.values()) > 2 * len(COMMON)
-
-
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", [COLD, WARM])
 @pytest.mark.parametrize("acts", [0, 2])
 def test_forks_get_the_same_tokens_where_their_prompt_comes_from_the_cache(target, acts, sampling):
@@ -252,14 +239,6 @@ def test_the_texts_that_were_not_used_for_the_longest_time_are_dropped():
     assert lm.open_ones == 1 and not prefixes.texts
 
 
-def test_short_texts_are_neither_kept_nor_copied():
-    lm, prefixes = Runner(), PrefixCache(BLOCK)
-    keep(prefixes, lm, text(1, 15))
-    assert not prefixes.texts
-    keep(prefixes, lm, text(1, 20))
-    assert len(prefixes.open(lm, text(1, 16), 20)) == 0 and len(prefixes.open(lm, text(1, 17), 20)) == 16
-
-
 def test_only_computed_tokens_are_kept_and_the_last_token_is_always_computed_anew():
     lm, prefixes = Runner(), PrefixCache(BLOCK)
     kv = Cache(lm, 30)
@@ -268,18 +247,6 @@ def test_only_computed_tokens_are_kept_and_the_last_token_is_always_computed_ane
     assert len(prefixes.open(lm, text(1, 25), 99)) == 24
     assert len(prefixes.open(lm, text(1, 25), 99, [(text(1, 99), Cache(lm, 10))])) == 24
     assert len(prefixes.open(lm, text(2, 25), 99, [(text(2, 99), Cache(lm, 20))])) == 20
-
-
-def test_a_broken_sequence_is_not_kept(target):
-    """Its keys or values may be NaN."""
-    requests = wanted()[:1]
-    with torch.no_grad():
-        target.lm.model.lm_head.weight[:] = float("nan")
-    prefixes = cache()
-    engine = Engine(Arm(target, Null(), Token(), CounterDraws(0), prefix_cache=prefixes))
-    engine.add(requests[0])
-    list(engine)
-    assert engine.sequences[0].finish == "nan" and not prefixes.texts
 
 
 def test_a_copied_prefix_lies_in_cells_without_holes():
@@ -307,20 +274,3 @@ def test_a_proposer_that_reads_every_positions_hidden_states_is_refused_by_name(
     check_prefix_cache(BestOf.load(target, {"a": last, "b": Ngram(2, 2, 1)}), target)
     both = BestOf.load(target, {"a": last, "b": StateRecorder((1,))})
     assert both.requires.every_position
-
-
-def test_a_target_that_cannot_copy_is_refused_by_name(target, monkeypatch):
-    monkeypatch.setattr(type(target.lm.model), "tp_size", 2)  # split over ranks, which copy nothing
-    with pytest.raises(ValueError, match="prefix_cache requires copied_prefix .*CausalLM lacks"):
-        check_prefix_cache(Null(), target)
-
-
-def test_a_target_with_recurrent_layers_is_refused_by_name(target):
-    with pytest.raises(ValueError, match="prefix_cache requires copied_prefix .*CausalLM lacks"):
-        check_prefix_cache(Null(), replace(target, lm=CausalLM(recurrent.FAMILIES["lfm2"]())))
-
-
-@pytest.mark.parametrize("value", [0, 255, 2.5, True, "many"])
-def test_a_limit_that_is_no_whole_number_from_a_block_is_refused(value):
-    with pytest.raises(ValueError, match="prefix_cache must be a whole number of 256 or more, or null"):
-        PrefixCache(value)

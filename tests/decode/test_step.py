@@ -1,7 +1,5 @@
 """Steps: every proposer emits the target's tokens, errors are named and free every cell, batches change no token."""
 
-from unittest.mock import Mock
-
 import pytest
 import torch
 
@@ -64,15 +62,6 @@ def test_a_perfect_draft_is_fully_accepted(target, truth):
     assert len(steps) == NEW // 4
 
 
-def test_an_empty_draft_is_autoregressive_decoding(target, truth):
-    class Silent(Foretold):
-        def propose(self, batch):
-            return empty(len(batch.sequences))
-
-    group, steps = decode(target, Silent(truth), requests())
-    assert emitted(group) == truth and len(steps) == NEW
-
-
 def test_a_verifier_that_does_not_support_the_draft_is_refused_at_once(target, truth):
     class Sampled(Token):
         accepts = frozenset({"iid"})
@@ -125,13 +114,6 @@ def test_a_prompt_that_fills_the_context_is_refused_by_name(target):
         fixed_group(Arm(target, Null(), Token(), CounterDraws(0)), requests(prompts=((1,) * CONTEXT,)))
 
 
-def test_requests_for_no_tokens_are_refused():
-    with pytest.raises(ValueError, match="prompt 'p0' .*empty"):
-        requests(prompts=((),))
-    with pytest.raises(ValueError, match=r"max_new_tokens .* \(got 0\)"):
-        requests(new=0)
-
-
 # Cells
 
 
@@ -161,17 +143,6 @@ def test_every_cell_is_freed(target, truth, ending):
     spans = target.lm.cells.spans
     decode(target, Null(), requests())
     assert target.lm.cells.spans == spans, "the next group has the cells that this one had"
-
-
-def test_a_group_that_cannot_open_frees_what_it_opened(monkeypatch):
-    target = tiny_target()
-    with monkeypatch.context() as full:
-        full.setattr(target.lm, "open", Mock(side_effect=[target.lm.open(), MemoryError]))
-        with pytest.raises(MemoryError):
-            decode(target, Null(), requests(prompts=PROMPTS[:2]))
-    assert not any(target.lm.cells._users)
-    _, steps = decode(target, Null(), requests(prompts=(PROMPTS[1],)))
-    assert target.lm.cells.spans == 1 and len(steps) == NEW
 
 
 @pytest.mark.parametrize("attention", ["spans", "dense"])

@@ -33,7 +33,7 @@ def paths(world, length):
         yield [world.p(x[:i])[x[i]] for i in range(length)], [world.q(x[:i])[x[i]] for i in range(length)]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @EVERY_WORLD
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_the_expected_acceptance_of_a_chain_has_a_closed_form(world, length):

@@ -89,7 +89,7 @@ POLICIES = [
 @pytest.mark.parametrize("grow", POLICIES, ids=lambda grow: grow.__name__)
 @pytest.mark.parametrize("world", WORLDS[:4], ids=lambda w: f"world{w.seed}")
 @pytest.mark.parametrize("verifier", EXACT, ids=lambda v: v.name)
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_growth_that_depends_on_drawn_tokens_keeps_the_distribution(verifier, world, grow):
     require_lossless(Outputs.of_grown(world, verifier, grow))
 

@@ -29,7 +29,7 @@ LONGEST = (("2", 4), "iid", "match")  # it takes as long as all others together;
 EVERY_VERIFIER = pytest.mark.parametrize("verifier", LOSSLESS, ids=lambda v: v.name)
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("tree", "tokens", "drawn", "verifier"),
     [
@@ -71,7 +71,7 @@ def test_warped_distributions_are_kept(sampling, verifier):
 
 @pytest.mark.parametrize("proposer", [Null(), Ngram(3, 3, 1), NgramTree(5, 3, 3, 1)], ids=lambda p: p.name)
 @EVERY_VERIFIER
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_proposers_without_a_model_keep_the_distribution(proposer, verifier):
     for stop in (frozenset(), STOP):
         assert examine(Instance(FEW, "1", tokens=4, stop=stop), proposer, verifier).wrong is None

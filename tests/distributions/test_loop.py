@@ -79,7 +79,7 @@ def distance(target, draft, tree, drawn, verifier, sampling, stop=frozenset(), c
     return 0.5 * sum(abs(found[path] - expected.get(path, 0.0)) for path in {*found, *expected})
 
 
-@pytest.mark.one_in(27)
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", [PLAIN, WARPED], ids=["plain", "warped"])
 @pytest.mark.parametrize(
     ("tree", "drawn", "verifier"),

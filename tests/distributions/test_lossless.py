@@ -38,7 +38,7 @@ def require_lossless(outputs: Outputs) -> None:
     assert outputs.expected == pytest.approx(outputs.accepted, abs=EXACT)
 
 
-@pytest.mark.one_in(14)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("name", "world"),
     [
@@ -59,7 +59,7 @@ def test_one_step_is_lossless(world, name, drawn, verifier):
     require_lossless(Outputs.of_forest(world, verifier, TREES[name], drawn))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["[2]", "[1,1]", "[3]", "[2,1]"])
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 @VERIFIERS
@@ -68,7 +68,7 @@ def test_one_step_with_wide_distributions_is_lossless(name, drawn, verifier):
     require_lossless(Outputs.of_forest(World(5, v=5, support=5, plain=True), verifier, TREES[name], drawn))
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.each_value
 @pytest.mark.parametrize("world", [World(8), World(12, v=5, support=2)], ids=["world8", "world12"])
 @pytest.mark.parametrize("name", ["[1,1]", "[3]", "[2,1]", "[2,2]"])
 @DRAWN

@@ -93,7 +93,7 @@ MIXED = pytest.mark.parametrize("grow", MIXTURES, ids=lambda grow: grow.__name__
 @MIXED
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"world{w.seed}")
 @pytest.mark.parametrize("verifier", EXACT, ids=lambda v: v.name)
-@pytest.mark.one_in(9)
+@pytest.mark.each_value
 def test_mixed_siblings_keep_the_target_s_distribution(verifier, world, grow):
     require_lossless(Outputs.of_grown(world, verifier, grow))
 

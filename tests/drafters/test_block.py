@@ -151,7 +151,7 @@ WAYS = [
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
 @pytest.mark.parametrize("options", WAYS, ids=str)
-@pytest.mark.one_in(27)
+@pytest.mark.each_value
 def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, options):
     truth = [plain_greedy(target.lm.model, one.tokens, 20) for one in requests()]
     group, steps = decode(target, BlockDrafter.load(target, folders[name], **options), requests())
@@ -162,7 +162,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, option
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
-@pytest.mark.one_in(9)
+@pytest.mark.each_value
 def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
     proposer = BlockDrafter.load(target, folders[name], tree=TREE, drawn="without", temperature=1.0)
     wanted = requests(sampling, new=12)
@@ -287,21 +287,3 @@ def test_a_drafter_that_does_not_fit_is_refused_with_the_reason(target, tmp_path
 def test_trees_deeper_than_a_block_are_refused(target, folders, options):
     with pytest.raises(ValueError, match="drafts 4 tokens at a time, not 5: set a smaller proposer.depth"):
         BlockDrafter.load(target, folders["dflash"], **options)
-
-
-def test_pickled_weights_are_never_read(target, tmp_path):
-    path = written(tmp_path / "drafter", *dflash(H), name="pytorch_model.bin")
-    with pytest.raises(ValueError, match="pytorch_model.bin"):
-        BlockDrafter.load(target, path, depth=2)
-
-
-def test_a_missing_folder_is_named(target, tmp_path):
-    with pytest.raises(OSError, match="config.json is missing, as is the folder"):
-        BlockDrafter.load(target, str(tmp_path / "none"), depth=2)
-
-
-def test_the_drafter_states_what_it_does(target, folders):
-    proposer = BlockDrafter.load(target, folders["dspark"], depth=3, drawn="iid")
-    assert (proposer.name, proposer.drawn, proposer.nodes, proposer.branches) == ("block", "iid", 3, False)
-    assert proposer.requires.hidden == (1, 2, 3) and len(proposer.sha256) == 64
-    assert proposer.facts.items() >= {"hidden_states": [1, 2, 3], "block_size": 4, "markov_rank": 6}.items()

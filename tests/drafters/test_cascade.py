@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.core.request import Request
 from spec_lab.decode.arm import Arm
-from spec_lab.decode.engine import Engine, Limits, fixed_group
+from spec_lab.decode.engine import Engine, Limits
 from spec_lab.decode.proposer import Requires
 from spec_lab.drafters import cascade as module
 from spec_lab.drafters.cascade import DraftCascade
@@ -28,10 +27,9 @@ from spec_lab.propose.trees import parse
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.enumeration import Watched
-from spec_lab.tasks.certify.instances import LOOPS, QUICK
+from spec_lab.tasks.certify.instances import QUICK
 from spec_lab.tasks.certify.toy_models import RandomToy, table_models
 from spec_lab.verify import Lenient, Token, Traversal
-from tests.decode.test_copies import MadeUp, target_on
 from tests.propose import lab
 from tests.propose.lab import (
     COLD,
@@ -79,7 +77,7 @@ def cells_are_free(one):
 
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("drawn", ["iid", "point"])
-@pytest.mark.one_in(8)
+@pytest.mark.each_value
 def test_greedy_chains_are_the_draft_model_s_whatever_drafts_for_it(target, truth, name, drawn):
     one = cascade(INNER[name](), drawn=drawn)
     group, steps = decode(target, one, requests())
@@ -92,7 +90,7 @@ def test_greedy_chains_are_the_draft_model_s_whatever_drafts_for_it(target, trut
 
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("sampling", [WARM, Sampling(0.8, top_k=5, repetition_penalty=1.3)], ids=["warm", "penalised"])
-@pytest.mark.one_in(8)
+@pytest.mark.each_value
 def test_the_stated_distributions_are_the_draft_model_s(target, name, sampling):
     one = cascade(INNER[name]())
     compared = 0
@@ -137,23 +135,6 @@ def test_calls_and_copies_of_inner_steps_are_counted_as_the_proposer_s(target):
         assert sum(name == "target_forward" for name, _, _ in info.spans) == 1
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", ["n-gram", "chain"])
-def test_inner_steps_read_nothing_of_the_device_but_counted_copies(monkeypatch, name, temperature):
-    """Every token is 0; sampled inner drafts are rejected, so that each of three inner steps emits one token."""
-    monkeypatch.setattr("spec_lab.decode.step.Readback", MadeUp)
-    monkeypatch.setattr(MadeUp, "whole", 0)
-    inner = draft_model("1x1", lm=target_on("meta").lm) if name == "chain" else Ngram(3, 3, 1)
-    request = Request(0, "r", (1, 2, 3, 1, 2, 3, 1, 2), Sampling(temperature), 8)
-    one = lab.cascade(inner, target_on("meta").lm, depth=3)
-    steps = list(fixed_group(Arm(target_on("meta"), one, Token(), CounterDraws(1)), [request]))
-    levels = 2 + 1 if name == "chain" else 0  # of all inner drafts
-    assert len(steps) >= 2 and all(info.copies_after == 1 for info in steps)
-    assert max(info.copies_before for info in steps) <= 3 + levels
-    assert temperature == 0 or steps[0].copies_before == 3 + levels
-
-
 def test_chains_end_with_the_context_of_the_target_and_of_the_draft_model(target):
     one = cascade(Ngram(3, 2, 1), depth=4, context=len(PROMPTS[0]) + 6)
     _, steps = decode(target, one, requests(new=12, prompts=PROMPTS[:1]))
@@ -163,12 +144,6 @@ def test_chains_end_with_the_context_of_the_target_and_of_the_draft_model(target
     short = replace(target, context=len(PROMPTS[0]) + 3)
     _, (first, *_) = decode(short, cascade(Ngram(3, 2, 1), depth=8), requests(new=12, prompts=PROMPTS[:1]))
     assert first.draft.shape.nodes == 3
-
-
-def test_at_most_as_many_sequences_as_the_draft_model_computes_share_an_inner_step(target, truth, monkeypatch):
-    monkeypatch.setattr(module, "most_at_once", lambda *_: 2)
-    group, _ = decode(target, cascade(Ngram(3, 2, 1)), requests())
-    assert emitted(group) == truth
 
 
 # The life cycle ------------------------------------------------------------------------------------------------------
@@ -201,7 +176,6 @@ def test_after_growth_rewinds_and_forks_chains_are_those_of_the_text(data):
     assert cells_are_free(one)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sampling", [COLD, WARM], ids=["cold", "warm"])
 def test_preempted_requests_and_requests_alone_get_the_same_tokens(target, sampling):
     def run(wanted, limits):
@@ -248,17 +222,6 @@ def test_broken_logits_of_the_draft_model_end_their_own_request_only(target, tru
     assert cells_are_free(one)
 
 
-def test_a_state_that_cannot_be_made_leaves_no_cells_behind():
-    class Refuses(Ngram):
-        def init(self, request):
-            raise RuntimeError("no state")
-
-    one = cascade(Refuses(3, 2, 1))
-    with pytest.raises(RuntimeError, match="no state"):
-        one.init(requests()[0])
-    assert cells_are_free(one)
-
-
 # Exactness -----------------------------------------------------------------------------------------------------------
 
 TARGET, DRAFT = table_models(RandomToy(4, plain=True), 3)
@@ -293,7 +256,7 @@ class KeepsWhatWasGuessed(EndsWithItsStep):
         return {text: [part[:-1] for part in parts] for text, parts in q.items()}, broken
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("inner", [Ngram(3, 3, 1), draft_model("1x1", lm=DRAFT)], ids=["n-gram", "chain"])
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda one: one.name)
 def test_a_chain_that_ends_with_an_inner_step_would_be_exact(inner, verifier):
@@ -314,19 +277,6 @@ def test_drafts_of_a_lossy_inner_verification_are_found_not_to_be_exact(verifier
     lossy = toy(draft_model("1x1", lm=DRAFT))
     lossy.arm = replace(lossy.arm, verifier=Lenient(0.5))
     assert prove(lossy, verifier, QUICK[:1]).worst.tv > 0.001
-
-
-def test_an_inner_draft_model_of_a_toy_is_another_than_the_cascade_s():
-    made = toy(draft_model("1x1", lm=DRAFT)).toy(TARGET, DRAFT, parse("1x1"))
-    assert made.arm.target.lm is DRAFT and made.arm.proposer.lm is TARGET.lm and made.depth == 2
-
-
-@pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=2), Sampling(1.3, repetition_penalty=1.5)])
-@pytest.mark.parametrize("inner", [Ngram(3, 3, 1), draft_model("1x1", lm=DRAFT)], ids=["n-gram", "chain"])
-@pytest.mark.nightly
-def test_truncated_and_penalised_requests_are_enumerated(sampling, inner):
-    proof = prove(toy(inner), Token(), LOOPS[:2], sampling)
-    assert proof.failure is None and proof.missing == () and proof.worst.tv < 1e-12
 
 
 def test_the_same_tokens_are_accepted_whoever_drafts_for_the_draft_model():
@@ -378,17 +328,3 @@ def test_an_inner_tree_that_needs_a_temperature_is_refused_for_chains_of_points(
     with pytest.raises(ValueError, match="inner, which drafts for the draft model: at temperature 0"):
         one.check_sampling(WARM)
     load(target, draft_model("2x1", "without"), temperature=1.0).check_sampling(COLD)
-
-
-def test_what_is_recorded(target, loaded):
-    one = load(target, Ngram(3, 2, 1), depth=5, temperature=0.7)
-    assert one.nodes == 5 and one.requires == Requires() and one.sha256 == "abc" and one.shared_store == ""
-    assert one.facts["inner"]["name"] == "ngram"
-    assert {name: one.facts[name] for name in ("depth", "temperature", "verifier")} == {
-        "depth": 5, "temperature": 0.7, "verifier": "token",
-    }  # fmt: skip
-    shared = load(target, Suffix.load(None, shared=9))
-    assert shared.shared_store
-    hashed = load(target, draft_model("1x1"))
-    hashed.arm.proposer.sha256 = "def"
-    assert hashed.sha256 not in ("abc", "def", "") and load(target, Ngram(3, 2, 1)).arm.target.ends == {7}

@@ -1,6 +1,5 @@
 """EAGLE: the cached, batched network over trees agrees with plain forwards over whole texts; drafts are as declared."""
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -102,7 +101,7 @@ WAYS = [
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("options", WAYS, ids=str)
-@pytest.mark.one_in(27)
+@pytest.mark.each_value
 def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, options):
     truth = [plain_greedy(target.lm.model, one.tokens, 20) for one in requests()]
     group, steps = decode(target, eagle.load(target, folders[name], **options), requests())
@@ -111,7 +110,6 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, option
     assert sum(info.draft.shape.nodes for info in steps) > 60
 
 
-@pytest.mark.one_in(4)
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "eagle3-two-layers-all-tokens", "eagle3-every-flag"])
 def test_a_head_may_have_another_dtype_than_the_target(target, folders, name):
@@ -123,11 +121,6 @@ def test_a_head_may_have_another_dtype_than_the_target(target, folders, name):
         return reference(name, target, text, path)
 
     compare_stated(target, proposer, requests(WARM, new=9), expected, atol=1e-5, check_dtype=False)
-
-
-def test_an_unknown_dtype_is_named(target, folders):
-    with pytest.raises(ValueError, match=r"dtype must be one of bfloat16, .*'int4'"):
-        eagle.load(target, folders["eagle1"], depth=2, dtype="int4")
 
 
 @torch.no_grad()
@@ -154,7 +147,7 @@ def test_nothing_is_drafted_below_several_pending_tokens_and_drafting_resumes_af
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
     proposer = eagle.load(target, folders[name], tree=TREE, drawn="without", temperature=1.0)
     wanted = requests(sampling, new=12)
@@ -204,7 +197,6 @@ def test_a_head_that_this_package_trained_with_taps_in_another_order_keeps_it(ta
     assert [record.levelname for record in caplog.records if "[4, 1, 2]" in record.getMessage()] == ["WARNING"]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["norm_before_fc", "fc_norm"])
 def test_flags_in_eagle_config_are_read(target, tmp_path, name):
     config, tensors = eagle3(H, VOCABULARY, IDS, flags=(name,))
@@ -223,10 +215,6 @@ def broken(change, head=None):
     config, tensors = dict(config), dict(tensors)
     change(config, tensors)
     return config, tensors
-
-
-def renamed(old, new):
-    return lambda _, tensors: tensors.update({new: tensors.pop(old)})
 
 
 REFUSED = {
@@ -311,12 +299,6 @@ def test_rotations_that_depend_on_the_batch_are_refused(target, tmp_path, rope):
         eagle.load(target, written(tmp_path / "head", *head), tree=TREE)
 
 
-def test_no_more_cells_are_reserved_than_the_target_has_positions(target, folders):
-    proposer = eagle.load(target, folders["eagle3"], depth=2)
-    proposer.close(proposer.init(requests(new=2**20)[0]))
-    assert proposer.lm.cells.references.size <= 2 * (target.context + 2)
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_head_that_does_not_fit_is_refused_with_the_reason(target, tmp_path, case):
     change, message = REFUSED[case]
@@ -335,21 +317,3 @@ def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target, folders):
     assert eagle.load(target, folders["eagle3"], tree=f"{len(IDS)}").nodes == len(IDS)
     with pytest.raises(ValueError, match=rf"tree: a tree {len(IDS) + 1} wide .* {len(IDS)}$"):
         eagle.load(target, folders["eagle3"], tree=f"{len(IDS) + 1}")
-
-
-def test_pickled_weights_are_never_read(target, tmp_path):
-    path = written(tmp_path / "head", *eagle1(H, VOCABULARY), name="pytorch_model.bin")
-    with pytest.raises(ValueError, match="spec-lab convert"):
-        eagle.load(target, path, depth=2)
-
-
-def test_a_missing_folder_is_named(target, tmp_path):
-    with pytest.raises(OSError, match="config.json is missing, as is the folder"):
-        eagle.load(target, str(tmp_path / "none"), depth=2)
-
-
-def test_the_drafter_says_what_it_does(target, folders):
-    proposer = eagle.load(target, folders["eagle3"], depth=3)
-    assert (proposer.name, proposer.drawn, proposer.nodes, proposer.branches) == ("eagle3", "iid", 3, False)
-    assert proposer.facts["hidden_states"] == [1, 2, 2] and len(proposer.sha256) == 64
-    np.testing.assert_array_equal(proposer.network.ids.numpy(), IDS)

@@ -1,7 +1,6 @@
 """Early exit: its stated distributions, its work, what is left in the KV cache after any history, and refusals."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,25 +8,21 @@ import torch
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.arm import Arm
-from spec_lab.decode.engine import Engine, Limits
+from spec_lab.decode.engine import Engine
 from spec_lab.decode.proposer import Requires
 from spec_lab.drafters.early_exit import EarlyExit, FirstLayers
-from spec_lab.drafters.skip.propose import Skip
 from spec_lab.models.layer_checks import check_exit
 from spec_lab.models.support import Unsupported
-from spec_lab.models.target import Target
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.runners.causal_lm import CausalLM
-from spec_lab.runners.llama_cpp import LlamaCpp
-from spec_lab.verify import Gumbel, Token, Traversal
+from spec_lab.verify import Token, Traversal
 from tests.propose.lab import (
     COLD,
     PROMPTS,
     WARM,
-    batch_of,
     calls,
     compare_stated,
     decode,
@@ -36,7 +31,7 @@ from tests.propose.lab import (
     plain_logits,
     requests,
 )
-from tests.tiny import CONTEXT, tiny_model, tiny_target
+from tests.tiny import tiny_model, tiny_target
 
 TREE = "0 1 2 0.0 0.1 1.0 0.0.0 0.1.0"
 PLANS = {
@@ -72,7 +67,7 @@ def first_layers(layers):
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.one_in(27)
+@pytest.mark.each_value
 def test_greedy_drafting_emits_the_target_s_tokens(target, truth, plan, layers):
     group, steps = decode(target, early_exit(target, plan, layers), requests())
     assert emitted(group) == truth
@@ -89,7 +84,7 @@ def test_other_families_do_as_well(family):
     assert emitted(decode(target, early_exit(target, "tree", 2), requests(new=8))[0]) == wanted
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 @pytest.mark.parametrize("layers", [1, 3])
 def test_stated_distributions_are_those_of_the_first_layers(target, layers, drawn):
@@ -104,24 +99,16 @@ def test_stated_distributions_are_those_of_the_first_layers(target, layers, draw
 
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 @pytest.mark.parametrize("plan", ["chain", "sampled tree", "best first"])
-@pytest.mark.one_in(27)
+@pytest.mark.each_value
 def test_a_batch_decodes_as_its_requests_alone(target, plan, sampling):
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, early_exit(target, plan), wanted)[0])
     assert together == [emitted(decode(target, early_exit(target, plan), [one])[0])[0] for one in wanted]
 
 
-def test_noise_is_shared_with_the_target(target):
-    proposer = early_exit(target, TreePlan(parse("2x1"), "gumbel"))
-    found = emitted(decode(target, proposer, requests(WARM, 12), Gumbel(), seed=4)[0])
-    assert [len(one) for one in found] == [12] * 3
-    assert not target.lm.cells.references.any()
-
-
 # Work --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("plan", ["chain", "tree", "best first"])
 def test_each_row_runs_each_layer_once(plan):
     target, rows = tiny_target(num_hidden_layers=LAYERS), Counter()
@@ -143,30 +130,7 @@ def test_nodes_that_are_not_kept_run_the_first_layers_only():
     assert rows[2] == rows[3] == sum(sum(one.pending) + one.draft.shape.nodes for one in steps) < rows[0] == rows[1]
 
 
-def test_prompts_longer_than_a_chunk_are_not_drafted_for():
-    target = tiny_target(num_hidden_layers=LAYERS, chunk=8)
-    wanted = [plain_greedy(target.lm.model, prompt, 20) for prompt in PROMPTS]
-    group, steps = decode(target, early_exit(target), requests())
-    assert emitted(group) == wanted
-    first = steps[0].draft.shape
-    assert [len(tree) > 1 for tree in first.trees] == [len(prompt) <= 8 for prompt in PROMPTS]
-
-
 # Histories ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("limits", [Limits(max_batch_size=2), Limits(2, 4), Limits(None, 5, 40)])
-@pytest.mark.parametrize("plan", ["chain", "tree", "reranked"])
-def test_requests_come_go_and_are_preempted(target, truth, plan, limits):
-    if limits.max_kv_tokens is not None:
-        limits = replace(limits, max_kv_tokens=limits.max_kv_tokens + PLANS[plan].computed - PLANS[plan].nodes)
-    engine = Engine(Arm(target, early_exit(target, plan), Token(), CounterDraws(0)), limits=limits)
-    for one in requests():
-        engine.add(one)
-    assert sum(1 for _ in engine) > 3
-    assert emitted(engine) == truth
-    assert not target.lm.cells.references.any()
 
 
 def test_an_aborted_request_gives_its_cells_back(target, truth):
@@ -193,29 +157,6 @@ def test_an_abandoned_draft_is_given_back(target, monkeypatch):
         patch.setattr(target.lm, "prepare", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
-    assert not target.lm.cells.references.any()
-
-
-def test_a_failing_draft_is_given_back(target, monkeypatch):
-    engine = Engine(Arm(target, early_exit(target, "tree"), Token(), CounterDraws(0)))
-    for one in requests():
-        engine.add(one)
-    engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr("spec_lab.runners.causal_draft_pass.CausalDraftPass.extend", lambda *_: 1 / 0)
-        with pytest.raises(Exception, match="early_exit"):
-            engine.step()
-    assert not target.lm.cells.references.any()
-
-
-def test_the_same_text_is_drafted_for_in_the_same_way(target):
-    proposer = early_exit(target, "tree")
-    batch = batch_of(target, requests(), proposer)
-    first = proposer.propose(batch)
-    again = proposer.propose(batch)  # the first draft was never computed
-    assert torch.equal(first.token, again.token)
-    for one in batch.sequences:
-        one.kv.close()
     assert not target.lm.cells.references.any()
 
 
@@ -290,22 +231,6 @@ def test_options_are_checked(target):
         EarlyExit.load(target, 1, tree="62", drawn="point")
     with pytest.raises(Unsupported, match="single layer"):
         EarlyExit.load(tiny_target(num_hidden_layers=1), depth=3)
-
-
-def test_runners_without_ranges_of_layers_are_refused(target):
-    model = tiny_model(num_hidden_layers=LAYERS)
-    for lm, why in ((CausalLM(model, "dense"), "attention=dense"), (CausalLM(model, fixed=True), "graphs=true")):
-        other = Target(lm, None, "tiny", CONTEXT, "", 0.0)
-        with pytest.raises(Unsupported, match=f"'early_exit' .* target 'tiny' cannot: .*{why}"):
-            EarlyExit.load(other, depth=3)
-        with pytest.raises(ValueError, match="requires layer_ranges of the target"):
-            Engine(Arm(other, early_exit(target), Token(), CounterDraws(0)))
-
-
-@pytest.mark.parametrize("load", [EarlyExit.load, Skip.load])
-def test_a_target_that_llama_cpp_computes_is_refused(load):
-    with pytest.raises(Unsupported, match="'model.gguf' cannot: it is computed by LlamaCpp, which"):
-        load(Target(object.__new__(LlamaCpp), None, "model.gguf", CONTEXT, "", 0.0), depth=3)
 
 
 def test_a_model_that_continues_wrongly_is_refused():

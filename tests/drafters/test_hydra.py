@@ -31,7 +31,7 @@ from tests.propose.lab import (
     plain_greedy,
     requests,
 )
-from tests.tiny import CONTEXT, VOCABULARY, tiny_target
+from tests.tiny import VOCABULARY, tiny_target
 
 H, SIZES, K = 32, (4, 2, 8), 4
 TREE = "0 1 2 0.0 0.1 1.0 0.0.0 0.1.0"
@@ -115,7 +115,7 @@ WAYS = [
 
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("options", WAYS, ids=str)
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, options):
     truth = [plain_greedy(target.lm.model, one.tokens, 20) for one in requests()]
     group, steps = decode(target, Hydra.load(target, folders[name], **options), requests())
@@ -126,7 +126,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, option
 
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
-@pytest.mark.one_in(9)
+@pytest.mark.each_value
 def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
     proposer = Hydra.load(target, folders[name], tree=TREE, drawn="without", temperature=1.0)
     wanted = requests(sampling, new=12)
@@ -209,14 +209,6 @@ def test_what_the_prefix_layer_read_of_removed_tokens_is_forgotten_though_nothin
     computed(target, proposer, batch)
     one.tokens.append(7)
     assert agree("prefix", target, proposer.propose(batch), batch) == [2]
-
-
-def test_trees_end_where_the_context_ends(target, folders):
-    proposer = Hydra.load(target, folders["prefix"], depth=4)
-    wanted = requests(WARM, new=50, prompts=[(3, 14, 15) * ((CONTEXT - 6) // 3)])
-    group, steps = decode(target, proposer, wanted)
-    assert len(group.sequences[0].tokens) == CONTEXT
-    assert any(0 < info.draft.shape.nodes < 4 for info in steps)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -324,23 +316,6 @@ def test_what_the_prefix_layer_does_not_read_may_be_in_the_file(target, tmp_path
     assert "prefix.norm.weight" in names and not any("embed" in name or "freq" in name for name in names)
 
 
-def test_pickled_weights_are_never_read(target, tmp_path):
-    path = written(tmp_path / "head", *hydra(H, VOCABULARY), name="hydra_lm_head.pt")
-    with pytest.raises(ValueError, match=r"hydra_lm_head\.pt.*spec-lab convert"):
-        Hydra.load(target, path, depth=2)
-
-
-@pytest.mark.parametrize("path", ["", None, 3])
-def test_a_path_that_is_no_name_is_refused(target, path):
-    with pytest.raises(ValueError, match=r"path must name a folder of Hydra heads"):
-        Hydra.load(target, path, depth=2)
-
-
-def test_a_missing_folder_is_named(target, tmp_path):
-    with pytest.raises(OSError, match="no Hydra heads at .*config.json is missing, as is the folder"):
-        Hydra.load(target, str(tmp_path / "none"), depth=2)
-
-
 @pytest.mark.parametrize(("options", "named"), [
     ({"depth": 5}, "depth"),
     ({"tree": "0 0.0 0.0.0 0.0.0.0 0.0.0.0.0"}, "tree"),
@@ -355,14 +330,3 @@ def test_a_plan_with_more_levels_than_heads_is_refused(target, folders, options,
 def test_wrong_options_are_refused_before_files_are_read(target):
     with pytest.raises(ValueError, match=r"tree"):
         Hydra.load(target, "nowhere", tree="99")
-
-
-def test_the_drafter_says_what_it_does(target, folders):
-    proposer = Hydra.load(target, folders["prefix-one-layer-shared"], depth=3)
-    assert (proposer.name, proposer.drawn, proposer.nodes, proposer.branches) == ("hydra", "iid", 3, False)
-    assert proposer.requires.hidden == (-1,) and len(proposer.sha256) == 64
-    assert {name: proposer.facts[name] for name in ("heads", "head_arch", "shared_lm_head", "nodes")} == {
-        "heads": 4, "head_arch": "prefix-mlp", "shared_lm_head": True, "nodes": 3,
-    }  # fmt: skip
-    with pytest.raises(ValueError, match=r"drawn=point"):
-        Hydra.load(target, folders["mlp"], tree="2x1").check_sampling(COLD)

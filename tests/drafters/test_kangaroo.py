@@ -143,7 +143,7 @@ def reference(target, w, exit_layer):
     return expected
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize(("exit_layer", "layers"), [(1, 1), (2, 1), (2, 2)])
 @torch.no_grad()
 def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(
@@ -157,7 +157,6 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rej
     assert not proposer.lm.cells.references.any()
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("options", [
     {"depth": 6, "confidence": 0.6}, {"tree": TREE, "drawn": "point"},
     {"nodes": 7, "drawn": "without", "temperature": 1.0},
@@ -171,7 +170,6 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, tmp_path, options):
     assert not proposer.lm.cells.references.any()
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sampling", [COLD, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 def test_a_batch_decodes_as_its_requests_alone(target, tmp_path, sampling):
     folder = written(tmp_path, *adapter(H, 1))

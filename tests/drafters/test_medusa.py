@@ -1,7 +1,6 @@
 """Medusa: the head of each node, exact tokens, calibration, named trees and refusals."""
 
 import json
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -15,7 +14,6 @@ from torch.nn.functional import silu
 
 from spec_lab.core.probabilities import Sampling
 from spec_lab.drafters.medusa import measure as measuring
-from spec_lab.drafters.medusa.files import read_medusa
 from spec_lab.drafters.medusa.measure import measure
 from spec_lab.drafters.medusa.network import Heads, Trunk
 from spec_lab.drafters.medusa.propose import Medusa
@@ -39,7 +37,7 @@ from tests.propose.lab import (
     plain_greedy,
     requests,
 )
-from tests.tiny import CONTEXT, VOCABULARY, tiny_target
+from tests.tiny import VOCABULARY, tiny_target
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGESTS = json.loads((ROOT / "tests" / "data" / "tree_digests.json").read_text())
@@ -201,18 +199,6 @@ def test_measured_ranks_are_those_of_plain_forwards(at_once, monkeypatch):
     assert not target.lm.cells.references.any()
 
 
-def test_texts_that_end_at_different_lengths_are_measured_each_to_its_end():
-    """The context ends the first text after four tokens."""
-    target = tiny_target()
-    heads = heads_of(target, 2)
-    prompts = [[1] * (CONTEXT - 4), [1, 2, 3]]
-    both = measure(target, heads, prompts, tokens=12, width=VOCABULARY)
-    alone = [measure(target, heads, [prompt], tokens=12, width=VOCABULARY) for prompt in prompts]
-    assert [one.samples for one in alone] == [4 - 2, 12 - 2] and both.samples == 12
-    assert Counter(both.paths) == Counter(alone[0].paths) + Counter(alone[1].paths)
-    assert not target.lm.cells.references.any()
-
-
 def test_accuracy_counts_paths_and_conditions_where_samples_allow():
     ranks = np.array([[0, 0], [0, 1], [1, 0], [9, 0]] * 100)
     found = Accuracy.of(ranks, 3)
@@ -227,12 +213,6 @@ def test_accuracy_counts_paths_and_conditions_where_samples_allow():
     assert replace(found, samples=0).value((0, 1)) == pytest.approx(0.5 / 3)
     with pytest.raises(ValueError, match="no samples"):
         Accuracy.of(ranks[:0], 3)
-
-
-def test_the_calibration_nearest_to_the_temperature_is_read(tmp_path):
-    for temperature, right in ((0.0, 0.9), (1.0, 0.3)):
-        Accuracy([[right]], {}, temperature=temperature).write(tmp_path)
-    assert [Accuracy.read(tmp_path, t).accuracy[0][0] for t in (0.0, 0.4, 0.6, 2.0)] == [0.9, 0.9, 0.3, 0.3]
 
 
 def test_accuracies_are_measured_on_text_of_the_temperature():
@@ -305,7 +285,6 @@ def test_nothing_is_drafted_where_no_tree_is_faster(target, truth, tmp_path, mon
     assert not any(one.draft.shape.nodes for one in steps)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_whole_steps_are_timed_alternately_and_free_everything(batch_size, monkeypatch, calibrated):
     target = tiny_target()
@@ -338,26 +317,6 @@ def test_whole_steps_are_timed_alternately_and_free_everything(batch_size, monke
     assert target.lm.call.hook is None
 
 
-def test_a_tree_that_is_slower_than_none_is_not_chosen(target, monkeypatch, calibrated):
-    def timed(target, proposers, tokens, *_):  # one node gains a hundredth, more lose one
-        return costs_of({size: tokens[size] / {0: 1.0, 1: 1.01}.get(size, 0.995) for size in proposers})
-
-    monkeypatch.setattr(calibration, "smoothed", dict)
-    found = calibrated(target, partial(Medusa, heads_of(target)), 4, RANKED, max_nodes=6, timing=timed)
-    assert found.choices == ((0,),)
-
-
-def test_a_noisy_timing_does_not_decide():
-    true = {size: 1.5 + 0.05 * size for size in (1, 2, 3, 4, 6, 8, 10, 12)}
-    timed = {0: 1.0} | true | {2: 0.8, 8: 4.0}
-    assert calibration.smoothed(timed) == pytest.approx({0: 1.0} | true)
-    falling = {0: 1.0, 1: 3.0, 2: 2.0, 3: 1.9}  # nodes are never paid for
-    assert calibration.smoothed(falling) == {0: 1.0, 1: 2.0, 2: 2.0, 3: 2.0}
-    steep = calibration.smoothed({0: 1.0, 1: 2.0, 2: 2.1, 3: 5.0, 4: 9.0})  # a line that would be free at one node
-    assert min(steep[size] for size in (1, 2, 3, 4)) >= 2.0
-    assert calibration.smoothed({0: 1.0, 1: 2.0, 2: 2.5}) == {0: 1.0, 1: 2.0, 2: 2.5}
-
-
 # Files -------------------------------------------------------------------------------------------------------------
 
 
@@ -381,12 +340,6 @@ TRUNK = {
     "trunk_in.weight": torch.ones(5, 2 * HIDDEN), "trunk_in.bias": torch.ones(5),
     "trunk_out.weight": torch.ones(HIDDEN, 5), "trunk_out.bias": torch.ones(HIDDEN),
 }  # fmt: skip
-
-
-def test_a_trunk_is_read(target, truth, tmp_path):
-    proposer = Medusa.load(target, str(saved(tmp_path, {"trunk_size": 5}, TRUNK)), tree="3x2")
-    assert proposer.heads.trunk.inner[0].shape == (5, 2 * HIDDEN)
-    assert emitted(decode(target, proposer, requests())[0]) == truth
 
 
 def test_loaded_heads_use_a_named_tree_or_the_calibrated_one(target, truth, tmp_path, monkeypatch):
@@ -502,17 +455,3 @@ def test_missing_and_broken_files_are_named(target, tmp_path, caplog):
 @pytest.mark.parametrize("name", DIGESTS)
 def test_published_trees_are_restated(name):
     assert sha256(write(tuple(sorted(parse(name)))).encode()).hexdigest() == DIGESTS[name]
-
-
-def test_a_published_tree_is_chosen_by_its_name(target, tmp_path):
-    made = Medusa.load(target, str(saved(tmp_path / "heads")), tree="vicuna_7b_stage1")
-    assert made.tree == parse("vicuna_7b_stage1") and made.nodes == 63
-
-
-def test_the_hash_of_heads_covers_every_calibration(target, tmp_path):
-    folder = saved(tmp_path / "heads")
-    seen = {read_medusa(str(folder), target).sha256}
-    for name, text in (("calibration.json", "{}"), ("calibration_1.json", "{}"), ("calibration_1.json", "[]")):
-        (tmp_path / "heads" / name).write_text(text)
-        seen.add(read_medusa(str(folder), target).sha256)
-    assert len(seen) == 4

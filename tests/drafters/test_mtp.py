@@ -82,7 +82,7 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rej
     {"depth": 4}, {"tree": TREE, "drawn": "point"}, {"nodes": 7, "drawn": "without", "temperature": 1.0},
     {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "point"},
 ], ids=str)  # fmt: skip
-@pytest.mark.one_in(27)
+@pytest.mark.each_value
 def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, options):
     truth = [plain_greedy(target.lm.model, one.tokens, 20) for one in requests()]
     group, steps = decode(target, mtp.load(target, folders[name], **options), requests())
@@ -91,7 +91,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, option
     assert sum(info.draft.shape.nodes for info in steps) > 60
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["deepseek-two-modules", "qwen"])
 @pytest.mark.parametrize("sampling", [COLD, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
@@ -334,21 +334,3 @@ def test_surplus_layers_that_are_no_modules_are_still_refused(tmp_path):
     )
     with pytest.raises(ValueError, match=rf"{L}enorm\.weight is in no layer of the model"):
         Target.load(str(folder), dtype="float32")
-
-
-def test_a_missing_folder_is_named(target, tmp_path):
-    with pytest.raises(OSError, match="none holds no config.json"):
-        mtp.load(target, str(tmp_path / "none"), depth=2)
-
-
-@pytest.mark.parametrize("path", ["", 3])
-def test_a_path_of_another_kind_is_refused(target, path):
-    with pytest.raises(ValueError, match=r"path must name a folder"):
-        mtp.load(target, path, depth=2)
-
-
-def test_the_drafter_says_what_it_does(target, folders):
-    proposer = mtp.load(target, folders["qwen-three-modules"], depth=3)
-    assert (proposer.name, proposer.drawn, proposer.nodes, proposer.branches) == ("mtp", "iid", 3, False)
-    assert proposer.facts["hidden_states"] == [-1] and len(proposer.sha256) == 64
-    assert (proposer.network.layers, proposer.network.settings.shared) == (3, True)

@@ -1,25 +1,17 @@
 """Proposers that draft with the target's own layers beside others: hybrids, cascades, policies, engines, bfloat16."""
 
 import pytest
-import torch
 
 from spec_lab.core.limit import Limit
-from spec_lab.core.randomness import CounterDraws
-from spec_lab.decode.arm import Arm
-from spec_lab.decode.engine import Engine
 from spec_lab.drafters.draft_layers import random_network, small_layer
-from spec_lab.drafters.eagle.network import Eagle3, Eagle3Settings
 from spec_lab.drafters.early_exit import EarlyExit
-from spec_lab.drafters.feature_drafter import FeatureDrafter
 from spec_lab.drafters.kangaroo.network import Kangaroo, KangarooSettings
 from spec_lab.drafters.kangaroo.propose import KangarooDrafter
 from spec_lab.drafters.skip.propose import Skip
 from spec_lab.drafters.skip.search import SkipSearch
-from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.policy.adaptive import adapt
 from spec_lab.policy.recorded import RecordedPolicy
-from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.best_of import BestOf
 from spec_lab.propose.ngram import Ngram
@@ -28,7 +20,6 @@ from spec_lab.propose.trees import parse
 from spec_lab.propose.union import Union
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.runners.draft_pass import Sublayer
-from spec_lab.verify import Token
 from tests.propose.lab import cascade, decode, emitted, requests
 from tests.tiny import CONTEXT, tiny_model, tiny_target
 
@@ -60,11 +51,6 @@ def searched(target, plan=TREE):
     return Skip(target.lm, plan, SkipSearch(SUBLAYERS, 0.5, tries=4, every=2, window=4), "request")
 
 
-def eagle3(target):
-    network = random_network(Eagle3(Eagle3Settings(small_layer(H), H, H, 61, (0, 1, 3), 61)), target)
-    return FeatureDrafter(network, target, TREE, "eagle")
-
-
 OWN = {"early_exit": early_exit, "kangaroo": kangaroo, "skip": skip, "searched": searched}
 
 
@@ -75,7 +61,6 @@ def require(target, truth, proposer):
     return steps
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", OWN)
 def test_parts_of_a_best_of_draft_for_different_sequences_of_a_batch(target, truth, name):
     both = BestOf.load(target, {"ngram": Ngram(3, 2, 1), name: OWN[name](target)})
@@ -104,34 +89,8 @@ def test_an_early_exit_of_a_draft_model_drafts_for_it(target, truth, name):
     assert not lm.cells.references.any()
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", OWN)
 def test_a_policy_may_let_nothing_be_drafted_in_some_steps(target, truth, name):
     policy = RecordedPolicy({key: [Limit(depth) for depth in (0, 2, 1, 0, 0, 2) * 4] for key in range(3)})
     steps = require(target, truth, adapt(OWN[name](target), policy))
     assert {one.draft.shape.nodes > 0 for one in steps} == {True, False}
-
-
-@pytest.mark.nightly
-def test_engines_that_require_different_hidden_states_take_turns(target, truth):
-    engines = []
-    for make in (eagle3, kangaroo, early_exit, skip, lambda _: Null()):
-        engines.append(Engine(Arm(target, make(target), Token(), CounterDraws(0))))
-        for one in requests():
-            engines[-1].add(one)
-    while any(one.has_unfinished() for one in engines):
-        for one in engines:
-            one.step()
-    assert all(emitted(one) == truth for one in engines)
-    assert not target.lm.cells.references.any()
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_packed_bfloat16_models_draft(name):
-    model = tiny_model(num_hidden_layers=LAYERS, dtype=torch.bfloat16)
-    pack(model)
-    target = Target(CausalLM(model), None, "tiny", CONTEXT, "", 0.0)
-    own, steps = decode(target, OWN[name](target), requests(new=8))
-    assert [len(one) for one in emitted(own)] == [8] * 3 and not own.errors
-    assert sum(one.draft.shape.nodes for one in steps) > 0
-    assert not target.lm.cells.references.any()

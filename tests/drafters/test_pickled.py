@@ -4,7 +4,6 @@ import hashlib
 import io
 import json
 import os
-import pickle
 import zipfile
 from pathlib import Path
 
@@ -103,7 +102,7 @@ def saved(folder, name, config, value, **options):
     return folder / name
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_tensors_and_the_config_of_published_files_are_kept(tmp_path, capsys, name, whole):
@@ -157,13 +156,6 @@ def test_shards_are_joined(tmp_path):
         index.write_text(json.dumps({"weight_map": {"fc.weight": name}}))
         with pytest.raises(ValueError, match="weight_map"):
             pickled_files(index.parent)
-
-
-def test_buffers_that_follow_from_the_config_are_left_out(tmp_path):
-    config, tensors = eagle1(H, VOCABULARY)
-    more = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    convert_pickled([saved(tmp_path / "source", "pytorch_model.bin", config, tensors | more)], tmp_path / "out")
-    assert load_file(tmp_path / "out" / "model.safetensors").keys() == tensors.keys()
 
 
 def test_a_folder_with_safetensors_is_not_one_of_pickled_weights(tmp_path):
@@ -291,23 +283,6 @@ def test_anything_but_a_drafter_s_tensors_is_refused_by_name(tmp_path, capsys, c
     refused(capsys, source, tmp_path / "out", message)
 
 
-def test_files_in_other_formats_are_refused(tmp_path, capsys):
-    config, tensors = authors(H, VOCABULARY)
-    source = saved(tmp_path / "source", "medusa_lm_head.pt", config, tensors, _use_new_zipfile_serialization=False)
-    refused(capsys, source, tmp_path / "out", "as torch.save writes them")
-    saved(tmp_path / "source", source.name, config, tensors, pickle_protocol=4)
-    refused(capsys, source, tmp_path / "out", "as torch.save writes them ... opcode")
-    source.write_bytes(pickle.dumps(Touches(tmp_path / "harm")))
-    refused(capsys, source, tmp_path / "out", "as torch.save writes them")
-    with zipfile.ZipFile(source, "w") as archive:
-        archive.writestr("archive/data.pkl", b"no pickle")
-    refused(capsys, source, tmp_path / "out", "as torch.save writes them")
-    with zipfile.ZipFile(source, "w") as archive:
-        archive.writestr("other", b"")
-    refused(capsys, source, tmp_path / "out", "no data.pkl")
-    assert not (tmp_path / "harm").exists()
-
-
 def test_an_archive_that_would_grow_is_refused(tmp_path, capsys):
     source = saved(tmp_path / "source", "medusa_lm_head.pt", *authors(H, VOCABULARY))
     small = io.BytesIO()
@@ -342,20 +317,6 @@ def test_what_is_beside_the_weights_is_checked(tmp_path, capsys):
     os.mkfifo(source)
     config.write_text("{}")
     refused(capsys, source, tmp_path / "out", "no regular file")
-
-
-def test_options_of_gguf_files_are_refused(tmp_path, capsys):
-    source = saved(tmp_path / "source", "medusa_lm_head.pt", *authors(H, VOCABULARY))
-    for option in (["--force"], ["--dtype", "f16"]):
-        assert command(["convert", str(source), str(tmp_path / "out"), *option]) == 1
-        assert "--dtype and --force" in capsys.readouterr().err
-
-
-def test_a_folder_for_a_gguf_file_is_that_of_a_model(tmp_path, capsys):
-    source = saved(tmp_path / "source", "pytorch_model.bin", *authors(H, VOCABULARY))
-    assert command(["convert", str(source.parent), str(tmp_path / "model.gguf")]) == 1
-    assert "model_type" in capsys.readouterr().err
-    refused(capsys, source, tmp_path / "no" / "out", "is no folder")
 
 
 def test_nothing_is_overwritten(tmp_path):

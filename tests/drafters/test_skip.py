@@ -1,7 +1,6 @@
 """Skipped sublayers: stated distributions, the search, what is left in the KV cache after any history, and refusals."""
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,11 +12,9 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.decode.proposer import Requires
-from spec_lab.drafters.early_exit import EarlyExit
 from spec_lab.drafters.skip.propose import Skip
-from spec_lab.drafters.skip.search import SkipSearch, Try, expected_improvement, parse_sublayers, write_sublayers
+from spec_lab.drafters.skip.search import SkipSearch, Try, expected_improvement, parse_sublayers
 from spec_lab.models.support import Unsupported
-from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.tree_plan import TreePlan
@@ -41,7 +38,7 @@ from tests.propose.lab import (
     plain_logits,
     requests,
 )
-from tests.tiny import CONTEXT, tiny_model, tiny_target
+from tests.tiny import tiny_target
 
 LAYERS = 4
 PLANS = {
@@ -75,7 +72,7 @@ def skip(target, plan="chain", skipped="mixed", scope="request", **search):
 
 @pytest.mark.parametrize("skipped", [*SETS, None])
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.one_in(36)
+@pytest.mark.each_value
 def test_greedy_drafting_emits_the_target_s_tokens(target, truth, plan, skipped):
     group, steps = decode(target, skip(target, plan, skipped), requests())
     assert emitted(group) == truth
@@ -123,34 +120,12 @@ def test_stated_distributions_follow_the_target_s_cache(target):
 
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 @pytest.mark.parametrize("skipped", ["mixed", None])
-@pytest.mark.one_in(27)
+@pytest.mark.each_value
 def test_a_batch_decodes_as_its_requests_alone(target, skipped, sampling):
     wanted = requests(sampling, new=14)
     together = emitted(decode(target, skip(target, "sampled tree", skipped), wanted)[0])
     alone = [emitted(decode(target, skip(target, "sampled tree", skipped), [one])[0])[0] for one in wanted]
     assert together == alone
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("limits", [Limits(max_batch_size=2), Limits(2, 4), Limits(None, 5, 40)])
-@pytest.mark.parametrize(("skipped", "scope"), [("mixed", "request"), (None, "request"), (None, "run")])
-def test_requests_come_go_and_are_preempted(target, truth, skipped, scope, limits):
-    engine = Engine(Arm(target, skip(target, "tree", skipped, scope), Token(), CounterDraws(0)), limits=limits)
-    for one in requests():
-        engine.add(one)
-    assert sum(1 for _ in engine) > 3
-    assert emitted(engine) == truth
-    assert not target.lm.cells.references.any()
-
-
-def test_a_failing_draft_is_given_back(target, monkeypatch):
-    proposer = skip(target, "tree")
-    batch = batch_of(target, requests(), proposer)
-    with monkeypatch.context() as patch:
-        patch.setattr("spec_lab.runners.causal_draft_pass.CausalDraftPass.extend", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            proposer.propose(batch)
-    assert not target.lm.cells.references.any()
 
 
 def without_finite_logits(target):
@@ -176,7 +151,7 @@ def test_a_draft_without_finite_logits_is_none(plan, sampling):
     assert not target.lm.cells.references.any()
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", [COLD, WARM])
 @pytest.mark.parametrize("plan", ["chain", "sampled tree", "best first"])
 def test_nothing_is_drafted_below_a_row_without_finite_logits(monkeypatch, plan, sampling):
@@ -223,13 +198,6 @@ def test_a_window_beyond_a_chunk_is_scored_in_parts(chunk):
         one.kv.close()
         assert not own.lm.cells.references.any()
     torch.testing.assert_close(*scores, rtol=0, atol=1e-10)
-
-
-def test_a_search_decodes_with_small_chunks(truth):
-    target = tiny_target(num_hidden_layers=LAYERS, chunk=4)
-    proposer = skip(target, "chain", None, "run", window=12, enough=1.0)
-    assert emitted(decode(target, proposer, requests())[0]) == truth
-    assert proposer._shared.tries
 
 
 def test_a_try_that_fails_leaves_no_fork(target, monkeypatch):
@@ -331,18 +299,6 @@ def test_a_search_ends_with_a_good_set_or_after_its_tries():
     assert search.best([*done, better, replace(better, skipped=frozenset())]) == better.skipped
 
 
-def test_one_token_that_agrees_ends_no_search(target):
-    """The first try is made when the text has a whole window."""
-    for scope in ("run", "request"):
-        proposer = skip(target, "chain", None, scope, window=10, enough=0.1)
-        batch = batch_of(target, requests(prompts=[(3, 14)]), proposer)
-        (one,) = batch.sequences
-        target.lm.forward([one.kv], [one.tokens[:-1]], empty(1))
-        proposer.propose(batch)
-        assert not one.state.tries and not proposer._shared.tries
-        one.kv.close()
-
-
 def test_every_set_is_scored_once():
     inner = tuple(Sublayer(kind, layer) for layer in range(1, 5) for kind in ("attn", "mlp"))
     search, done = SkipSearch(inner, 0.25, tries=64), []
@@ -389,15 +345,6 @@ def test_expected_improvement_prefers_what_resembles_the_best():
     np.testing.assert_allclose(flat[0], flat[1])
 
 
-def test_sublayers_are_read_and_written():
-    read = parse_sublayers("attn 2 3, mlp 4")
-    assert read == {Sublayer("attn", 2), Sublayer("attn", 3), Sublayer("mlp", 4)}
-    assert write_sublayers(read) == "attn 2 3 mlp 4"
-    for wrong in ("", "attn", "2 3", "attn 2 x", "attn -1", "mlp 1.5", "ffn 2", "attn ²"):
-        with pytest.raises(ValueError, match="skipped must name sublayers"):
-            parse_sublayers(wrong)
-
-
 # Loading -----------------------------------------------------------------------------------------------------------
 
 
@@ -428,21 +375,6 @@ def test_options_are_checked(target):
         Skip.load(tiny_target("opt", num_hidden_layers=3), "mlp 1", depth=3)
 
 
-def test_runners_without_ranges_of_layers_are_refused(target):
-    other = Target(CausalLM(tiny_model(num_hidden_layers=LAYERS), "dense"), None, "tiny", CONTEXT, "", 0.0)
-    with pytest.raises(Unsupported, match="'skip' .* target 'tiny' cannot: .*attention=dense"):
-        Skip.load(other, depth=3)
-
-
-def test_a_layer_that_runs_only_as_a_whole_is_refused():
-    """Its MLP is read by the layer's own code."""
-    target = tiny_target(num_hidden_layers=LAYERS)
-    for layer in target.lm.model.model.layers:
-        layer.register_forward_pre_hook(lambda one, _: (one.mlp.down_proj, None)[1])
-    with pytest.raises(Unsupported, match="'tiny-llama' cannot skip sublayers .AttributeError"):
-        Skip.load(target, depth=3)
-
-
 def test_sublayers_that_cannot_be_found_are_refused(monkeypatch):
     target = tiny_target(num_hidden_layers=LAYERS)
     for layer in target.lm.model.model.layers:
@@ -450,47 +382,3 @@ def test_sublayers_that_cannot_be_found_are_refused(monkeypatch):
     monkeypatch.setattr("spec_lab.runners.layer_ranges._probe", lambda *_: {})
     with pytest.raises(Unsupported, match="do not return hidden states"):
         Skip.load(target, depth=3)
-
-
-@pytest.mark.parametrize("load", [partial(Skip.load, skipped="attn 1"), EarlyExit.load])
-def test_a_lack_of_memory_says_nothing_about_the_model(monkeypatch, load):
-    target = tiny_target(num_hidden_layers=LAYERS)
-
-    def fails(*_):
-        raise torch.OutOfMemoryError("of the device")
-
-    monkeypatch.setattr(CausalDraftPass, "forward", fails)
-    with pytest.raises(torch.OutOfMemoryError):
-        load(target, depth=3)
-
-
-@dataclass
-class Wrapped:
-    """A runner of another class with the ability ``layer_ranges``."""
-
-    lm: CausalLM
-
-    def __getattr__(self, name):
-        return getattr(self.lm, name)
-
-
-@pytest.mark.parametrize("load", [partial(Skip.load, skipped="attn 1"), EarlyExit.load])
-def test_other_runners_of_ranges_of_layers_are_accepted(target, truth, load):
-    own = replace(target, lm=Wrapped(target.lm))
-    assert emitted(decode(own, load(own, depth=2), requests())[0]) == truth
-
-
-def test_a_warm_up_leaves_nothing_in_the_shared_search(target):
-    proposer = skip(target, "chain", None, "run", enough=1.0)
-    decode(target, proposer, requests())
-    assert len(proposer._shared.tries) == 4
-    proposer.forget()
-    assert not proposer._shared.tries
-    assert torch.equal(*(one.draft.token for one in _first_steps(target, proposer)))
-
-
-def _first_steps(target, proposer):
-    for _ in range(2):
-        proposer.forget()
-        _, steps = decode(target, proposer, requests())
-        yield steps[3]

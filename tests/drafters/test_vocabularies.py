@@ -118,7 +118,7 @@ WAYS = {
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.one_in(27)
+@pytest.mark.each_value
 def test_every_stated_distribution_is_that_of_plain_forwards_over_the_text_tokenized_again(pairs, name, way):
     sampling = Sampling(1.0, repetition_penalty=1.1)
     proposer, asked = loaded(pairs[name], **WAYS[way]), wanted(PAIRS[name][0], sampling, 9)
@@ -185,7 +185,7 @@ GREEDY = [
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("options", GREEDY, ids=str)
-@pytest.mark.one_in(27)
+@pytest.mark.each_value
 def test_greedy_drafting_emits_the_target_s_tokens(pairs, name, options):
     target, asked = pairs[name][0], wanted(PAIRS[name][0])
     truth = [plain_greedy(target.lm.model, one.tokens, 16) for one in asked]
@@ -224,7 +224,7 @@ ALIKE = {  # draft tokenizer, row of the target for each of the draft model's to
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ALIKE)
 @pytest.mark.parametrize("padding", [0, 5])
 def test_a_draft_that_agrees_drafts_the_target_s_tokens_whatever_their_ids(tmp_path, name, padding):
@@ -274,7 +274,7 @@ LONG = {"prose": " ".join([PROSE] * 15), "no spaces": "the漢字é" * 400, "spac
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("text", LONG)
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_a_long_text_is_read_in_pieces_that_later_tokens_never_change(name, text):
     target, draft = PAIRS[name]
     read, tokens, before = shares(target, draft).read, target(LONG[text])["input_ids"], []
@@ -337,13 +337,6 @@ def test_an_unfinished_character_is_read_byte_by_byte_until_it_is_whole():
     assert PROSE_PIECES.convert_ids_to_tokens(plain) == ["<s>", "▁", "x", "<0xE6>", "<0xBC>"]
 
 
-def test_the_space_before_a_text_is_that_of_the_draft_s_tokenizer():
-    assert shares(PROSE_PIECES, CODE_BYTES).read(PROSE_PIECES("there")["input_ids"]) == encode(CODE_BYTES, "there")
-    for text in ("there", " there"):
-        found = shares(CODE_BYTES, PROSE_PIECES).read(encode(CODE_BYTES, text))
-        assert PROSE_PIECES.convert_ids_to_tokens(found) == ["<s>", "▁there"]
-
-
 def test_text_that_spells_a_special_token_is_read_as_text():
     spelled = [token for one in "</s>" for token in encode(PROSE_BYTES, one)]
     found = shares(PROSE_BYTES, CODE_BYTES).read(spelled)
@@ -372,30 +365,7 @@ def test_of_two_tokens_with_the_same_bytes_the_one_that_its_tokenizer_writes_is_
     assert PROSE_PIECES.get_vocab()["<0xC3>"] in pairs
 
 
-def test_nothing_is_drafted_where_the_draft_reads_nothing_or_more_than_its_context(pairs):
-    target, long_ = pairs["bytes, bytes"][0], PROSE_BYTES(PROSE)["input_ids"]
-    proposer = loaded(pairs["bytes, bytes"])
-    proposer.context = len(proposer.vocabularies.read(long_)) - 1
-    batch = batch_of(target, requests(WARM, 8, [(0,), tuple(long_), tuple(long_[:-9])]), proposer)
-    assert [len(tree) - 1 for tree in proposer.propose(batch).shape.trees] == [0, 0, 3]
-
-
 # Numbers, options, refusals ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("options", [{"depth": 3}, {"depth": None, "tree": TREE, "drawn": "point"}], ids=str)
-@pytest.mark.parametrize("name", ["bytes, bytes", "sentencepiece, bytes"])
-def test_logits_without_a_distribution_end_their_own_request_only(pairs, name, options):
-    """Even where a token is drawn from them that is not shared."""
-    target, proposer = pairs[name][0], loaded(pairs[name], **options)
-    assert (0 in proposer.vocabularies.pairs) == (name == "bytes, bytes")
-    asked, poison = wanted(PAIRS[name][0]), PAIRS[name][1].get_vocab()["æ"]
-    assert [poison in proposer.vocabularies.read(list(one.tokens)) for one in asked] == [False, True, False]
-    with torch.no_grad():
-        proposer.lm.model.get_input_embeddings().weight[poison] = torch.nan
-    group, _ = decode(target, proposer, asked)
-    assert [one.finish for one in group.sequences] == ["length", "nan", "length"]
 
 
 def test_shared_tokens_are_recorded_and_logged_once(pairs, caplog):
@@ -416,13 +386,6 @@ def test_another_tokenizer_is_refused_unless_the_option_is_set(pairs):
             DraftModel.load(target, path, depth=2, **options)
     with pytest.raises(ValueError, match=r"vocabularies must be one of same, intersect, not 'union'"):
         DraftModel.load(target, path, depth=2, vocabularies="union")
-
-
-def test_a_tree_wider_than_the_shared_tokens_is_refused(pairs):
-    count = len(loaded(pairs["bytes, sentencepiece"]).vocabularies.pairs)
-    loaded(pairs["bytes, sentencepiece"], depth=None, tree=str(count), drawn="point")
-    with pytest.raises(ValueError, match=f"vocabulary of {count}"):
-        loaded(pairs["bytes, sentencepiece"], depth=None, tree=str(count + 1), drawn="point")
 
 
 def test_a_tiny_intersection_is_refused_with_its_number():
@@ -446,7 +409,3 @@ def test_tokenizers_without_bytes_are_refused(pairs, tmp_path):
         intersect(target, tokens_of(lower))
     with pytest.raises(ValueError, match="requires the target's tokenizer"):
         intersect(replace(target, tokenizer=None), tokens_of(PROSE_BYTES))
-
-
-def test_forced_tokens_are_drafted_as_others_are(pairs):
-    assert loaded(pairs["bytes, bytes"]).forced_nodes == 0

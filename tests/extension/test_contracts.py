@@ -312,7 +312,7 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.each_value
 @pytest.mark.parametrize(("proposer", "constraint", "verifier"), CASES)
 def test_outputs_have_the_target_s_distribution(proposer, constraint, verifier):
     target, applied, tokens = model(), constraints()[constraint], 2 if proposer in SAMPLED else 3

@@ -130,7 +130,7 @@ def test_the_options_of_a_plugin_are_checked_at_start_up(flat_cli):
     ("failing", "options"),
     [("start", []), ("mask", []), ("mask", ["min_new_tokens=2"]), ("advance", ["constraint.placement=none"])],
 )
-@pytest.mark.one_in(36)
+@pytest.mark.each_value
 def test_an_error_in_a_plugin_s_constraint_ends_the_run_with_one_message(flat_cli, monkeypatch, failing, options):
     def fails(self, *arguments):
         return {}["lost"]
@@ -241,7 +241,6 @@ def test_a_constraint_whose_states_share_data_fails_on_the_command_line(flat_cli
     assert "draft_chain (iid), agree FAILS: outputs " in output and ", apart on " in output
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("placement", PLACES)
 def test_the_output_under_the_plugin_s_constraint_has_the_masked_distribution(placement):
     assert enumerated(placement).wrong is None

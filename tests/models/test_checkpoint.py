@@ -503,7 +503,7 @@ def test_junk_in_a_config_is_named(folder, monkeypatch, fields, says):
         load(folder)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "content", ["", "null", "[]", "3", "{", "[" * 100_000, '{"a":' * 500 + "1" + "}" * 500, "\ud800"]
 )

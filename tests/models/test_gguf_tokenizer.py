@@ -76,7 +76,7 @@ def test_a_begin_token_is_added_as_the_file_says(tmp_path):
     ({"add_bos_token": True, "bos_token_id": 4096}, False), ({"add_bos_token": True, "bos_token_id": 5}, True),
     ({"add_eos_token": True, "eos_token_id": "1"}, False), ({"tokens": ["a", "b"]}, False),
 ])  # fmt: skip
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_llama_cpp_is_not_asked_for_tokens_where_it_would_abort(tmp_path, fields, asked):
     file = without(written(tmp_path, "qwen2"), *(f"tokenizer.ggml.{name}" for name in (
         "bos_token_id", "eos_token_id", "add_bos_token", "add_eos_token",

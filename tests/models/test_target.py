@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("attention", ["spans", "dense"])
 def test_a_local_checkpoint_loads_and_passes_its_self_check(folder, dtype, attention):
@@ -330,7 +330,7 @@ def test_the_setting_that_works_is_advised():
 
 @pytest.mark.parametrize("family", WINDOWED)
 @pytest.mark.parametrize("size", [3, 100])
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_the_self_check_reaches_beyond_windows_of_any_size(monkeypatch, family, size):
     """What the engine reads from the config is wrong here: with long windows no text of the check would show it."""
     name = "attention_chunk_size" if family == "llama4_text" else "sliding_window"

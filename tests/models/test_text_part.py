@@ -146,7 +146,6 @@ def test_the_text_part_has_the_logits_of_the_whole_model(name, texts, tmp_path):
     assert not [one for one in names if "vision" in one or "visual" in one or "projector" in one]
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model.language_model.model."])
 def test_old_and_new_names_of_tensors_load(folder, prefix):
     expected = Target.load(str(folder), dtype="float32").plain_logits([1, 2, 3], 1)

@@ -119,7 +119,7 @@ def best_in_hindsight(costs, live, accept, most):
 @pytest.mark.parametrize("accept", [0.05, 0.4, 0.7, 0.95])
 @pytest.mark.parametrize("live", [1, 4])
 @pytest.mark.parametrize("scope", ["run", "request"])
-@pytest.mark.one_in(9)
+@pytest.mark.each_value
 def test_goodput_finds_the_depth_of_the_most_tokens_per_second(accept, live, scope):
     """Where acceptance is the same at every level, by simulation."""
     random = np.random.default_rng(0)
@@ -224,7 +224,7 @@ def simulate(policy, acceptance, steps=800, live=1, seed=0):
 @pytest.mark.parametrize("rule", ["ucb", "thompson"])
 @pytest.mark.parametrize("scope", ["run", "request"])
 @pytest.mark.parametrize(("acceptance", "best"), [(0.05, 0), (0.5, 2), (0.95, 8)])  # speed-ups 1; 1.46; 4.1
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_the_best_configuration_is_chosen_most_often(rule, scope, acceptance, best):
     counts = simulate(bandit(0, 2, 8, rule=rule, scope=scope), acceptance, 400)
     assert (0, 2, 8)[counts.argmax()] == best

@@ -87,7 +87,6 @@ def test_toys_have_drafts_that_a_policy_cuts_and_whole_ones(policy, monkeypatch)
     assert steps["cut"] >= 9 and steps["whole"] >= 9, steps
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("policy", ["adaedl", "gain", "heuristic"])
 def test_policies_are_exact_with_traversal_verification(policy):
     require_exact(prove(adapt(PROPOSERS["tree"], POLICIES[policy]), Traversal(), QUICK))

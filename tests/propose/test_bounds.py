@@ -3,8 +3,7 @@
 import pytest
 
 from spec_lab.drafters.draft_model.propose import DraftModel
-from spec_lab.propose.ngram import LONGEST, Ngram
-from spec_lab.propose.trees import MOST_DEPTH, MOST_NODES, depth_of, parse
+from spec_lab.propose.trees import MOST_DEPTH, MOST_NODES, parse
 
 HUGE = 10**400
 
@@ -37,15 +36,6 @@ def test_an_invalid_or_too_large_tree_is_refused(tree):
     with pytest.raises(ValueError, match=r"^tree") as error:
         parse(tree)
     assert len(str(error.value)) < 400
-
-
-def test_the_largest_trees_are_read():
-    assert len(parse(str(MOST_NODES))) == MOST_NODES
-    assert depth_of(parse("x".join("1" * MOST_DEPTH))) == MOST_DEPTH
-
-
-def test_the_largest_ngram_is_looked_up():
-    assert Ngram.load(None, max_ngram=LONGEST).max_ngram == LONGEST
 
 
 @pytest.mark.parametrize(

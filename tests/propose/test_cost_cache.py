@@ -6,18 +6,15 @@ import os
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
-from spec_lab.propose import calibrate as calibration
 from spec_lab.propose.accuracy import Accuracy
-from spec_lab.propose.calibrate import calibrate, conditions
-from spec_lab.propose.cost_cache import MAX_AGE, CostCache, default_folder
+from spec_lab.propose.calibrate import calibrate
+from spec_lab.propose.cost_cache import MAX_AGE, CostCache
 from spec_lab.propose.step_costs import StepCosts
 from spec_lab.propose.trees import parse
 from tests.tiny import tiny_target
@@ -146,28 +143,6 @@ def test_a_damaged_entry_is_measured_again_with_a_warning(cache, timer, caplog, 
     assert cache.costs(UNDER, SIZES, timer).cached, "and repaired"
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe"])
-def test_an_entry_that_is_not_a_file_is_measured_again(cache, timer, caplog, kind):
-    cache.costs(UNDER, SIZES, timer)
-    file = files(cache)[0]
-    file.unlink()
-    file.mkdir() if kind == "folder" else os.mkfifo(file)
-    assert cache.costs(UNDER, SIZES, timer).seconds == COSTS.seconds
-    assert timer.calls == 2
-    assert "is not readable" in caplog.text
-
-
-def test_a_planted_link_is_replaced_and_not_followed(cache, timer, tmp_path):
-    (tmp_path / "precious").write_text("mine")
-    cache.costs(UNDER, SIZES, timer)
-    file = files(cache)[0]
-    file.unlink()
-    file.symlink_to(tmp_path / "precious")
-    cache.costs(UNDER, SIZES, timer)
-    assert (tmp_path / "precious").read_text() == "mine"
-    assert not file.is_symlink()
-
-
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, timer, caplog):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", None):
@@ -176,16 +151,6 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, timer, caplog):
         assert found.seconds == COSTS.seconds and not found.cached
         assert [one.levelname for one in caplog.records] == ["WARNING"]
         assert "SPEC_LAB_CACHE" in caplog.text
-
-
-def test_a_lock_that_is_never_released_is_a_warning(cache, timer, caplog):
-    cache.costs(UNDER, SIZES, timer)
-    files(cache)[0].unlink()
-    lock = next((cache.folder / "step_costs").glob("*.lock"))
-    with FileLock(lock):
-        assert replace(cache, notice=0.0, patience=0.0).costs(UNDER, SIZES, timer).seconds == COSTS.seconds
-    assert timer.calls == 2
-    assert "waiting while another process measures" in caplog.text and "measured anyway" in caplog.text
 
 
 def of_a_process(folder, log, under, start):
@@ -218,21 +183,6 @@ def test_processes_measure_one_after_the_other_and_share_what_they_find(tmp_path
         job.join()
     assert [job.exitcode for job in jobs] == [0, 0, 0]
     assert (tmp_path / "log").read_text().split() == ["begin", "end"] * measured
-
-
-def test_the_folder_is_named_by_the_environment(monkeypatch, tmp_path):
-    home = Path.home() / ".cache" / "spec_lab"
-    assert default_folder({"SPEC_LAB_CACHE": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
-    assert default_folder({"SPEC_LAB_CACHE": "", "XDG_CACHE_HOME": "/b"}) == Path("/b/spec_lab")
-    assert default_folder({"XDG_CACHE_HOME": "relative"}) == home
-    assert default_folder({}) == home
-
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", homeless)
-    assert default_folder({}) is None
-    assert default_folder().is_relative_to(os.environ["SPEC_LAB_CACHE"]), "tests leave the user's alone"
 
 
 # Trees -------------------------------------------------------------------------------------------------------------
@@ -303,19 +253,3 @@ def test_each_condition_that_changes_the_costs_is_measured_separately(chosen, na
     chosen(target, timer)
     chosen(changed(target, name), timer, **options)
     assert timer.calls == 2
-
-
-def test_the_conditions_name_machine_software_and_options():
-    found = conditions(tiny_target(), "heads", parse("0 1"), 1, calibration.Sampling())
-    assert {"processor", "cores", "devices", "ranks", "threads", "target", "dtype", "attention"} <= found.keys()
-    assert {"drafter", "trees", "batch_size", "temperature", "procedure"} <= found.keys()
-    assert {"spec-lab", "torch", "python"} == found["versions"].keys()
-
-
-def test_a_busy_machine_is_reported_with_what_to_do(chosen, caplog):
-    spread = dict.fromkeys(range(5), 0.5)
-    busy = StepCosts(dict.fromkeys(range(5), 1.0), spread, 9, threads=2, other_load=1.25, cores=2)
-    found = chosen(tiny_target(), Timer(busy))
-    assert found.facts["costs_steady"] is False
-    for fact in ("differ by 50%", "1.2 of 2 cores", "may choose another tree", "threads=", "proposer.tree="):
-        assert fact in caplog.text

@@ -58,7 +58,7 @@ def grown(shape: Shape, drawn, seed, broken, masked, stop, on_host):
         return growth.grow(RowLogits(lm.logits[: shape.roots]), lm.expand), lm.computed, read.copies
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("shape", "drawn"),
     [(forest((TREE, chain(3))), "point"), (forest((chain(3), chain(1))), "iid"), (chain(4), "point")],

@@ -13,9 +13,6 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
-from spec_lab.decode.sequence import SequenceState
-from spec_lab.propose.growth import Growth
-from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.verify import Gumbel, Match, Token, Traversal
 from tests.propose.lab import (
     COLD,
@@ -31,7 +28,7 @@ from tests.propose.lab import (
     plain_probabilities,
     requests,
 )
-from tests.tiny import VOCABULARY, tiny_model
+from tests.tiny import VOCABULARY
 
 TREE = "0 1 2 0.0 0.1 1.0 0.0.0 0.1.0"
 CHAIN = "1x1x1x1"
@@ -70,7 +67,7 @@ def proposed(target, tree=TREE, sampling=WARM, draws=None, prompts=PROMPTS, prop
 # Fields of a draft -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", [WARM, Sampling(0.7, top_k=3), Sampling(1.2, top_p=0.6, repetition_penalty=1.5)])
 @pytest.mark.parametrize("tree", [CHAIN, TREE, "4x2", "9x1"])
 def test_siblings_are_the_best_of_their_parent_s_race(target, tree, sampling):
@@ -127,12 +124,6 @@ def test_noise_does_not_depend_on_the_batch(target):
     assert torch.equal(noise, torch.stack(alone))
 
 
-def test_an_empty_draft_declares_how_it_is_drawn(target):
-    draft, _, _ = proposed(target, proposer=draft_model(TREE, "gumbel", context=2))
-    assert (draft.drawn, draft.shape.nodes) == ("gumbel", 0)
-    assert draft.noise.shape == draft.q.shape == (0, VOCABULARY) and draft.noise.dtype == torch.float64
-
-
 def test_the_drafted_tokens_have_the_draft_s_distribution(target):
     sampling = Sampling(1.0, top_k=8)
     proposer, tokens = draft_model("1", "gumbel"), []
@@ -162,7 +153,7 @@ def agrees(tokens: np.ndarray, distribution: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("verifier", [Gumbel(), Match()], ids=["gumbel", "match"])
 @pytest.mark.parametrize(("tree", "temperature"), [(CHAIN, None), (CHAIN, 1.5), (TREE, 1.5)])
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_greedy_drafting_emits_the_target_s_tokens(target, truth, verifier, tree, temperature):
     proposer = draft_model(tree, "gumbel", temperature)
     group, _ = decode(target, proposer, requests(), verifier)
@@ -182,7 +173,7 @@ def test_the_target_as_its_own_draft_is_always_accepted(target, tree):
 
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 @pytest.mark.parametrize("tree", [CHAIN, TREE])
-@pytest.mark.one_in(27)
+@pytest.mark.each_value
 def test_a_batch_decodes_as_its_requests_alone_and_in_any_order(target, tree, sampling):
     proposer = draft_model(tree, "gumbel", 1.0 if tree == TREE and sampling == COLD else None)
     wanted = requests(sampling, new=12)
@@ -233,43 +224,9 @@ def test_every_key_of_a_decode_is_drawn_once(target, tree):
     assert len({noise.tobytes() for noise in draws.noise.values()}) == len(draws.noise)
 
 
-def test_a_step_number_that_never_changes_is_caught(target, monkeypatch):
-    monkeypatch.setattr(SequenceState, "key", property(lambda self: (self.request.id, self.branch, 0)))
-    assert watched(target, CHAIN).repeats > 0
-
-
-def test_rows_of_a_tree_that_share_a_key_are_caught(target, monkeypatch):
-    keys = Growth._keys
-    monkeypatch.setattr(Growth, "_keys", lambda *of: [key._replace(index=0) for key in keys(*of)])
-    assert watched(target, CHAIN).repeats > 0
-
-
 # The output distribution of the real loop --------------------------------------------------------------------------
 
 THREE = Sampling(1.0, top_k=3)
-COPIES = 2400
-
-
-def outputs(target) -> np.ndarray:
-    """The first three tokens of many requests for one prompt, as one number; 200 are decoded together."""
-    proposer, codes = draft_model("2x1", "gumbel"), []
-    for start in range(0, COPIES, 200):
-        wanted = requests(THREE, new=3, prompts=PROMPTS[1:2] * (start + 200))[start:]
-        codes += [
-            np.dot(tokens, [VOCABULARY**2, VOCABULARY, 1])
-            for tokens in emitted(decode(target, proposer, wanted, Gumbel())[0])
-        ]
-    return np.array(codes)
-
-
-@pytest.mark.nightly
-def test_the_joint_distribution_of_three_tokens_is_the_target_s(target):
-    distribution = np.zeros(VOCABULARY**3)
-    for a, p_a in some(target, PROMPTS[1]):
-        for b, p_b in some(target, (*PROMPTS[1], a)):
-            for c, p_c in some(target, (*PROMPTS[1], a, b)):
-                distribution[(a * VOCABULARY + b) * VOCABULARY + c] = p_a * p_b * p_c
-    assert agrees(outputs(target), distribution)
 
 
 def some(target, text):
@@ -310,25 +267,3 @@ def test_a_tree_is_refused_at_temperature_0_and_a_chain_is_not():
     draft_model("2x1", "gumbel").check_sampling(WARM)
     draft_model("2x1", "gumbel", temperature=1.0).check_sampling(COLD)
     draft_model(CHAIN, "gumbel").check_sampling(COLD)
-
-
-def test_nan_logits_end_their_own_request_only(target, truth):
-    proposer = draft_model(TREE, "gumbel", 0.3)
-    with torch.no_grad():
-        proposer.lm.model.get_input_embeddings().weight[18] = float("nan")  # in the second prompt only
-    group, _ = decode(target, proposer, requests(), Gumbel())
-    assert [s.finish for s in group.sequences] == ["length", "nan", "length"]
-    assert [emitted(group)[i] for i in (0, 2)] == [truth[0], truth[2]]
-
-
-def test_single_precision_drafts_race_in_double(target):
-    """Scores that differ by far less than single precision resolves keep their order."""
-    lm = CausalLM(tiny_model(seed=1, num_hidden_layers=1, dtype=torch.float32))
-    q = proposed(target, "3", prompts=PROMPTS[:1], proposer=draft_model("3", "gumbel", lm=lm))[0].q
-    assert q.dtype == torch.float32
-    order = np.random.default_rng(0).permutation(VOCABULARY)
-    close = Watched()
-    close.race = lambda width, keys: -q.double().log().numpy() - 1e-10 * order
-    draft, _, _ = proposed(target, prompts=PROMPTS[:1], draws=close, proposer=draft_model("3", "gumbel", lm=lm))
-    assert draft.token.tolist() == order.argsort()[:3].tolist()
-    assert draft.noise.dtype == torch.float64

@@ -159,7 +159,7 @@ def states_of(target, layer):
     return state
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.each_value
 @pytest.mark.parametrize("layer", [1, -1])
 @pytest.mark.parametrize("make", [lambda _, layer: PldPlus(3, layer), with_union], ids=["alone", "in a union"])
 def test_drafts_follow_the_target_s_hidden_states(target, make, layer):

@@ -3,8 +3,7 @@
 import pytest
 
 from spec_lab.core.machine import Usage
-from spec_lab.propose import step_costs
-from spec_lab.propose.step_costs import BLOCKS, LONGEST, PASSES, VISIT, WARM_UP, StepCosts, measure
+from spec_lab.propose.step_costs import BLOCKS, PASSES, VISIT, WARM_UP, StepCosts, measure
 
 TRUE = {0: 0.010, 1: 0.012, 2: 0.013, 4: 0.015}  # seconds
 TOKENS = {0: 1.0, 1: 1.5, 2: 1.8, 4: 2.2}
@@ -43,11 +42,6 @@ def test_disturbed_steps_do_not_count():
     assert found.steady
 
 
-def test_a_burst_that_hits_some_sizes_in_the_warm_up_cuts_none_off():
-    found = timed(Machine(lambda visit: 0.5 * (visit in (2, 3))))
-    assert found.seconds == pytest.approx(TRUE)
-
-
 def test_sizes_above_the_largest_fast_enough_one_are_not_timed():
     true = {0: 0.010, 1: 0.011, 2: 0.090, 3: 0.090, 4: 0.012, 5: 0.090, 6: 0.090}
     found = timed(Machine(true=true), dict.fromkeys(true, 1.0))
@@ -75,15 +69,6 @@ def test_timing_on_a_slow_machine_is_bounded():
     assert found.steps == 2 * (VISIT - 1)
 
 
-@pytest.mark.parametrize(("step", "timed_sizes"), [(0.3, 20), (1.0, 8), (100.0, 2)])
-def test_the_time_limit_covers_the_warm_up(step, timed_sizes):
-    machine = Machine(true=dict.fromkeys(range(20), step))
-    found = timed(machine, dict.fromkeys(range(20), 1.0))
-    assert list(found.seconds) == list(range(timed_sizes))
-    first_pass = timed_sizes * VISIT * step
-    assert len(machine.visited) * VISIT * step <= LONGEST + VISIT * step + 3 * first_pass
-
-
 @pytest.mark.parametrize(
     ("spread", "steady"),
     [
@@ -95,14 +80,3 @@ def test_the_time_limit_covers_the_warm_up(step, timed_sizes):
 )
 def test_spreads_decide_whether_costs_are_trusted(spread, steady):
     assert StepCosts(dict.fromkeys(spread, 1.0), spread, 9).steady is steady
-
-
-@pytest.mark.parametrize(
-    ("threads", "others", "steady"), [(1, 0.0, True), (1, 1.1, True), (2, 0.2, True), (2, 1.0, False), (1, 2.0, False)]
-)
-def test_processes_that_need_the_same_cores_make_costs_untrusted(monkeypatch, threads, others, steady):
-    monkeypatch.setattr(step_costs.os, "cpu_count", lambda: 2)
-    moments = (Usage(10.0 * n, (others + threads) * 10.0 * n, threads * 10.0 * n) for n in range(9))
-    found = timed(Machine(), threads=threads, usage=lambda: next(moments))
-    assert found.other_load == pytest.approx(others)
-    assert found.steady is steady

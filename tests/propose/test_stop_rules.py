@@ -73,7 +73,7 @@ def check_ends(rule, threshold, draft, above, logits, may_grow):
     return ended
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize(("rule", "threshold"), THRESHOLDS)
 def test_static_trees_end_where_the_rule_stops(rule, threshold, on_host):

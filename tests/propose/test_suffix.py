@@ -12,7 +12,6 @@ from spec_lab.propose import suffix_index as module
 from spec_lab.propose.suffix import SharedResponses, Suffix
 from spec_lab.propose.suffix_counts import SuffixRules, grow
 from spec_lab.propose.suffix_index import SuffixIndex
-from spec_lab.propose.suffix_search import spread
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.instances import QUICK
 from spec_lab.verify import Token
@@ -162,24 +161,6 @@ def test_several_texts_are_not_joined_and_the_oldest_is_forgotten(texts, drops, 
         assert continued(index, found, 4) == [kept[t][p : p + 4] for (t, p), _ in naive]
 
 
-def test_a_copy_is_independent():
-    index = SuffixIndex(4)
-    index.follow([1, 2, 1, 2, 3])
-    twin = index.copy()
-    before = index.positions
-    twin.follow([1, 2, 9, 9, 9, 1, 2])
-    assert index.positions == before and found_by(index, [1, 2], 1, 9) == [(4, 2), (2, 2)]
-    fresh = SuffixIndex(4)
-    fresh.follow([1, 2, 9, 9, 9, 1, 2])
-    assert twin.positions == fresh.positions
-
-
-def test_a_sample_is_spread_from_the_first_to_the_last():
-    assert spread(10, 4) == [0, 3, 6, 9]
-    assert spread(3, 4) == [0, 1, 2]
-    assert spread(10, 1) == [9]
-
-
 # Drafts ----------------------------------------------------------------------------------------------------------
 
 
@@ -260,15 +241,6 @@ def test_the_own_text_wins_ties_and_a_better_score_wins():
     assert drafted(proposer, batch(proposer, [1, 2, 8, 9, 1, 2])) == [[(6,), (6, 5), (6, 5, 4)]]
 
 
-def test_scores_are_computed_once_in_a_step(monkeypatch):
-    proposer = Suffix.load(None)
-    asked = batch(proposer, [1, 2, 1, 2, 1], [3])
-    scores = proposer.scores(asked)
-    monkeypatch.setattr(SuffixRules, "draft", None)  # not called again
-    assert scores[0] > 0 and scores[1] == 0
-    assert [len(one) for one in drafted(proposer, asked)] == [2, 0]
-
-
 def test_a_fork_drafts_from_a_text_of_its_own():
     proposer = Suffix.load(None)
     asked = batch(proposer, [1, 2, 3, 1, 2])
@@ -301,7 +273,6 @@ def test_responses_are_forgotten_oldest_first_and_all_at_once():
     assert Suffix.load(None).shared_store == ""
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "options",
     [{}, {"shared": 9}, {"children": 3, "nodes": 5, "factor": 4.0}, {"longest_only": True, "factor": 4.0, "offset": 1}],

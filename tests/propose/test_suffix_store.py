@@ -18,7 +18,6 @@ from spec_lab.propose.suffix_store import FIRST, ORDER, STORE, TOKENS, TokenStor
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.instances import QUICK
 from spec_lab.verify import Token
-from tests.full_disk import full_disk
 from tests.gguf_files import ZOO
 from tests.propose.test_suffix import continued, found_by, naive_matches, naive_order
 
@@ -35,12 +34,6 @@ class Words:
 
 def target_of(size, more=0):
     return SimpleNamespace(name="toy", tokenizer=Words(size), vocabulary=size + more)
-
-
-@pytest.fixture
-def small_parts(monkeypatch):
-    monkeypatch.setattr(suffix_build, "BUCKET", 7)
-    monkeypatch.setattr(suffix_build, "CHUNK", 5)
 
 
 def made(folder, documents, size):
@@ -85,37 +78,10 @@ def test_matches_are_those_of_a_naive_search(tmp_path_factory, documents, contex
             assert continued(store, found, 4) == [shifted[t][p : p + 4] for (t, p), _ in naive]
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("size", [4, 65_535, 70_000])
-def test_text_that_repeats_itself_is_sorted_in_small_buckets(tmp_path, monkeypatch, size):
-    """Also contexts that end at a separator of which all bits are 1."""
-    sorted_at_once, sort = [], suffix_build.sorted_positions
-    monkeypatch.setattr(
-        suffix_build, "sorted_positions", lambda t, p, s: sorted_at_once.append(len(p)) or sort(t, p, s)
-    )
-    documents = [[1] * 60, *[[1, 2]] * 20, [1, 2, 3] * 20, *[[3, 1, 2]] * 20]
-    store, starts = made(tmp_path / "out", documents, size), starts_of(documents)
-    assert store.order.tolist() == [starts[t] + p for t, p in naive_order(documents, 16, end=size)]
-    assert max(sorted_at_once) <= 14
-    for context in ([1, 2], [2, 1], [1] * 20, [1, 2, 3, 1], [3, 1]):
-        for most in (1, 5, 50):
-            found = found_by(store, context, 1, most)
-            naive = naive_matches(documents, context, 16, 1, most, end=size)
-            assert found == [(starts[t] + p, match) for (t, p), match in naive]
-
-
 def test_documents_are_not_joined(tmp_path):
     store = made(tmp_path / "out", [[1, 2], [3, 1]], 4)
     assert found_by(store, [1, 2], 1, 9) == [] and found_by(store, [3], 1, 9) != []
     assert continued(store, found_by(store, [3], 1, 9), 9) == [[1]]
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_longer_matches_than_asked_for_are_not_looked_up(tmp_path):
-    made(tmp_path / "out", [[0, 1, 2, 3, 0, 1, 2, 3]], 4)
-    store = TokenStore.open(str(tmp_path / "out"), target_of(4), 2)
-    assert found_by(store, [0, 1, 2], 1, 9) == [(8, 2), (4, 2)]
 
 
 def header(shape):
@@ -210,14 +176,6 @@ def test_nothing_is_left_of_a_store_that_cannot_be_built(tmp_path):
     (tmp_path / "full" / "file").touch()
     with pytest.raises(FileExistsError, match="not empty"):
         build_tokens([[1, 2]], 4, "", tmp_path / "full")
-
-
-def test_a_full_disk_names_the_store(tmp_path):
-    documents = [[number % 7 for number in range(5000)]]
-    for size in (100, 20_000):  # of the tokens, of their order
-        with full_disk(size), pytest.raises(OSError, match=r"space.*out'") as found:
-            build_tokens(documents, 7, "", tmp_path / "out")
-        assert found.value.filename == str(tmp_path / "out") and list(tmp_path.iterdir()) == []
 
 
 def test_rest_drafts_a_tree_and_is_lossless(tmp_path):

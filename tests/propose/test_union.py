@@ -117,7 +117,7 @@ def test_a_draft_model_at_temperature_0_is_merged_as_points_are(target):
     assert paths(draft, 0) == [(chain_of[0][0],), (chain_of[0][0], 0), *chain_of[1:]]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda one: one.name)
 @pytest.mark.parametrize("drawn", ["iid", "point"])
 def test_greedy_output_is_the_target_s(target, truth, verifier, drawn):

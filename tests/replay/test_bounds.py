@@ -64,7 +64,7 @@ def total(arm, one):
     return sum(value.mean for value in one.lost.values()) + one.tau.mean - arm.depth - 1
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("drawn", ["iid", "without", "point"])
 @pytest.mark.parametrize("shape", ["1x1", "2x1", "0 1 0.0"])
 def test_parts_sum_to_what_is_lost(target, drawn, shape):

@@ -25,7 +25,7 @@ def target(world, draft):
     return target_of(world, (), draft)
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.each_value
 @pytest.mark.parametrize("drawn", WAYS)
 @pytest.mark.parametrize("shape", SMALL)
 def test_no_lossless_verifier_accepts_more(shape, drawn):
@@ -41,7 +41,7 @@ def test_no_lossless_verifier_accepts_more(shape, drawn):
             assert Outputs.of_drafts(world, verifier, draft, probability).accepted <= optimum + 1e-9
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("drawn", WAYS)
 @pytest.mark.parametrize("shape", ["2x1", "0 1 0.0"])
 def test_the_bound_is_close(shape, drawn):
@@ -91,7 +91,7 @@ def test_points_accept_their_texts_probability():
     assert bound(world, twice, np.ones(1)) == pytest.approx(world.p(())[2] * (1 + world.p((2,))[1]))
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.each_value
 @pytest.mark.parametrize("drawn", WAYS)
 @pytest.mark.parametrize("shape", ["2x1", "3", "1x1x1"])
 def test_lumped_tokens_leave_a_bound(drawn, shape):

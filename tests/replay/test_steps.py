@@ -57,7 +57,7 @@ def drawn_tree(generator, drawn, shape="2x2", vocabulary=7, peak=1.5):
     return Draft(forest_shape, torch.from_numpy(token), drawn, *own), p
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("drawn", ["iid", "without", "point"])
 @pytest.mark.parametrize("sampling", [WARM, Sampling(0.7, top_p=0.8), Sampling(1.3, top_k=9)], ids=str)
 def test_with_full_rows_the_recorded_run_s_expectation_is_replayed(target, drawn, sampling):
@@ -92,7 +92,7 @@ def test_every_subtree_has_the_expectation_of_its_own_verdict(drawn):
 @pytest.mark.parametrize("drawn", ["iid", "without", "point"])
 @pytest.mark.parametrize(("shape", "subtree"), [("1x1x1", "all"), ("3", "all"), ("3x2", "all"), ("3x2", "nodes=4")])
 @pytest.mark.parametrize("peak", [0.5, 3.0])
-@pytest.mark.one_in(9)
+@pytest.mark.each_value
 def test_the_value_of_full_rows_lies_within_its_bounds(drawn, shape, subtree, peak):
     generator, seen = np.random.default_rng(2), set()
     for _ in range(12):

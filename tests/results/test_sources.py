@@ -3,7 +3,6 @@
 import importlib
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -178,19 +177,3 @@ def test_where_git_tells_no_commit_the_source_decides(tmp_path, monkeypatch, com
     here["code"] = here["code"] | {"spec_lab": {"versions": {}, "sha256": "edited"}}
     with pytest.raises(ValueError, match=r"\(code\.spec_lab\.sha256: '.*' there, 'edited' here\)"):
         claim(tmp_path, here)
-
-
-@pytest.mark.parametrize("slow", [False, True])
-def test_without_git_or_with_a_slow_one_the_run_resumes(tmp_path, monkeypatch, slow):
-    from tests.results.test_manifest import facts
-
-    monkeypatch.setattr("spec_lab.results.manifest.commit", lambda _: "abc")
-    first = claim(tmp_path, facts())
-    monkeypatch.undo()
-
-    def run(command, **options):
-        raise subprocess.TimeoutExpired(command, 10) if slow else FileNotFoundError("git")
-
-    monkeypatch.setattr("spec_lab.results.manifest.subprocess.run", run)
-    assert facts()["commit"] is None
-    assert claim(tmp_path, facts()) == first

@@ -293,7 +293,7 @@ def greedy(lm, prompts, futures, shape, new):
 @pytest.mark.parametrize("attention", ["spans", "dense"])
 @pytest.mark.parametrize("shape", [chain(0), chain(3), TREE], ids=["nothing", "chain", "tree"])
 @pytest.mark.parametrize("family", ["mistral-windows", "qwen2-windows"])
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_greedy_decoding_beyond_a_sliding_window_equals_generate(family, shape, attention):
     new, prompts = 20, [[5, 9, 2, 8, 1, 7, 4, 4, 6], [3, 1, 22]]
     plain = tiny_model(family)

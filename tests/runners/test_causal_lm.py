@@ -99,7 +99,7 @@ def test_every_family_decodes_scattered_forests_exactly(family):
 
 @pytest.mark.parametrize("attention", ["spans", "dense"])
 @pytest.mark.parametrize("family", WINDOWED)
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_layers_with_windows_and_chunks_decode_scattered_forests_exactly(family, attention):
     """Against transformers' own masks; some families have layers of two kinds."""
     oracle = tiny_model(family)
@@ -218,7 +218,7 @@ def plain_hidden(model, tokens, layers):
 LAYERS = pytest.mark.parametrize("layers", [(-1,), (2,), (0,), (1,), (2, 0), (0, 1, -1)], ids=str)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @LAYERS
 @pytest.mark.parametrize("attention", ["spans", "dense"])
 def test_captured_hidden_states_are_those_of_a_plain_forward(layers, attention):

@@ -175,7 +175,7 @@ def test_prompts_and_steps_with_too_many_rows_run_in_shapes_as_they_come():
     assert int(lm.cells.references.sum()) == len(world.tokens[0]) + TREE.nodes + 2, "no cell was taken twice"
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", [COLD, WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 def test_a_draft_model_and_a_target_in_fixed_shapes_emit_the_same_tokens(drawn, sampling):

@@ -34,7 +34,7 @@ def rounded(kv_dtype, attention="spans", fixed=False, family="llama"):
     return CausalLM(tiny_model(family), attention, fixed=fixed, kv_dtype=kv_dtype)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("kv_dtype", [BF16, F16, F8], ids=str)
 @pytest.mark.parametrize(("family", "attention", "fixed"), [
     ("llama", "spans", False), ("llama", "dense", False), ("llama", "spans", True), ("gpt2", "spans", False),
@@ -51,7 +51,7 @@ def test_logits_are_those_of_a_plain_forward_with_rounded_keys_and_values(family
     assert {store.dtype for layer in lm.cells.views for spans in layer for store in spans} == {kv_dtype}
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize(("make", "attention", "fixed"), [
     (partial(families.tiny_family, "gemma2"), "spans", False),
     (partial(families.tiny_family, "gemma2"), "dense", False),

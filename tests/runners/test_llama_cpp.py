@@ -21,7 +21,6 @@ from spec_lab.decode.engine import Engine, Limits
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.drafters.pard.propose import Pard
 from spec_lab.models.target import Target
-from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
@@ -169,15 +168,6 @@ def test_nodes_that_are_no_path_of_the_held_tree_are_refused():
         sequence.truncate(2)
 
 
-def test_a_forward_must_be_run_before_the_next_one_is_prepared():
-    lm = runner()
-    sequences = [lm.open(), lm.open()]
-    first = lm.prepare(sequences[:1], [[1]], empty(1))
-    lm.run(lm.prepare(sequences[1:], [[1]], empty(1)))
-    with pytest.raises(RuntimeError, match="before the next one is prepared"):
-        lm.run(first)
-
-
 # Sizes ---------------------------------------------------------------------------------------------------------------
 
 
@@ -193,15 +183,6 @@ def test_the_cache_grows_with_its_sequences_and_keeps_what_it_holds():
     for found, text in zip(output.logits[:6], tokens, strict=True):
         np.testing.assert_array_equal(found, logits_of([*text, 3], V))
     assert [one.n_ctx for one in library.made] == [256, 512, 1024, 1024] and library.made[-1].n_seq_max == 64
-
-
-def test_sequences_that_reserve_enough_never_grow_the_cache_again():
-    library = FakeLlama(V)
-    lm = runner(library)
-    sequences = [lm.open(300), lm.open(400)]
-    for _ in range(60):
-        lm.forward(sequences, [[1] * 5, [2] * 5], empty(2))
-    assert [one.n_ctx for one in library.made] == [768]
 
 
 def test_a_cache_of_limited_size_that_is_full_says_which_limits_to_change():
@@ -297,22 +278,6 @@ def test_hidden_states_of_all_computed_rows_are_returned_in_the_order_asked_for(
     text = [*every[2], 8]
     np.testing.assert_array_equal(one_each.pending[0], [np.concatenate([state(text, n % 3) for n in layers])])
     assert one_each.nodes[0].shape == (0, H * len(layers))
-
-
-def test_what_is_captured_may_change_between_the_steps_of_open_sequences():
-    library = FakeLlama(V, H, LAYERS)
-    lm = runner(library)
-    sequence, text = lm.open(), []
-    for layers in ((), (1,), (), (-1,), (0, -1), (0, 1), (1, 0), (0, 0)):
-        lm.capture(layers)
-        output = lm.forward([sequence], [[3]], draft_of([0, 0]))
-        text.append(3)
-        np.testing.assert_array_equal(output.logits[0], logits_of(text, V))
-        assert bool(output.pending) == bool(layers)
-        for own in output.pending:
-            np.testing.assert_array_equal(own[0], np.concatenate([state(text, layer % 3) for layer in layers]))
-        sequence.accept()
-    assert [one.cb_eval is not None for one in library.made] == [False, True], "the callback stays"
 
 
 def test_a_hidden_state_that_the_model_lacks_is_refused():
@@ -423,7 +388,7 @@ def decoded(lm, kind, sampling, limits=None, applied=None):
 @pytest.mark.parametrize("limits", [Limits(), Limits(2, 4), Limits(None, None, 60)], ids=["all", "chunks", "memory"])
 @pytest.mark.parametrize("sampling", [COLD, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("kind", DRAFTS)
-@pytest.mark.one_in(9)
+@pytest.mark.each_value
 def test_the_engine_decodes_as_with_a_runner_without_a_cache(kind, sampling, limits):
     found = decoded(runner(), kind, sampling, limits)
     assert any(path for _, paths in found[1] for path in paths)
@@ -440,31 +405,7 @@ def test_forks_and_removed_tokens_decode_as_without_a_cache():
     assert len(found[0]) == 12 and found == forked(Plain())
 
 
-def test_greedy_decoding_without_a_draft_emits_the_likeliest_tokens():
-    target = Target(runner(), None, "fake", 60, "", 0.0)
-    engine = Engine(Arm(target, Null(), Token(), CounterDraws(0)))
-    engine.add(Request(0, "p", (1, 2), COLD, 20))
-    list(engine)
-    text = [1, 2]
-    for _ in range(20):
-        text.append(int(logits_of(text, V).argmax()))
-    assert engine.sequences[0].emitted == text[2:]
-
-
 # The library ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["is_diffusion", "has_encoder"])
-def test_models_that_are_no_decoders_are_refused_by_kind(kind):
-    library = FakeLlama(kind=kind)
-    with pytest.raises(ValueError, match=r"fake\.gguf is .*(diffusion|encoder)"):
-        runner(library)
-    assert library.freed == ["model"]
-
-
-def test_a_file_that_the_library_cannot_load_is_named():
-    with pytest.raises(ValueError, match=r"cannot load broken\.gguf"):
-        Model(FakeLlama(), "broken.gguf")
 
 
 def test_the_last_warnings_and_errors_of_the_library_s_log_are_part_of_the_message():
@@ -501,7 +442,6 @@ def test_structs_of_another_layout_are_refused_by_name():
         check_layout(SIZES, defaults)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("closed", [True, False])
 def test_the_model_is_freed_with_its_last_reference_after_its_contexts(closed):
     library = FakeLlama()
@@ -512,8 +452,3 @@ def test_the_model_is_freed_with_its_last_reference_after_its_contexts(closed):
     del lm
     gc.collect()
     assert library.freed == ["context", "model"]
-
-
-def test_end_tokens_and_tokens_of_a_text_are_the_librarys():
-    model = Model(FakeLlama(V, ends=(0, 7)), "fake.gguf")
-    assert model.ends == {0, 7} and model.tokenize("ab", False) == [97 % V, 98 % V]

@@ -143,7 +143,6 @@ def keep_states_of_a_smaller_cache(monkeypatch):
     monkeypatch.setattr(RecurrentSequence, "lost", property(lambda self: bool(self.tokens) and not self.computed))
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "mutant",
     [trust_snapshots, trust_after_other_forwards, compute_all_together, keep_states_of_a_smaller_cache],
@@ -312,7 +311,7 @@ def decoded(lm, sampling, limits=None, applied=None):
     return {(one.request.id, one.lineage): (one.emitted, one.finish) for one in engine.sequences}, steps
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("limits", [Limits(), Limits(2, 4), Limits(None, None, 60)], ids=["all", "chunks", "memory"])
 @pytest.mark.parametrize("sampling", [COLD, WARM], ids=["greedy", "warm"])
 def test_the_engine_decodes_as_with_a_runner_without_a_cache(sampling, limits):

@@ -110,7 +110,7 @@ def test_a_models_kv_cache_is_as_large_as_stated(family, dtype, attention):
     assert lm.memory.weights == sum(one.nbytes for one in lm.model.parameters())
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("attention", ["spans", "dense"])
 @pytest.mark.parametrize("make", [
     partial(families.tiny_family, "gemma2"), partial(families.tiny_family, "gemma4_text with shared keys and values"),

@@ -56,7 +56,7 @@ def test_reading_a_tensor_of_this_device_raises():
             read()
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.each_value
 @ATTENTION
 @pytest.mark.parametrize("layers", [(), (-1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("pending", PENDING.values(), ids=PENDING)

@@ -8,7 +8,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from spec_lab.core.roofline import AttentionWork, ForwardWork
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.runners.model_work import work_of
-from tests.models.families import tiny_family
 from tests.tiny import COMMON, FAMILIES, VOCABULARY, WINDOWED, tiny_model
 
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, DIM, DOUBLE = 32, 48, 2, 4, 2, 8, 8  # of the tiny Llama, in float64
@@ -81,16 +80,6 @@ def test_of_a_mixture_of_experts_those_of_one_row_count(family):
 
 def _experts(family, count):
     return ("num_experts" if family == "qwen3_moe" else "num_local_experts"), count
-
-
-def test_what_the_config_does_not_state_is_unknown():
-    model = mixture("mixtral")
-    model.config.num_experts_per_tok = 0
-    assert work_of(model, {}) is None
-    model = tiny_model()
-    model.config.num_attention_heads = 0
-    assert work_of(model, {}) is None
-    assert CausalLM(tiny_family("mimo_v2_flash")).work is None, "layers with windows have other key-value heads"
 
 
 def test_of_a_model_on_several_devices_or_ranks_the_work_of_one_is_unknown():

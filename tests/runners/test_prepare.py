@@ -59,7 +59,6 @@ KINDS = {
 }
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 @settings(max_examples=150)
 @given(life=st.lists(st.tuples(st.sampled_from(ACTIONS), NUMBERS), max_size=12))

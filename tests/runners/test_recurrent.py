@@ -28,7 +28,7 @@ from spec_lab.runners.mixers import Mixer
 from spec_lab.runners.recurrent import MAX_AGAIN, Advance, RecurrentStates
 from spec_lab.verify import Token
 from tests.constrain.scripted import Scripted, after
-from tests.propose.lab import COLD, WARM, draft_model, requests
+from tests.propose.lab import COLD, draft_model, requests
 from tests.recurrent import FAMILIES
 from tests.tiny import CONTEXT, VOCABULARY
 
@@ -161,14 +161,6 @@ def test_drafts_on_a_device_need_no_copy_to_the_host(monkeypatch):
         history(runner(FAMILIES["lfm2"]()), seed, error=ERROR["lfm2"])
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", list(ERROR))
-def test_long_histories_have_the_logits_and_states_of_plain_texts(name):
-    model = FAMILIES[name]()
-    for seed in range(25):
-        history(runner(model, 6 if seed % 2 else 512), seed, steps=16, error=ERROR[name])
-
-
 def keep_rejected_tokens(monkeypatch):
     own = RecurrentStates.accept
 
@@ -220,7 +212,7 @@ def advance_several_tokens(monkeypatch):
     monkeypatch.setattr(Mixer, "advance", lambda self, rows, cache: self.inner(rows, cache=cache))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("name", "mutant"),
     [
@@ -237,7 +229,7 @@ def test_a_runner_that_trusts_wrong_states_has_wrong_logits(name, mutant, monkey
         deque((history(lm, seed, error=ERROR[name]) for seed in range(40)), maxlen=0)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
 @pytest.mark.parametrize("accepted", range(5))
 def test_after_any_number_of_accepted_tokens_the_states_are_those_of_the_text(model, family, accepted, long):
@@ -416,18 +408,6 @@ def decoded(model, proposer, sampling, limits=None, applied=None):
     return {(one.request.id, one.lineage): (one.emitted, one.finish) for one in engine.sequences}, accepted
 
 
-@pytest.mark.parametrize(
-    "limits", [pytest.param(Limits(), marks=pytest.mark.nightly), Limits(2, 4)], ids=["all", "chunks"]
-)
-def test_continuous_batching_and_a_draft_model_with_recurrent_layers_decode_as_without_drafts(model, limits):
-    expected, _ = decoded(model, Null(), COLD)
-    own = draft_model(lm=runner(FAMILIES["lfm2"](seed=1)))
-    for proposer in (draft_model(lm=runner(deepcopy(model))), own, Ngram(5, 2, 1)):
-        found, accepted = decoded(model, proposer, COLD, limits)
-        assert found == expected
-        assert accepted or proposer is own
-
-
 def test_forks_and_removed_tokens_decode_as_without_drafts(model):
     def forked(proposer):
         script = after(2, [Branch(), Branch(1), Branch()])
@@ -437,9 +417,3 @@ def test_forks_and_removed_tokens_decode_as_without_drafts(model):
     expected, _ = forked(Null())
     found, accepted = forked(draft_model(lm=runner(deepcopy(model))))
     assert len(expected) > 3 and found == expected and accepted
-
-
-@pytest.mark.nightly
-def test_sampled_tokens_are_those_of_a_wider_batch(model):
-    proposer = draft_model(lm=runner(deepcopy(model)))
-    assert decoded(model, proposer, WARM, Limits(1)) == decoded(model, proposer, WARM)

@@ -1,6 +1,6 @@
 """Runners: what they declare, what the engine does with runners that can do less, and a runner without transformers."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.decode.arm import Arm
-from spec_lab.decode.capacity import check_requires, most_at_once
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.decode.proposer import Requires
 from spec_lab.drafters.draft_model.propose import DraftModel
@@ -74,11 +73,6 @@ def test_a_proposer_that_requires_an_ability_that_the_runner_lacks_is_refused_at
     assert all(other in str(refused.value) for other in others), "what the runner has is named"
 
 
-def test_a_runner_without_any_ability_is_named_as_such():
-    with pytest.raises(ValueError, match="'none' requires layer_ranges .* no such ability"):
-        check_requires(requiring(abilities=frozenset({"layer_ranges"})), declaring())
-
-
 def test_a_proposer_whose_requirements_the_runner_meets_is_accepted():
     target = declaring(hidden_layers=2, abilities=frozenset(ABILITIES))
     Engine(Arm(target, requiring(hidden=(1, -1), abilities=frozenset(ABILITIES)), Token(), CounterDraws(0))).close()
@@ -101,7 +95,7 @@ def decoded(target, proposer, limits=None, applied=None, sampling=WARM):
     return engine
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("limits", [Limits(), Limits(max_batch_size=2), Limits(max_prefill_tokens=4)], ids=repr)
 @pytest.mark.parametrize("sequences", [1, 2])
 def test_requests_wait_where_the_runner_computes_fewer_sequences_at_once(sequences, limits):
@@ -111,7 +105,7 @@ def test_requests_wait_where_the_runner_computes_fewer_sequences_at_once(sequenc
     assert emitted(engine) == emitted(decoded(tiny_target(), draft_model("1x1")))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize(("leaves", "at_once"), [(6, 2), (5, 1), (1, 1), (100, 3)])
 def test_requests_wait_where_the_runner_computes_fewer_leaves_at_once(leaves, at_once):
     """A tree of three nodes may have three leaves; with one request at once any tree is tried."""
@@ -119,12 +113,6 @@ def test_requests_wait_where_the_runner_computes_fewer_leaves_at_once(leaves, at
     engine = decoded(target, draft_model("0 1 0.0", "without"))
     assert max(target.lm.widths) == at_once
     assert emitted(engine) == emitted(decoded(tiny_target(), draft_model("0 1 0.0", "without")))
-
-
-def test_chains_have_one_leaf_each():
-    assert most_at_once(draft_model("1x1"), declaring(leaves=256)) is None
-    assert most_at_once(Null(), declaring(leaves=256, sequences=5)) == 5
-    assert most_at_once(draft_model("0 1 0.0", "without"), declaring(leaves=256, sequences=5)) == 5
 
 
 @pytest.mark.parametrize("sequences", [1, 2])
@@ -280,7 +268,7 @@ def drafting(kind, target, draft):
 )
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.7, top_k=3)], ids=["greedy", "warm", "truncated"])
 @pytest.mark.parametrize("kind", DRAFTS)
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_the_engine_decodes_with_any_runner_as_with_a_model_of_transformers(kind, sampling, limits):
     """Target and draft model: the same drafts in every step, and the same output."""
     target, draft = lookups()
@@ -320,11 +308,6 @@ def test_what_requires_a_model_of_transformers_is_refused_with_another_runner():
         with pytest.raises(Unsupported, match="'lookup' .* Lookup"):
             use()
     assert target.vocabulary == TOY.v and target.ends == frozenset()
-
-
-def test_a_runner_that_does_not_state_its_work_has_no_roofline():
-    assert replace(lab(), target=lookups()[0]).roofline() is None
-    assert lab().roofline() is not None
 
 
 def test_limits_are_measured_with_the_threads_that_a_runner_states():

@@ -187,22 +187,6 @@ def test_a_stopped_measurement_is_resumed(tmp_path, monkeypatch):
     assert seen == [(0, 1, 8), (0, 1, 16), (0, 2, 8), *[(0, 2, 16)] * 2, *((1, b, c) for b in (1, 2) for c in (8, 16))]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"contexts": [8, 250]}, "contexts .*232.* 250"),
-        ({"batches": []}, "batches must hold a number"),
-        ({"nodes": [-1]}, r"nodes\[0\] .*0 or more"),
-        ({"repeats": 0}, "repeats"),
-        ({"steps": 0}, "steps"),
-    ],
-)
-def test_invalid_options_are_refused(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        measure(lab(), settings(tmp_path), {}, quiet(), **(SMALL | options))
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_reserved_cells_hold_every_node_accepted_in_every_step():
     target = tiny_target()
     arms = arms_of(target, four=Repeat(4), none=Null())

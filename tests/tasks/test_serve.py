@@ -167,7 +167,7 @@ ARMS = {
 
 @pytest.mark.parametrize("sampling", [COLD, WARM], ids=["cold", "warm"])
 @pytest.mark.parametrize("name", ARMS)
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_every_request_has_the_tokens_it_has_alone(time, name, sampling):
     proposer, verifier = ARMS[name][0](), ARMS[name][1]
     target = tiny_target()

@@ -186,31 +186,6 @@ def test_malformed_lines_are_refused_with_file_and_line(tmp_path, line, message)
         chat(write(tmp_path, line))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"template": None}, "template must be"),
-        ({"template": "nowhere.jinja"}, "template must name a file"),
-        ({"template": "x" * 5000}, "template=.* cannot be read"),
-        ({"system": " "}, "system must be a text"),
-        ({"system": 3}, "system must be a text"),
-        ({"tools": "nowhere.json"}, "tools must name a file"),
-        ({"thinking": "yes"}, "thinking must be true or false"),
-        ({"options": ["a"]}, "options must be a mapping"),
-        ({"options": {"messages": 1}}, "options.messages is no variable"),
-        ({"options": {"a b": 1}}, "options.a b is no variable"),
-        ({"options": {"a": {1, 2}}}, "options holds a set"),
-        ({"options": {"thinking": True}, "thinking": True}, "both switch thinking"),
-        ({"template": "none", "thinking": False}, "template=none supports no options"),
-        ({"turns": 0}, "turns must be a whole number"),
-        ({"checker": "oracle"}, "checker must be one of exact"),
-    ],
-)
-def test_invalid_options_are_refused_at_start_up(options, message):
-    with pytest.raises(ValueError, match=message):
-        chat_options(**options)
-
-
 def test_files_of_tools_and_templates_are_bounded(tmp_path, monkeypatch):
     file = tmp_path / "tools.json"
     file.write_text("{}")

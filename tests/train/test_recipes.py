@@ -522,7 +522,7 @@ def short(tmp_path, *more):
         ("eagle3", "task.recipe.from_target=true task.recipe.heads=2", "from_target"),
     ],
 )
-@pytest.mark.one_in(27)
+@pytest.mark.each_value
 def test_what_cannot_be_trained_is_refused_before_the_target_answers(quick_cli, tmp_path, name, given, option):
     code, _, errors = quick_cli(f"+experiment=train_{name}", *short(tmp_path, *given.split()))
     (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]

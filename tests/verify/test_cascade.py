@@ -26,7 +26,7 @@ def aimed_at(world: World, verifier: Cascade, depth: int) -> list[np.ndarray]:
     return [*pi, world.probabilities(depth)[0]]
 
 
-@pytest.mark.one_in(21)
+@pytest.mark.each_value
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"world{w.seed}")
 @pytest.mark.parametrize("name", ["[1]", "[1,1]", "[1,1,1]", "[2]", "[2,2]"])
 @DRAWN
@@ -38,7 +38,7 @@ def test_cascade_is_exact_against_its_own_target_distribution(verifier, drawn, n
     require_lossless(outputs)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["[1]", "[1,1]", "[2,2]"])
 @DRAWN
 @EACH

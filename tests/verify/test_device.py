@@ -118,7 +118,7 @@ WAYS_OF = [
     ("verifier", "way"), WAYS_OF, ids=[f"{v.name} {getattr(v, 'rule', '')}-{w}" for v, w in WAYS_OF]
 )
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 def test_a_step_reads_nothing_back(verifier, way, shape):
     draft, p = meta(shape, way)
     verdict = verifier(draft, p)

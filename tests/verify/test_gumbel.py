@@ -100,7 +100,6 @@ def walk(draft: Draft, p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # One step ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @settings(max_examples=200)
 @given(case=races())
@@ -238,7 +237,6 @@ def first_tokens(name: str) -> tuple[Draft, np.ndarray, np.ndarray]:
     return draft, accepted, np.where(accepted, drafted, residual.argmax(-1))
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_the_rate_of_matches_is_the_closed_form(name):
     """Within five standard deviations."""
@@ -249,7 +247,6 @@ def test_the_rate_of_matches_is_the_closed_form(name):
     assert chance > float((p * q).sum()) + 0.02  # the rate of independent choices
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_drafts_have_the_draft_s_distribution_and_outputs_the_target_s(name):
     p, q = (np.array(row) for row in DISTRIBUTIONS[name])

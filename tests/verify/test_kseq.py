@@ -46,7 +46,7 @@ def pairs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.each_value
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"world{w.seed}")
 @pytest.mark.parametrize("name", TREES)
 def test_one_step_is_lossless(world, name):

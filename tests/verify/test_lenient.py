@@ -38,7 +38,7 @@ def test_one_draft_is_accepted_with_the_overlap_of_q_and_p_over_l(world, lenienc
 
 @pytest.mark.parametrize("name", ["[1]", "[2]", "[2,1]", "ragged"])
 @DRAWN
-@pytest.mark.one_in(9)
+@pytest.mark.each_value
 def test_smaller_lenience_is_lossier_and_accepts_more(name, drawn):
     world = World(4, plain=True)
     runs = [Outputs.of_forest(world, Lenient(lenience), TREES[name], drawn) for lenience in (1.0, 0.7, 0.3)]
@@ -48,7 +48,7 @@ def test_smaller_lenience_is_lossier_and_accepts_more(name, drawn):
     assert all(run.mass == pytest.approx(1, abs=1e-12) for run in runs)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["[1,1]", "[2,2]"])
 @DRAWN
 def test_lenience_of_1_is_lossless(name, drawn):

@@ -196,7 +196,7 @@ def at_every_width():
             yield pytest.param(verifier, drawn, width, id=f"{verifier.name}-{drawn}-{width}", marks=marks)
 
 
-@pytest.mark.one_in(21)
+@pytest.mark.each_value
 @pytest.mark.parametrize(("verifier", "drawn", "width"), list(at_every_width()))
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_in_single_precision(verifier, drawn, width, case):
@@ -228,7 +228,7 @@ DIRECT = [
 ]  # fmt: skip
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("verifier", "direct", "drawn"),
     [(v, direct, drawn) for v, direct in DIRECT for drawn in sorted(v.accepts - {"gumbel"})],
@@ -405,7 +405,7 @@ def padded(name: str, target):
     return proposer
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["none", "medusa", "1x1x1 iid", "2x2 without", "3x2 point", "1x1 gumbel"])
 @pytest.mark.parametrize(
     "sampling",
@@ -458,7 +458,7 @@ def test_medusa_heads_with_nan_logits_change_no_output():
 # The counter of empty residuals
 
 
-@pytest.mark.one_in(63)
+@pytest.mark.each_value
 @pytest.mark.parametrize(("verifier", "drawn"), PAIRS, ids=[f"{v.name}-{drawn}" for v, drawn in PAIRS])
 def test_no_residual_is_empty_in_double_precision(verifier, drawn):
     target = tiny_target()

@@ -117,7 +117,7 @@ def test_the_distance_to_the_target_in_a_small_case(verifier):
 @pytest.mark.parametrize("name", ["[1]", "[1,1]", "[2]", "[2,2]", "ragged"])
 @pytest.mark.parametrize("drawn", ["iid", "without", "point"])
 @BOTH
-@pytest.mark.one_in(27)
+@pytest.mark.each_value
 def test_they_are_lossy(verifier, name, drawn):
     outputs = Outputs.of_forest(World(27, plain=True), verifier, TREES[name], drawn)
     assert outputs.tv() > 0.05 and outputs.first_failure() is not None

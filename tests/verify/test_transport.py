@@ -79,7 +79,7 @@ def over_all_sets(p: np.ndarray, q: np.ndarray, count: int, drawn: str) -> float
     return 1 - max(sum(w for d, w in found.items() if h.issuperset(d)) - p[list(h)].sum() for h in sets)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("drawn", WAYS)
@@ -91,7 +91,7 @@ def test_is_the_optimum_of_the_linear_programme(drawn, count, kind):
             assert bound(p, q, count, drawn) == pytest.approx(programme(p, q, count, drawn), abs=1e-8)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("drawn", WAYS)
@@ -122,7 +122,7 @@ def test_siblings_without_replacement_can_do_more_than_iid_ones(seed, kind, coun
     assert bound(p, q, count, "without") >= bound(p, q, count, "iid") - 1e-12
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("spread", [0, 2, 40, 80])
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
 def test_draws_without_replacement_against_fractions(count, spread):
@@ -178,7 +178,7 @@ def test_rare_tokens_are_drafted_all_the_same(rare):
     assert bound(np.eye(4)[1], np.array([1.0, rare, rare, rare]), 3, "without") == pytest.approx(2 / 3, abs=1e-9)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("drawn", WAYS)
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_rows_are_independent(drawn, count):
@@ -194,7 +194,7 @@ def test_rows_are_independent(drawn, count):
     assert together == pytest.approx(alone, abs=1e-13)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "world", [World(seed) for seed in range(30, 38)] + [World(38, plain=True)], ids=lambda w: w.seed
 )

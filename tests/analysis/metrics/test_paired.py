@@ -105,7 +105,6 @@ def test_paired_runs_have_the_same_units():
         change(totals([1, 1], [1, 1]), totals([1], [1]), paired=True)
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("count", [8, 12, 40])
 def test_the_interval_of_a_true_change_covers_it_as_often_as_it_says(count):
     random = np.random.default_rng(count)
@@ -121,7 +120,7 @@ def test_the_interval_of_a_true_change_covers_it_as_often_as_it_says(count):
 
 @pytest.mark.parametrize("count", [8, 12, 40])
 @pytest.mark.parametrize("kind", ["tau", "unpaired tau", "speed"])
-@pytest.mark.one_in(27)
+@pytest.mark.each_value
 def test_without_a_difference_no_more_intervals_exclude_it_than_they_say(kind, count):
     random = np.random.default_rng(count)
     false = {0.95: 0, 0.995: 0}

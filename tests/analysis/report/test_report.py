@@ -7,14 +7,10 @@ import subprocess
 from pathlib import Path
 from urllib.parse import unquote
 
-import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.colors import to_rgb
-from matplotlib.image import imread
 
 from spec_lab.analysis import metrics, report
-from spec_lab.analysis.figures import colours
 from spec_lab.core.terminal import short_path, visible
 from spec_lab.results import sweep
 from spec_lab.results.manifest import write_json
@@ -285,19 +281,3 @@ def test_a_browser_draws_every_chart(which, page, swept, tmp_path):
     assert output == []
     assert dom.count('<figure class="chart"><svg') == charts_in(file.parent) >= 4
     assert "<title>owned" not in dom
-
-
-@pytest.mark.one_in(2)
-@needs_browser
-@pytest.mark.parametrize("which", ["page", "sweep"])
-def test_a_browser_shows_a_page_that_is_not_blank(which, page, swept, tmp_path):
-    file = page if which == "page" else report.write(swept)
-    picture = tmp_path / "seen.png"
-    _, output = browse(file, tmp_path, f"--screenshot={picture}")
-    assert output == []
-    seen = (imread(picture)[..., :3] * 255).round().astype(int)
-    assert seen.shape[:2] == (3000, 1240)
-    assert len(np.unique(seen @ np.array([1 << 16, 1 << 8, 1]))) > 200  # colours
-    colour = to_rgb(colours(["repeat", "longer"])["repeat"])
-    marks = (np.abs(seen - (np.array(colour) * 255)).sum(-1) < 12).sum()
-    assert marks > 300

@@ -22,7 +22,7 @@ from spec_lab.tasks.benchmark import run
 from spec_lab.text.chat_template import ChatTemplate
 from spec_lab.text.prompts import Prompt
 from spec_lab.verify import Match
-from tests.analysis.report.test_report import HOSTILE, Parsed, browse, needs_browser
+from tests.analysis.report.test_report import HOSTILE, Parsed
 from tests.decode.test_copies import EvenTokens
 from tests.labs import Repeat, lab, settings
 from tests.propose.lab import draft_model
@@ -110,29 +110,6 @@ def test_every_step_has_its_accepted_tokens_and_its_texts(name, runs):
     assert json.loads(str(embedded(data))) == data
 
 
-@pytest.mark.nightly
-@pytest.mark.one_in(9)
-@pytest.mark.parametrize("name", RUNS)
-def test_every_shaded_token_leads_to_its_step(name, runs):
-    page = report.write(runs(name))
-    steps = metrics.load(runs(name)).steps
-    raw = page.read_text(encoding="utf-8")
-    own = {f"{row['request']}/{row['sequence']}/{row['round']}" for row in steps.to_dict("records")}
-    keys = {f"{row['request']}/{row['arm']}/{row['sequence']}" for row in steps.to_dict("records")}
-    shown = set()
-    for output in raw.split('<div class="output"')[1:]:
-        request, _, sequence = re.search(r'data-output="([^"]*)"', output)[1].split("/")
-        links = re.findall(r'data-step="(\d+)/(\d+)"', output)
-        assert links
-        for of, number in links:
-            assert f"{request}/{of}/{number}" in own
-            shown.add((int(of) != int(sequence), f"{request}/{of}/{number}"))
-    assert any(parent for parent, _ in shown) == (name == "forks")  # a fork's first tokens are its parent's
-    assert len(keys) == raw.count('<div class="output"')
-    data = json.loads(re.search(r'id="steps">(.*?)</script>', raw)[1])
-    assert len(data["outputs"]) == len(keys)
-
-
 def test_each_arm_has_its_own_prompt_in_later_turns(runs):
     folder = runs("turns")
     tables = metrics.load(folder)
@@ -209,24 +186,3 @@ def test_hostile_token_texts_stay_texts(hostile):
     assert "<" not in block and "&" not in block and not re.search("[\x00\u2028\u202e]", raw)
     assert not any("\u202e" in text for text in data["texts"].values())
     assert [tag for tag, _ in Parsed(hostile[0]).tags].count("script") == 3
-
-
-@pytest.mark.nightly
-@needs_browser
-def test_a_browser_opens_the_step_that_the_address_names(hostile, tmp_path):
-    page, row = hostile
-    key = output_key(row["request"], "draft_model", row["sequence"])
-
-    class At:
-        def as_uri(self):
-            return f"{page.as_uri()}#step={key}/{row['round']}"
-
-    dom, output = browse(At(), tmp_path, "--dump-dom")
-    assert output == [] and "<title>owned" not in dom
-    pane = re.search(r'<div class="step".*', dom, re.DOTALL)[0].partition("</table>")[0]
-    assert pane.count("<tr") == 1 + 1 + row["nodes"] + row["emitted"] - row["accepted"]  # heading, root, nodes, emitted
-    assert len(re.findall(r'<tr class="accepted">', pane)) == row["accepted_kept"]
-    assert re.findall(r'<tr class="(recovered|bonus)">', pane) == ["recovered"]
-    assert "document.title='owned'" in pane and "<U+202E>" not in dom.partition("<pre")[0]
-    assert pane.count('class="edge') == 1 + row["nodes"] + row["emitted"] - row["accepted"]
-    assert re.search(r'<i class="[^"]*on"', dom)

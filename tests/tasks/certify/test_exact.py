@@ -228,7 +228,7 @@ def test_traversal_verification_is_exact_for_sampled_nodes_beside_points(exclude
     require_exact(prove(both, Traversal(), QUICK))
 
 
-@pytest.mark.one_in(45)
+@pytest.mark.each_value
 @pytest.mark.parametrize(("verifier", "drawn"), ENUMERATED, ids=lambda one: getattr(one, "name", one))
 def test_every_lossless_verifier_is(verifier, drawn):
     proof = prove(drawn, verifier, QUICK)
@@ -353,7 +353,7 @@ def test_for_a_proposer_that_fails_on_toys_the_reference_drafts_and_the_reason_i
 # Proposers that state a wrong q
 
 
-@pytest.mark.one_in(27)
+@pytest.mark.each_value
 @pytest.mark.parametrize("proposer", [Misstates(), Hotter(draft_model())], ids=["misstates", "hotter"])
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda v: v.name)
 def test_a_wrong_q_is_found(proposer, verifier):
@@ -395,7 +395,7 @@ def test_gumbel_drafts_are_left_to_samples_and_never_called_exact(proposer):
 # Verifiers
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("name", "drawn"),
     [(n, d) for n, v in VERIFIERS.items() if not v.lossless for d in sorted(v.accepts) if d != "gumbel"],
@@ -415,7 +415,7 @@ def failed(proof, verifier):
 
 @pytest.mark.parametrize("verifier", [Cascade(0.4, "chow"), Cascade(0.1, "diff"), Cascade(0.3, "opt")])
 @pytest.mark.parametrize("drawn", ["iid", "without"])
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 def test_a_cascade_is_exact_against_its_own_target(verifier, drawn):
     assert prove(drawn, verifier, STEPS[:4] + STEPS[30:34]).own_target_tv < 1e-12
 
@@ -434,7 +434,7 @@ def test_a_lossy_verifier_that_is_not_exact_against_its_own_target_fails(broken)
     assert "from the distribution against which it declares to be exact" in failed(proof, Astray())
 
 
-@pytest.mark.one_in(27)
+@pytest.mark.each_value
 @pytest.mark.parametrize("verifier", [Claims(), Control()], ids=lambda v: v.name)
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 def test_a_wrong_declaration_is_found_and_localised(verifier, drawn):
