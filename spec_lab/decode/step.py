@@ -7,38 +7,29 @@ Prefill, chains, trees, batches, the autoregressive baseline, calibration, certi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from spec_lab.constrain.applied import StepMasks, open_mask
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.clock import Clock, Mark
+from spec_lab.core.draft import Draft
 from spec_lab.core.draft import empty as no_draft
 from spec_lab.core.faults import attributed
 from spec_lab.core.inference import inference
-from spec_lab.core.probabilities import argmax_of_finite, finite_
 from spec_lab.core.readback import Readback
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.commit import Committed, Decision, act
-from spec_lab.decode.proposer import Observation, release
-from spec_lab.decode.recording import Distributions, Recorded, expanded, feature_hash, recorded_numbers
-from spec_lab.decode.rows import (
-    at_temperature_1,
-    constrained_probs,
-    draft_probabilities,
-    expected_counts,
-    history,
-    logprobs_of,
-    probability_of,
-    target_probabilities,
-    without_token_,
-)
-from spec_lab.decode.sequence import Batch, SequenceState, by_row
+from spec_lab.decode.masking import Masking
+from spec_lab.decode.outcome import target_distribution
+from spec_lab.decode.proposer import Observation, Requires, release
+from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.decode.step_info import Chunk, StepInfo
-from spec_lab.runners.runner import Output
-from spec_lab.verify import Choice, check_draft, choose, greedy_path
+from spec_lab.decode.step_recorder import StepRecorder
+from spec_lab.runners.runner import Output, Runner
+from spec_lab.verify import check_draft
 from spec_lab.verify.arrays import Array
 
 
@@ -46,8 +37,7 @@ from spec_lab.verify.arrays import Array
 def step(sequences: Sequence[SequenceState], arm: Arm, chunks: Sequence[Chunk] = ()) -> StepInfo:
     """One forward of the target: draft below every sequence, verify, and commit what was chosen.
 
-    Up to the forward the host reads one copy for each level that a draft model drafts, and one for masks; after it one,
-    with all that is committed and recorded.
+    Up to the forward the host reads one copy for each level that a draft model drafts, and one for masks; after it one.
 
     Args:
         sequences: each with at least one pending token.
@@ -57,193 +47,171 @@ def step(sequences: Sequence[SequenceState], arm: Arm, chunks: Sequence[Chunk] =
     Raises:
         PartError: the proposer or the verifier raised an error, or returned what cannot be; names it.
     """
-    target, constraint, sequences = arm.target, arm.constraint, list(sequences)
-    lm = target.lm
-    clock = lm.clock
+    clock, read = arm.target.lm.clock, Readback()
     clock.take()
-    lm.capture(arm.proposer.requires.hidden)  # in every step: parts with other needs may alternate
-    began = clock.mark()
+    arm.target.lm.capture(arm.proposer.requires.hidden)  # in every step: arms that require others may take turns
+    start = Start.of(sequences, chunks, clock.mark())
     if not sequences:
-        return _only_chunks(arm, chunks)
-    read = Readback()
-    pending = [sequence.pending for sequence in sequences]
-    context, prefill = [len(one.tokens) for one in sequences], [one.prefill for one in sequences]
-    computed = [len(one.kv) for one in sequences]
-
-    # 1. Draft.
-    draft_masks = None
-    with clock.phase("propose"):
-        if constraint is not None:
-            draft_masks = constraint.draft_masks([one.constraint for one in sequences])
-        if constraint is None or constraint.supports_drafts:
-            draft = propose(arm, Batch(target, sequences, arm.draws, clock, draft_masks, read))
-        else:
-            draft = no_draft(len(sequences), lm.device)
-    seconds = 0.0 if draft_masks is None else draft_masks.seconds
-
-    # 2. Masks of the forest, perhaps in a thread during the forward.
-    masked: StepMasks | Future[StepMasks] | None = None
-    if constraint is not None:
-        with clock.phase("mask"):
-            draft, masked = constraint.masks([one.constraint for one in sequences], draft, draft_masks, read)
-    shape, before = draft.shape, read.copies
-
-    # 3. The target's forward.
-    with clock.phase("target"):
-        parts_of_prompts = [(one.kv, one.pending[:count]) for one, count in chunks]
-        forest = computed_forest(draft)
-        output: Output = lm.run(lm.prepare([one.kv for one in sequences], pending, forest, parts_of_prompts))
-        raw = output.logits if forest is draft else output.logits[: shape.rows]
-    if isinstance(masked, Future):
-        with clock.phase("wait"):
-            masked = masked.result()
-    masks = None if masked is None else masked.masks
-    on_target = constraint is not None and constraint.applied.on_target
-
-    # 4. Target probabilities p.
-    with clock.phase("probabilities"):
-        to_read: dict[str, Array] = {}  # by the host
-        samplings = [one.request.sampling for one in sequences]
-        seen = history(sequences, draft, target) if any(s.repetition_penalty != 1 for s in samplings) else None
-        allowed = open_mask(masks, raw.shape[-1], raw.device) if masks is not None and on_target else None
-        logprobs = any(one.request.logprobs for one in sequences)
-        without_p = allowed is None and seen is None and arm.choose is choose
-        without_p = without_p and (not shape.nodes or (arm.follows_argmax(draft) and not logprobs))
-        greedy = without_p and all(one.temperature == 0 for one in samplings)
-        no_token = None
-        if greedy:  # p is one-hot: the arg max of each row suffices
-            to_read["token"], undefined = argmax_of_finite(raw if output.array is None else output.array[: shape.rows])
-        else:
-            memory = arm.memory.like(raw)
-            logits = memory[: len(raw)].copy_(raw)
-            undefined = finite_(logits)
-            potential = None if masks is None else masks.potential
-            p = constrained_probs(logits, by_row(samplings, shape.root), seen, allowed, potential, memory)
-            if masks is not None and on_target:
-                no_token = to_read["no_token"] = without_token_(p, draft, masks)
-        if undefined is not None:
-            to_read["undefined"] = undefined
-
-    # 5. Verify: the distribution of where the accepted paths end; sample it. Then the one copy to the host.
-    with clock.phase("verify"):
-        given, forced = "draft", None
-        if greedy and not shape.nodes:
-            to_read |= arm.memory.certain(shape.roots)
-        elif not greedy:
-            with attributed("verifier", arm.verifier):
-                verdict = arm.verifier(draft, p)
-                choice = arm.choose(verdict, shape, p, arm.draws, [one.key for one in sequences])
-            given, to_read["row"], to_read["token"], to_read["empty"] = verdict.given, *choice
-            forced = masks.forced if masks is not None and on_target else None
-            to_read["expected"], to_read["expected_emitted"] = expected_counts(verdict, shape, forced, no_token)
-        if shape.nodes:
-            to_read["drafted"] = draft.token if draft.array is None else draft.array[: shape.nodes]
-        if logprobs:
-            to_read["logprobs"], to_read["last_logprob"] = logprobs_of(
-                raw, allowed, draft, to_read["row"], to_read["token"]
-            )
-        if arm.record.drafts:
-            if shape.nodes and (q := draft_probabilities(draft)) is not None:
-                to_read["q"] = q
-            if not greedy:
-                to_read["p"], to_read["stop"] = target_probabilities(draft, p), verdict.stop
-                to_read["last_p"] = probability_of(p, to_read["row"], to_read["token"])
-        rows = np.flatnonzero(arm.record.chosen(arm.draws, [one.key for one in sequences])[shape.root])
-        if arm.record.top and len(rows):
-            plain = at_temperature_1(raw, rows, by_row(samplings, shape.root), seen, allowed)
-            numbers = recorded_numbers(rows, draft, plain, arm.record.top)
-            to_read |= {f"recorded_{name}": one for name, one in numbers.items()}
-        requires = arm.proposer.requires
-        if requires.top_k:
-            to_read["top_k"] = output.logits.topk(requires.top_k, -1).indices
-        if requires.top_k or requires.logits:
-            to_read["computed"] = forest.token
-        host = dict(zip(to_read, read(*to_read.values()), strict=True))
-        best = host["token"] if greedy else None  # of every row
-        if greedy and shape.nodes:
-            host |= arm.memory.certain(shape.roots) | _followed(shape, host)
-        if arm.choose is choose and not greedy:
-            with attributed("verifier", arm.verifier):
-                Choice.check(host["token"])
-
-    # 6. Commit: tokens, KV cache, constraint states.
-    with clock.phase("commit"):
-        row, token = host["row"], host["token"]
-        broken, errors = dict.fromkeys(draft.broken, "nan"), dict(draft.broken)
-        if "undefined" in host:
-            for tree in set(shape.root[host["undefined"]].tolist()):
-                broken[tree], errors[tree] = "nan", "the target's logits are NaN or infinite"
-        if masked is not None:
-            for tree, why in masked.failed.items():
-                if on_target:
-                    broken[tree], errors[tree] = "stuck", why
-                else:
-                    sequences[tree].unwatch(why)
-        if no_token is not None:
-            token = np.where(host["no_token"][row], -1, token)
-        drafted: list[int] = host["drafted"].tolist() if shape.nodes else []
-        of_path = None
-        if "logprobs" in host:
-            of_path = [
-                [*host["logprobs"][[node - shape.roots for node in shape.path(end)]].tolist(), last]
-                for end, last in zip(row.tolist(), host["last_logprob"].tolist(), strict=True)
-            ]
-        applied = None if constraint is None else constraint.applied
-        decision = Decision(draft, drafted, row, token, masks, of_path, broken)
-        committed = arm.commit(sequences, decision, applied, target.context)
-
+        return _only_chunks(arm, start)
+    with clock.phase("propose"):  # 1. Draft.
+        masking = Masking(arm.constraint, sequences)
+        batch = Batch(arm.target, start.sequences, arm.draws, clock, masking.of_draft, read)
+        draft = propose(arm, batch) if masking.supports_drafts else no_draft(len(sequences), batch.device)
+    draft = masking.mask(draft, clock, read)  # 2. Masks of the forest, perhaps in a thread during the forward.
+    before = read.copies
+    with clock.phase("target"):  # 3. The target's forward.
+        output, forest = forward(arm.target.lm, start, draft)
+    masking.wait(clock)
+    with clock.phase("probabilities"):  # 4. Target probabilities p.
+        p = target_distribution(arm, start.sequences, draft, output, masking.on_target)
+    with clock.phase("verify"):  # 5. The distribution of where accepted paths end, sampled; the one copy to the host.
+        recorder, wanted = StepRecorder(arm, draft, start.sequences), p.verify()
+        wanted |= recorder.wanted(p, wanted) | _required(arm.proposer.requires, output, forest)
+        host = p.settle(dict(zip(wanted, read(*wanted.values()), strict=True)))
+    with clock.phase("commit"):  # 6. Commit: tokens, KV cache, constraint states.
+        broken = _broken(draft, host, masking, start.sequences)
+        ends = {tree: finish for tree, (finish, _) in broken.items()}
+        committed = arm.commit(
+            start.sequences, _decision(draft, host, masking, ends), masking.applied, arm.target.context
+        )
         # 7. The proposer learns what was computed; then constraints act: forks and removed tokens.
-        unbroken = [tree for tree in range(len(sequences)) if tree not in broken]
-        observed = [
-            _observation(arm, sequences[n], n, forest, committed[n], output, host, computed[n], context[n])
-            for n in unbroken
-        ]
-        observed += [_chunk(arm, one, count, output, len(sequences) + n) for n, (one, count) in enumerate(chunks)]
-        with attributed("proposer", arm.proposer):
-            arm.proposer.observe(observed)
-        if constraint is not None and on_target:
-            settle([(sequences[n], committed[n]) for n in unbroken if sequences[n].finish is None], arm)
-        failed = {sequences[tree]: why for tree, why in errors.items()}
-        for got in committed:
-            failed |= got.errors
-    recorded = None
-    if arm.record.drafts:
-        recorded = Recorded(
-            drafted, host.get("p"), host.get("q"), host.get("stop"), best, token, host.get("last_p"),
-            None if masks is None or not on_target else masks.legal, forced, broken,
-        )  # fmt: skip
-    distributions = None
-    if "recorded_p" in host:
-        ids, top_p, top_q, rest = (host[f"recorded_{name}"] for name in ("ids", "p", "q", "rest"))
-        states = {one.sequence: one.hidden for one in observed}
-        features = [feature_hash(states.get(one)) for one in sequences]
-        last = [tokens[-1] for tokens in pending]
-        distributions = Distributions(rows, ids, top_p, top_q, rest, expanded(draft, rows), last, features)
-    return StepInfo(
-        sequences=sequences, draft=draft, committed=committed, chunks=list(chunks), errors=failed,
-        context=context, pending=[len(tokens) for tokens in pending], prefill=prefill, attended=output.attended,
-        expected=host["expected"], expected_emitted=host["expected_emitted"], given=given, empty=host["empty"],
-        clock=clock, began=began, ended=clock.mark(), spans=clock.take(),
-        mask_busy=seconds + (0.0 if masked is None else masked.seconds), draft_masks=seconds,
-        copies_before=before, copies_after=read.copies - before, recorded=recorded, distributions=distributions,
+        unbroken = [tree for tree in range(len(committed)) if tree not in broken]
+        observed = _observe(arm, start, unbroken, forest, committed, output, host)
+        if masking.on_target is not None:
+            alive = [tree for tree in unbroken if start.sequences[tree].finish is None]
+            settle([(start.sequences[tree], committed[tree]) for tree in alive], arm)
+    errors = {start.sequences[tree]: why for tree, (_, why) in broken.items()}
+    for got in committed:
+        errors |= got.errors
+    return start.done(
+        draft, committed, output.attended, clock, errors,
+        expected=host["expected"], expected_emitted=host["expected_emitted"], given=p.given, empty=host["empty"],
+        mask_busy=masking.seconds, draft_masks=masking.draft_seconds, copies_before=before,
+        copies_after=read.copies - before, recorded=recorder.drafts(p, host, masking, ends),
+        distributions=recorder.distributions(host, observed),
     )  # fmt: skip
 
 
-def _only_chunks(arm: Arm, chunks: Sequence[Chunk]) -> StepInfo:
+@dataclass(eq=False)
+class Start:
+    """The sequences of a step when it begins.
+
+    Args:
+        sequences: ``[B]`` that are decoded.
+        chunks: of which only a part of the prompt is computed.
+        began: a mark of the clock.
+        pending: ``[B]`` tokens that are not computed.
+        context: ``[B]`` numbers of tokens, ``computed`` of them computed.
+        prefill: ``[B]`` as of ``StepInfo``.
+    """
+
+    sequences: list[SequenceState]
+    chunks: list[Chunk]
+    began: Mark
+    pending: list[Sequence[int]]
+    context: list[int]
+    computed: list[int]
+    prefill: list[bool]
+
+    @staticmethod
+    def of(sequences: Sequence[SequenceState], chunks: Sequence[Chunk], began: Mark) -> Start:
+        """Return that of a step with these sequences."""
+        return Start(
+            list(sequences), list(chunks), began,
+            [sequence.pending for sequence in sequences],
+            [len(sequence.tokens) for sequence in sequences],
+            [len(sequence.kv) for sequence in sequences],
+            [sequence.prefill for sequence in sequences],
+        )  # fmt: skip
+
+    def done(
+        self, draft: Draft, committed: list[Committed], attended: int, clock: Clock,
+        errors: dict[SequenceState, str], **more: Any,
+    ) -> StepInfo:  # fmt: skip
+        """Return what the step did."""
+        pending = [len(tokens) for tokens in self.pending]
+        return StepInfo(
+            sequences=self.sequences, draft=draft, committed=committed, context=self.context, pending=pending,
+            prefill=self.prefill, attended=attended, chunks=self.chunks, errors=errors, clock=clock,
+            began=self.began, ended=clock.mark(), spans=clock.take(), **more,
+        )  # fmt: skip
+
+
+def forward(lm: Runner, start: Start, draft: Draft) -> tuple[Output, Draft]:
+    """Compute pending tokens, a draft and the chunks of prompts; return the output, and the forest that it is of."""
+    forest = computed_forest(draft)
+    prompts = [(sequence.kv, sequence.pending[:count]) for sequence, count in start.chunks]
+    return lm.run(lm.prepare([sequence.kv for sequence in start.sequences], start.pending, forest, prompts)), forest
+
+
+def _required(requires: Requires, output: Output, forest: Draft) -> dict[str, Array]:
+    """What the host reads for the proposer."""
+    required: dict[str, Array] = {}
+    if requires.top_k:
+        required["top_k"] = output.logits.topk(requires.top_k, -1).indices
+    if requires.top_k or requires.logits:
+        required["computed"] = forest.token
+    return required
+
+
+def _broken(
+    draft: Draft, host: Mapping[str, np.ndarray], masking: Masking, sequences: Sequence[SequenceState]
+) -> dict[int, tuple[str, str]]:
+    """For each tree without a commit how its sequence ends, and why. Constraints that only observe end nothing."""
+    broken = {tree: ("nan", why) for tree, why in draft.broken.items()}
+    if "undefined" in host:
+        undefined = set(draft.shape.root[host["undefined"]].tolist())
+        broken |= dict.fromkeys(undefined, ("nan", "the target's logits are NaN or infinite"))
+    for tree, why in masking.failed.items():
+        if masking.on_target is not None:
+            broken[tree] = "stuck", why
+        else:
+            sequences[tree].unwatch(why)
+    return broken
+
+
+def _decision(draft: Draft, host: Mapping[str, np.ndarray], masking: Masking, broken: Mapping[int, str]) -> Decision:
+    """What is committed."""
+    shape, row, logprobs = draft.shape, host["row"], None
+    if "logprobs" in host:
+        logprobs = [
+            [*host["logprobs"][[node - shape.roots for node in shape.path(end)]].tolist(), last]
+            for end, last in zip(row.tolist(), host["last_logprob"].tolist(), strict=True)
+        ]
+    drafted: list[int] = host["drafted"].tolist() if shape.nodes else []
+    return Decision(draft, drafted, row, host["token"], masking.masks, logprobs, broken)
+
+
+def _observe(
+    arm: Arm, start: Start, trees: Sequence[int], forest: Draft, committed: Sequence[Committed], output: Output,
+    host: Mapping[str, np.ndarray],
+) -> list[Observation]:  # fmt: skip
+    """Let the proposer learn what was computed for these trees and for chunks of prompts; return it."""
+    observed = [
+        _observation(
+            arm, start.sequences[tree], tree, forest, committed[tree], output, host, start.computed[tree],
+            start.context[tree],
+        )
+        for tree in trees
+    ]  # fmt: skip
+    first = len(start.sequences)
+    observed += [_chunk(arm, *chunk, output, first + number) for number, chunk in enumerate(start.chunks)]
+    with attributed("proposer", arm.proposer):
+        arm.proposer.observe(observed)
+    return observed
+
+
+def _only_chunks(arm: Arm, start: Start) -> StepInfo:
     """A step in which no sequence is decoded."""
     lm = arm.target.lm
     clock, draft, nothing = lm.clock, no_draft(0, lm.device), np.empty(0)
-    began = clock.mark()
     with clock.phase("target"):
-        output = lm.run(lm.prepare([], [], draft, [(one.kv, one.pending[:count]) for one, count in chunks]))
-    with clock.phase("commit"), attributed("proposer", arm.proposer):
-        arm.proposer.observe([_chunk(arm, one, count, output, n) for n, (one, count) in enumerate(chunks)])
-    return StepInfo(
-        sequences=[], draft=draft, committed=[], chunks=list(chunks), errors={},
-        context=[], pending=[], prefill=[], attended=output.attended,
-        expected=nothing, expected_emitted=nothing, given="draft", empty=nothing,
-        clock=clock, began=began, ended=clock.mark(), spans=clock.take(),
-    )  # fmt: skip
+        output, _ = forward(lm, start, draft)
+    with clock.phase("commit"):
+        _observe(arm, start, [], draft, [], output, {})
+    return start.done(
+        draft, [], output.attended, clock, {}, expected=nothing, expected_emitted=nothing, given="draft", empty=nothing
+    )
 
 
 def computed_forest(draft: Draft) -> Draft:
@@ -299,13 +267,6 @@ def settle(committed: Sequence[tuple[SequenceState, Committed]], arm: Arm) -> No
         with suppress(Exception):  # the first error is the one to raise
             release(proposer, [one for _, done in committed for one in done.forks])
         raise
-
-
-def _followed(shape: Shape, host: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The outcome of a step without randomness, from the drafted tokens ``[M]`` and the arg max of each row ``[R]``."""
-    row = greedy_path(shape, host["drafted"], host["token"])
-    accepted = shape.depth[row]
-    return {"row": row, "token": host["token"][row], "expected": accepted, "expected_emitted": accepted + 1}
 
 
 def _check_tokens(draft: Draft, vocabulary: int) -> None:

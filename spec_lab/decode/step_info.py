@@ -44,8 +44,8 @@ class StepInfo:
         spans: the phases, and the module calls of target and proposer.
         mask_busy: seconds spent on masks, wherever they ran; ``draft_masks``: of them, seconds inside propose.
         copies_before, copies_after: copies from the device to the host, before and after the target's forward.
-        recorded: drafted and emitted tokens with their probabilities, where ``Parts.record`` asks for them.
-        distributions: of the trees that ``Parts.record`` chooses; None of none.
+        recorded: drafted and emitted tokens with their probabilities, where ``Arm.record`` asks for them.
+        distributions: of the trees that ``Arm.record`` chooses; None of none.
     """
 
     sequences: list[SequenceState]
