@@ -10,13 +10,14 @@ import sys
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pandas as pd
 import pytest
 import torch
 
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.applied import PLACES
+from spec_lab.constrain.applied import Placement
 from spec_lab.core.draft import Draft, tree
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.exact import examine
@@ -227,7 +228,7 @@ def test_its_constraint_is_enumerated_and_the_real_target_sampled_under_it(flat_
     found = left_behind("certificate.json")
     assert found["constraint"]["name"] == "apart" and found["constraint"]["enumerated"] is True
     toys = [name.rpartition(", ")[2] for name in found["instances"] if "apart on " in name]
-    assert toys == 2 * [f"apart on {place}" for place in PLACES]
+    assert toys == 2 * [f"apart on {place}" for place in get_args(Placement)]
     assert found["pairs"][0]["exact"]["instances"] == len(QUICK) + len(toys)
     assert [check["name"] for check in found["pairs"][0]["sampled"]][1:] == ["towards the draft", "mode"]
 
@@ -241,7 +242,7 @@ def test_a_constraint_whose_states_share_data_fails_on_the_command_line(flat_cli
     assert "draft_chain (iid), agree FAILS: outputs " in output and ", apart on " in output
 
 
-@pytest.mark.parametrize("placement", PLACES)
+@pytest.mark.parametrize("placement", get_args(Placement))
 def test_the_output_under_the_plugin_s_constraint_has_the_masked_distribution(placement):
     assert enumerated(placement).wrong is None
 

@@ -310,9 +310,9 @@ def test_what_requires_a_model_of_transformers_is_refused_with_another_runner():
     assert target.vocabulary == TOY.v and target.ends == frozenset()
 
 
-def test_limits_are_measured_with_the_threads_that_a_runner_states():
+def test_limits_are_measured_with_the_threads_that_a_runner_states(monkeypatch):
     own = lab()
-    own.target.lm.threads = 3
+    monkeypatch.setattr(type(own.target.lm), "threads", 3)
     assert own.roofline().limits.threads == 3
 
 
