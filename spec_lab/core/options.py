@@ -203,7 +203,7 @@ def misfit(value: Any, hint: Any) -> tuple[str, Any, Any] | None:
         if kind is Literal:
             fits = any(value == name and type(value) is type(name) for name in arguments)
         elif kind in LISTS:
-            fits = isinstance(value, list | tuple)
+            fits = isinstance(value, Sequence) and not isinstance(value, str | bytes)
             element = arguments[0] if arguments else Any
             for number, item in enumerate(value) if fits else ():
                 if wrong := misfit(item, element):
@@ -313,7 +313,7 @@ def hints(made: Callable[..., Any]) -> dict[str, Any]:
         return {} if made.__init__ is object.__init__ else hints(made.__init__)  # type: ignore[misc]
     if isinstance(made, type):
         found = {name: hint for base in reversed(made.__mro__) for name, hint in _annotations(base).items()}
-        return {name: hint for name, hint in found.items() if get_origin(hint) is not ClassVar}
+        return {name: hint for name, hint in found.items() if ClassVar not in (hint, get_origin(hint))}
     found = _annotations(inspect.unwrap(made))
     found.pop("return", None)
     further = [name for name, hint in found.items() if get_origin(hint) is Unpack]
@@ -384,39 +384,3 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {brief(value)}")
     return str(value)
-
-
-def temperature_or_none(name: str, value: Any) -> float | None:
-    """Return ``value`` as a float if it is a temperature, or None."""
-    accept(name, value, Temperature | None)
-    return None if value is None else float(value)
-
-
-def share(name: str, value: Any) -> float:
-    """Return ``value`` as a float if it is a number between 0 and 1."""
-    accept(name, value, Share)
-    return float(value)
-
-
-def number(name: str, value: Any, least: float) -> float:
-    """Return ``value`` as a float if it is a finite number of at least ``least``."""
-    accept(name, value, Annotated[float, Number(least)])
-    return float(value)
-
-
-def true_or_false(name: str, value: Any) -> bool:
-    """Return ``value`` if it is a bool."""
-    accept(name, value, bool)
-    return bool(value)
-
-
-def file_name(name: str, value: Any) -> str:
-    """Return ``value`` if it can name a folder."""
-    accept(name, value, Annotated[str, Folder()])
-    return str(value)
-
-
-def strings(name: str, value: Any) -> tuple[str, ...]:
-    """Return ``value`` as a tuple if it is a list of non-empty texts."""
-    accept(name, value, Texts)
-    return tuple(value)

@@ -10,7 +10,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from spec_lab.core.cache_argument import cache_argument
-from spec_lab.core.options import share, whole
+from spec_lab.core.options import Share, Whole, checked
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
 from spec_lab.drafters.draft_model.loading import check_same_tokens
@@ -31,8 +31,9 @@ from spec_lab.models.target import Target
 from spec_lab.results.writer import Outcome
 from spec_lab.tasks.lab import Decoded
 
-MOST_TOKENS, MOST_NGRAM = 1024, 64
-"""Largest values of a peer's options."""
+DraftTokens = Annotated[int, Whole(1, 1024)]
+LookedUp = Annotated[int, Whole(1, 64)]
+"""Bounds of the peers' options."""
 
 
 class Stopwatch(BaseStreamer):
@@ -87,8 +88,14 @@ class Generate:
         return Generate(target, sampling, seed)
 
     @staticmethod
+    @checked
     def assisted(
-        target: Target, sampling: Sampling, seed: int, path: str, tokens: int | None = None, confidence: float = 0.0
+        target: Target,
+        sampling: Sampling,
+        seed: int,
+        path: str,
+        tokens: DraftTokens | None = None,
+        confidence: Share = 0.0,
     ) -> Generate:
         """Return assisted generation with a draft model.
 
@@ -106,9 +113,9 @@ class Generate:
         """
         config = GenerationConfig()
         if tokens is not None:
-            config.num_assistant_tokens = whole("tokens", tokens, most=MOST_TOKENS)
+            config.num_assistant_tokens = tokens
             config.num_assistant_tokens_schedule = "constant"
-            config.assistant_confidence_threshold = share("confidence", confidence)
+            config.assistant_confidence_threshold = confidence
         lm = target.lm
         assistant, tokenizer = load_model(path, str(lm.device), str(lm.dtype).removeprefix("torch."))
         pack(assistant)
@@ -117,7 +124,10 @@ class Generate:
         return Generate(target, sampling, seed, assistant=assistant, sha256=weights_hash(path))
 
     @staticmethod
-    def lookup(target: Target, sampling: Sampling, seed: int, tokens: int = 10, max_ngram: int = 2) -> Generate:
+    @checked
+    def lookup(
+        target: Target, sampling: Sampling, seed: int, tokens: DraftTokens = 10, max_ngram: LookedUp = 2
+    ) -> Generate:
         """Return prompt lookup; the defaults are transformers' own.
 
         Args:
@@ -129,8 +139,8 @@ class Generate:
             ValueError: ``tokens`` or ``max_ngram`` is not a whole number in its range.
         """
         options = {
-            "prompt_lookup_num_tokens": whole("tokens", tokens, most=MOST_TOKENS),
-            "max_matching_ngram_size": whole("max_ngram", max_ngram, most=MOST_NGRAM),
+            "prompt_lookup_num_tokens": tokens,
+            "max_matching_ngram_size": max_ngram,
         }
         return Generate(target, sampling, seed, options)
 

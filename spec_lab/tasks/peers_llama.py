@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from spec_lab.core.options import whole
+from spec_lab.core.options import checked
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
 from spec_lab.drafters.draft_model.loading import check_same_tokens
@@ -26,7 +26,7 @@ from spec_lab.models.gguf_tokenizer import read_gguf_tokenizer
 from spec_lab.models.target import Target
 from spec_lab.results.writer import Outcome
 from spec_lab.tasks.lab import Decoded
-from spec_lab.tasks.peers import MOST_NGRAM, MOST_TOKENS, finish, one_by_one, room
+from spec_lab.tasks.peers import DraftTokens, LookedUp, finish, one_by_one, room
 
 GRAIN = 256
 """KV caches are allocated in multiples of it, as llama.cpp pads its context."""
@@ -126,7 +126,10 @@ class LlamaGenerate:
         return LlamaGenerate(target, sampling, seed)
 
     @staticmethod
-    def lookup(target: Target, sampling: Sampling, seed: int, tokens: int = 10, max_ngram: int = 2) -> LlamaGenerate:
+    @checked
+    def lookup(
+        target: Target, sampling: Sampling, seed: int, tokens: DraftTokens = 10, max_ngram: LookedUp = 2
+    ) -> LlamaGenerate:
         """Return prompt lookup; the defaults are llama-cpp-python's own.
 
         Args:
@@ -137,15 +140,14 @@ class LlamaGenerate:
         Raises:
             ValueError: an option is not a whole number in its range; and as in the class.
         """
-        whole("tokens", tokens, most=MOST_TOKENS)
-        whole("max_ngram", max_ngram, most=MOST_NGRAM)
         require_llama_cpp(target)
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
         return LlamaGenerate(target, sampling, seed, lambda _: LlamaPromptLookupDecoding(max_ngram, tokens), tokens)
 
     @staticmethod
-    def assisted(target: Target, sampling: Sampling, seed: int, path: str, tokens: int = 8) -> LlamaGenerate:
+    @checked
+    def assisted(target: Target, sampling: Sampling, seed: int, path: str, tokens: DraftTokens = 8) -> LlamaGenerate:
         """Return generation with a draft model that drafts greedily.
 
         Args:
@@ -158,7 +160,6 @@ class LlamaGenerate:
             ValueError: ``tokens`` is not a whole number in its range; the draft model has other tokens than the target;
                 and as in the class.
         """
-        whole("tokens", tokens, most=MOST_TOKENS)
         file = read_gguf(Path(path))
         check_same_tokens(target, file.vocabulary, read_gguf_tokenizer(file), path)
 

@@ -11,14 +11,13 @@ before its logits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from spec_lab.core.options import one_of, share, whole
-from spec_lab.train.objectives import LOSSES, Loss, Measured, Truth, measure
+from spec_lab.train.objectives import Loss, Measured, Truth, measure
 from spec_lab.train.recipe import TargetHead
 from spec_lab.train.texts import Texts
 from spec_lab.train.unroll import Unrolls
@@ -156,23 +155,3 @@ class AlikeObjective:
         logits = self.logits(self.states(text)[counts])
         found = measure(logits, truth, torch.ones(len(logits), dtype=torch.bool, device=logits.device), self.kind)
         return found.loss, [found] * self.depth
-
-
-def check_options(recipe: Any, *sizes: str) -> None:
-    """Refuse wrong options of a recipe.
-
-    Args:
-        recipe: has ``loss`` and may have ``decay``.
-        sizes: names of its options that are whole numbers of 1 or more, or None where this is their default.
-
-    Raises:
-        ValueError: names the option.
-    """
-    defaults = {one.name: one.default for one in fields(recipe)}
-    one_of("task.recipe.loss", recipe.loss, LOSSES)
-    if "decay" in defaults:
-        share("task.recipe.decay", recipe.decay)
-    for name in sizes:
-        value = getattr(recipe, name)
-        if value is not None or defaults[name] is not None:
-            whole(f"task.recipe.{name}", value)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, TypedDict, Unpack
 
 import pytest
+from omegaconf import OmegaConf
 
 from spec_lab.core.options import (
     MAX_CHARACTERS,
@@ -50,7 +51,7 @@ TABLE = {"a": 1, "b": 2}
         (Literal["a", "b"], ["a"], ["c", 1, None], "one of a, b"),
         (Literal[32, 64] | None, [32, None], [True, "32", 48], "one of 32, 64 or null"),
         (Annotated[str, OneOf(TABLE)], ["b"], ["c", None, 1], "one of a, b"),
-        (Sequence[int], [[], [1, 2], (3,)], [1, "12", {}], "a list of int"),
+        (Sequence[int], [[], [1, 2], (3,), OmegaConf.create([4])], [1, "12", {}], "a list of int"),
         (Mapping[str, int] | str, [{}, {"a": 1}, "x"], [3, [1]], "a mapping or a text"),
         (Texts, [[], ["a"]], ["a", [""], ["\ud800"], ["a"] * (MAX_STRINGS + 1), ["a" * (MAX_CHARACTERS + 1)]],
          "a list of"),

@@ -8,13 +8,14 @@ that ends it earlier. The stop string is not part of the output, so the next tex
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from spec_lab.constrain.control import Branch, ControllerConstraint, Event
 from spec_lab.constrain.protocol import mask_of, pack
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.core.options import brief, strings, whole
+from spec_lab.core.options import Texts, WrongOption, accept, brief, checked, whole
 from spec_lab.text.detokenizer import Strings, Watcher
 from spec_lab.text.strings import check_strings
 
@@ -66,6 +67,7 @@ class TemplateController:
         return words if self.parts else words | mask_of(self.of.ends, self.of.size)
 
 
+@checked
 def load(vocabulary: Vocabulary, parts: Sequence[str | Mapping[str, object]]) -> ControllerConstraint:
     r"""Return a constraint by which the output is ``parts``, with the free parts filled in.
 
@@ -78,24 +80,21 @@ def load(vocabulary: Vocabulary, parts: Sequence[str | Mapping[str, object]]) ->
     Raises:
         ValueError: an invalid part, or too many of them.
     """
-    if isinstance(parts, str) or not isinstance(parts, Sequence):
-        raise ValueError(
-            f"constraint.parts must be a list of texts and {{most: TOKENS, stop: TEXT}}, not {brief(parts)}"
-        )
     if len(parts) > MAX_PARTS:
-        raise ValueError(f"constraint.parts has {len(parts)} parts; the maximum is {MAX_PARTS}")
-    strings("constraint.parts", [part for part in parts if isinstance(part, str) and part])
+        raise WrongOption(f"parts has {len(parts)} parts; the maximum is {MAX_PARTS}")
+    accept("parts", [part for part in parts if isinstance(part, str) and part], Texts)
     made: list[Part] = []
     for place, part in enumerate(parts):
-        name = f"constraint.parts[{place}]"
+        name = f"parts[{place}]"
         if isinstance(part, str):
             made.append(part.encode())
         elif isinstance(part, Mapping) and "most" in part and set(part) <= {"most", "stop"}:
-            stops = strings(f"{name}.stop", [part["stop"]] if "stop" in part else [])
-            check_strings(f"{name}.stop", stops)
-            made.append((whole(f"{name}.most", part["most"], most=2**20), Strings(stops)))
+            stops: list[Any] = [part["stop"]] if "stop" in part else []
+            accept(f"{name}.stop", stops, Texts)
+            check_strings(f"{name}.stop", tuple(stops))
+            made.append((whole(f"{name}.most", part["most"], most=2**20), Strings(tuple(stops))))
         else:
-            raise ValueError(f"{name} must be a text or {{most: TOKENS, stop: TEXT}}, not {brief(part)}")
+            raise WrongOption(f"{name} must be a text or {{most: TOKENS, stop: TEXT}}, not {brief(part)}")
     return ControllerConstraint(
         lambda _: TemplateController(vocabulary, tuple(made)), vocabulary.size, "template", facts={"parts": [*parts]}
     )

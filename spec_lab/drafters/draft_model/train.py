@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from spec_lab.core.options import Count, check_fields
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
-from spec_lab.train.chain import AlikeObjective, check_options
+from spec_lab.train.chain import AlikeObjective
 from spec_lab.train.export import export_model
 from spec_lab.train.objectives import Loss
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead
@@ -33,12 +34,12 @@ class DraftRecipe(Recipe):
         tied: whether the LM head is the embedding.
     """
 
-    depth: int = 5
-    loss: str = "kl"
-    hidden_size: int = 256
-    layers: int = 2
-    heads: int = 4
-    intermediate_size: int = 768
+    depth: Count = 5
+    loss: Loss = "kl"
+    hidden_size: Count = 256
+    layers: Count = 2
+    heads: Count = 4
+    intermediate_size: Count = 768
     tied: bool = True
     name: ClassVar = "draft_chain"
 
@@ -53,7 +54,7 @@ class DraftRecipe(Recipe):
             out: Tensor = network.model(input_ids=text.ids[:, :-1], use_cache=False).last_hidden_state
             return out
 
-        own = TargetHead.of(target), target.lm.dtype, self.depth, cast(Loss, self.loss)
+        own = TargetHead.of(target), target.lm.dtype, self.depth, self.loss
         return Beginning(network, AlikeObjective(states, network.lm_head, *own), {"layers": self.layers})
 
     def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
@@ -71,14 +72,12 @@ def check_llama(recipe: Any) -> None:
     Raises:
         ValueError: names the option.
     """
-    check_options(recipe, "depth", "hidden_size", "layers", "heads", "intermediate_size")
+    check_fields(recipe)
     if recipe.hidden_size % (2 * recipe.heads):
         raise ValueError(
             f"task.recipe.hidden_size must be a multiple of twice task.recipe.heads={recipe.heads}, which rotary "
             f"embeddings require, not {recipe.hidden_size}"
         )
-    if not isinstance(recipe.tied, bool):
-        raise ValueError(f"task.recipe.tied must be true or false, not {recipe.tied!r}")
 
 
 def llama(recipe: Any, target: Target, vocabulary: int, seed: int, **fields: Any) -> Any:

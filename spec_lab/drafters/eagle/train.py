@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.options import brief, one_of, share, whole
+from spec_lab.core.options import Count, Share, Whole, check_fields
 from spec_lab.drafters.draft_layers import random_network
 from spec_lab.drafters.eagle import propose as eagle
 from spec_lab.drafters.eagle.files import write_eagle3
@@ -22,7 +22,7 @@ from spec_lab.drafters.eagle.network import Eagle3, Eagle3Settings
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective, Unrolled
-from spec_lab.train.objectives import LOSSES, Loss
+from spec_lab.train.objectives import Loss
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
 from spec_lab.train.texts import Texts
 
@@ -44,33 +44,21 @@ class Eagle3Recipe(Recipe):
         from_target: begin as the target's last layer and final norm (``begin_as_target``), not with random weights.
     """
 
-    unrolls: int = 7
-    decay: float = 0.8
-    loss: str = "kl"
-    draft_vocab_size: int | None = 32000
-    taps: tuple[int, ...] | None = None
-    layers: int = 1
-    intermediate_size: int | None = None
-    heads: int | None = None
+    unrolls: Annotated[int, Whole(1, 64)] = 7
+    decay: Share = 0.8
+    loss: Loss = "kl"
+    draft_vocab_size: Count | None = 32000
+    taps: Sequence[Annotated[int, Whole(0)]] | None = None
+    layers: Annotated[int, Whole(1, 64)] = 1
+    intermediate_size: Count | None = None
+    heads: Count | None = None
     from_target: bool = False
     name: ClassVar = "eagle3"
 
     def __post_init__(self) -> None:
-        whole("task.recipe.unrolls", self.unrolls, most=64)
-        whole("task.recipe.layers", self.layers, most=64)
-        share("task.recipe.decay", self.decay)
-        one_of("task.recipe.loss", self.loss, LOSSES)
-        for name in ("draft_vocab_size", "intermediate_size", "heads"):
-            if getattr(self, name) is not None:
-                whole(f"task.recipe.{name}", getattr(self, name))
-        if self.taps is not None and not (
-            isinstance(self.taps, Sequence) and self.taps and all(map(_counts, self.taps))
-        ):
-            raise ValueError(
-                "task.recipe.taps must be null or a list of hidden states' numbers, 0 or more, not " + brief(self.taps)
-            )
-        if not isinstance(self.from_target, bool):
-            raise ValueError(f"task.recipe.from_target must be true or false, not {self.from_target!r}")
+        check_fields(self)
+        if self.taps is not None and not self.taps:
+            raise ValueError("task.recipe.taps must be null or name a hidden state, not []")
 
     @property
     def depth(self) -> int:
@@ -109,7 +97,7 @@ class Eagle3Recipe(Recipe):
             if self.from_target:
                 begin_as_target(network, target.model.model)
         network.requires_grad_(True).train()
-        own = self.unrolls, self.decay, cast(Loss, self.loss)
+        own = self.unrolls, self.decay, self.loss
         objective = eagle3_objective(network, TargetHead.of(target), target.lm.dtype, *own)
         return Beginning(network, objective, {"taps": list(settings.taps), "draft_vocab_size": width})
 
@@ -185,10 +173,6 @@ def begin_as_target(network: Eagle3, target: Any) -> None:
     network.norm.weight.copy_(target.norm.weight)
     network.fc.weight *= 0.1
     network.fc.weight[:, -h:] += torch.eye(h, device=network.fc.weight.device)
-
-
-def _counts(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def frequent(paths: Sequence[Path], vocabulary: int, width: int) -> Tensor:  # [W], ascending

@@ -10,18 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from spec_lab.core.options import Count, Number, check_fields
 from spec_lab.drafters.draft_layers import random_network
 from spec_lab.drafters.eagle import propose as eagle
 from spec_lab.drafters.eagle.files import write_eagle
 from spec_lab.drafters.eagle.network import Eagle, EagleSettings
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
-from spec_lab.train.chain import ChainObjective, Unrolled, check_options
+from spec_lab.train.chain import ChainObjective, Unrolled
 from spec_lab.train.objectives import Loss, Measured, Truth, measure
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
 from spec_lab.train.texts import Texts
@@ -47,21 +48,17 @@ class Eagle1Recipe(Recipe):
         heads: attention heads; None: as in the target.
     """
 
-    depth: int = 5
-    loss: str = "kl"
-    noise: float = 1.0
+    depth: Count = 5
+    loss: Loss = "kl"
+    noise: Annotated[float, Number(0, 100)] = 1.0
     bias: bool = True
-    layers: int = 1
-    intermediate_size: int | None = None
-    heads: int | None = None
+    layers: Count = 1
+    intermediate_size: Count | None = None
+    heads: Count | None = None
     name: ClassVar = "eagle"
 
     def __post_init__(self) -> None:
-        check_options(self, "depth", "layers", "intermediate_size", "heads")
-        if isinstance(self.noise, bool) or not isinstance(self.noise, int | float) or not 0 <= self.noise <= 100:
-            raise ValueError(f"task.recipe.noise must be a number between 0 and 100, not {self.noise!r}")
-        if not isinstance(self.bias, bool):
-            raise ValueError(f"task.recipe.bias must be true or false, not {self.bias!r}")
+        check_fields(self)
 
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
         """See ``Recipe``."""
@@ -70,7 +67,7 @@ class Eagle1Recipe(Recipe):
         network = random_network(Eagle(settings), target, torch.float32, seed)
         network.requires_grad_(True).train()
         head = TargetHead.of(target)
-        objective = Eagle1Objective(network, head, target.lm.dtype, self.depth, cast(Loss, self.loss), self.noise, seed)
+        objective = Eagle1Objective(network, head, target.lm.dtype, self.depth, self.loss, self.noise, seed)
         return Beginning(network, objective, {"noise": self.noise})
 
     def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
@@ -105,7 +102,7 @@ class Eagle1Objective:
     network: Eagle
     target: TargetHead
     dtype: torch.dtype
-    depth: int = 5
+    depth: Count = 5
     kind: Loss = "kl"
     noise: float = 1.0
     seed: int = 0

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from spec_lab.core.options import one_of
+from spec_lab.core.options import Count, OneOf, Share, check_fields
 from spec_lab.drafters.draft_layers import load_weights, random_network
 from spec_lab.drafters.hydra.files import ARCHS, write_hydra
 from spec_lab.drafters.hydra.network import HydraHead, HydraHeads, HydraSettings
 from spec_lab.drafters.hydra.propose import Hydra
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
-from spec_lab.train.chain import ChainObjective, check_options
+from spec_lab.train.chain import ChainObjective
 from spec_lab.train.objectives import Loss
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
 
@@ -36,20 +36,17 @@ class HydraRecipe(Recipe):
         identity_skip: the state itself in place of the matrix beside a head's first layer (``HydraSettings``).
     """
 
-    heads: int = 4
-    layers: int = 1
-    arch: str = "mlp"
-    decay: float = 1.0
-    loss: str = "kl"
-    intermediate_size: int | None = None
+    heads: Count = 4
+    layers: Count = 1
+    arch: Annotated[str, OneOf(ARCHS)] = "mlp"
+    decay: Share = 1.0
+    loss: Loss = "kl"
+    intermediate_size: Count | None = None
     identity_skip: bool = False
     name: ClassVar = "hydra"
 
     def __post_init__(self) -> None:
-        check_options(self, "heads", "layers", "intermediate_size")
-        one_of("task.recipe.arch", self.arch, ARCHS)
-        if not isinstance(self.identity_skip, bool):
-            raise ValueError(f"task.recipe.identity_skip must be true or false, not {self.identity_skip!r}")
+        check_fields(self)
 
     @property
     def depth(self) -> int:
@@ -74,7 +71,7 @@ class HydraRecipe(Recipe):
         network.requires_grad_(True).train()
         own = TargetHead.of(target)
         drafts, scale = HydraDrafts(network, own), own.embedding_scale
-        objective = ChainObjective(network, drafts, own, target.lm.dtype, self.decay, cast(Loss, self.loss), scale)
+        objective = ChainObjective(network, drafts, own, target.lm.dtype, self.decay, self.loss, scale)
         return Beginning(network, objective, {"arch": self.arch})
 
     def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:

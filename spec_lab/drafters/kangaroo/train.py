@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from spec_lab.core.options import Count, check_fields
 from spec_lab.drafters.draft_layers import random_network
 from spec_lab.drafters.kangaroo import propose as kangaroo
 from spec_lab.drafters.kangaroo.files import write_kangaroo
 from spec_lab.drafters.kangaroo.network import Kangaroo, KangarooSettings
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
-from spec_lab.train.chain import AlikeObjective, check_options
+from spec_lab.train.chain import AlikeObjective
 from spec_lab.train.objectives import Loss
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
 from spec_lab.train.texts import Texts
@@ -35,15 +36,15 @@ class KangarooRecipe(Recipe):
         heads: attention heads; None: as in the target.
     """
 
-    depth: int = 6
-    exit_layer: int = 2
-    loss: str = "kl"
-    layers: int = 1
-    heads: int | None = None
+    depth: Count = 6
+    exit_layer: Count = 2
+    loss: Loss = "kl"
+    layers: Count = 1
+    heads: Count | None = None
     name: ClassVar = "kangaroo"
 
     def __post_init__(self) -> None:
-        check_options(self, "depth", "exit_layer", "layers", "heads")
+        check_fields(self)
 
     def states(self, target: Target) -> tuple[int, ...]:
         """See ``Recipe``."""
@@ -68,7 +69,7 @@ class KangarooRecipe(Recipe):
             out: Tensor = network(exits, torch.arange(exits.shape[1], device=exits.device)[None], Unrolls())
             return out
 
-        own = target.lm.dtype, self.depth, cast(Loss, self.loss), h
+        own = target.lm.dtype, self.depth, self.loss, h
         objective = AlikeObjective(states, head.lm_head, head, *own)
         return Beginning(network, objective, {"exit_layer": settings.exit_layer})
 

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from spec_lab.core.options import one_of, whole
+from spec_lab.core.options import Count, OneOf, Share, Whole, check_fields
 from spec_lab.drafters.drafter_files import write_drafter
 from spec_lab.drafters.medusa.files import read_medusa
 from spec_lab.drafters.medusa.measure import of_texts
@@ -22,7 +22,7 @@ from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.models.packed import dense_copy
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
-from spec_lab.train.chain import ChainObjective, check_options
+from spec_lab.train.chain import ChainObjective
 from spec_lab.train.objectives import Loss
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead
 from spec_lab.train.texts import Texts
@@ -46,18 +46,16 @@ class MedusaRecipe(Recipe):
             each head has an LM head of its own, which is trained too. It has no trunk.
     """
 
-    heads: int = 4
-    layers: int = 1
-    trunk: int = 0
-    decay: float = 1.0
-    loss: str = "kl"
-    layout: str = "own"
+    heads: Count = 4
+    layers: Count = 1
+    trunk: Annotated[int, Whole(0)] = 0
+    decay: Share = 1.0
+    loss: Loss = "kl"
+    layout: Annotated[str, OneOf(LAYOUTS)] = "own"
     name: ClassVar = "medusa"
 
     def __post_init__(self) -> None:
-        check_options(self, "heads", "layers")
-        whole("task.recipe.trunk", self.trunk, 0)
-        one_of("task.recipe.layout", self.layout, LAYOUTS)
+        check_fields(self)
         if self.layout == "medusa" and self.trunk:
             raise ValueError("task.recipe.layout=medusa has no trunk: set task.recipe.trunk=0 or layout=own")
 
@@ -75,7 +73,7 @@ class MedusaRecipe(Recipe):
             drawn = torch.randn(self.trunk, 2 * h, generator=torch.Generator().manual_seed(seed))
             network.trunk_in.weight.data.copy_(drawn * (2 * h) ** -0.5)
         scale = head.embedding_scale
-        own = target.lm.dtype, self.decay, cast(Loss, self.loss), scale
+        own = target.lm.dtype, self.decay, self.loss, scale
         objective = ChainObjective(network, network, head, *own, point=True)
         return Beginning(network.train(), objective, {"trunk": self.trunk}, partial(calibrate, target))
 

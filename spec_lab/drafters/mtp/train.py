@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from spec_lab.core.options import one_of
+from spec_lab.core.options import Count, Share, check_fields
 from spec_lab.drafters.draft_layers import random_network
 from spec_lab.drafters.mtp import propose as mtp
-from spec_lab.drafters.mtp.files import Names, write_mtp
+from spec_lab.drafters.mtp.files import write_mtp
 from spec_lab.drafters.mtp.network import Mtp, MtpSettings
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
-from spec_lab.train.chain import ChainObjective, Unrolled, check_options
+from spec_lab.train.chain import ChainObjective, Unrolled
 from spec_lab.train.objectives import Loss
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
 
@@ -35,17 +35,16 @@ class MtpRecipe(Recipe):
         layout: names of the tensors in the file, "deepseek" or "qwen".
     """
 
-    unrolls: int = 3
-    decay: float = 0.6
-    loss: str = "kl"
-    intermediate_size: int | None = None
-    heads: int | None = None
-    layout: str = "deepseek"
+    unrolls: Count = 3
+    decay: Share = 0.6
+    loss: Loss = "kl"
+    intermediate_size: Count | None = None
+    heads: Count | None = None
+    layout: Literal["deepseek", "qwen"] = "deepseek"
     name: ClassVar = "mtp"
 
     def __post_init__(self) -> None:
-        check_options(self, "unrolls", "intermediate_size", "heads")
-        one_of("task.recipe.layout", self.layout, ("deepseek", "qwen"))
+        check_fields(self)
 
     @property
     def depth(self) -> int:
@@ -66,12 +65,12 @@ class MtpRecipe(Recipe):
             return mixed
 
         drafts = Unrolled(network, mix, head.lm_head, self.unrolls)
-        objective = ChainObjective(network, drafts, head, target.lm.dtype, self.decay, cast(Loss, self.loss))
+        objective = ChainObjective(network, drafts, head, target.lm.dtype, self.decay, self.loss)
         return Beginning(network, objective, {"layout": self.layout})
 
     def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
         """See ``Recipe``."""
-        layout = cast(Names, self.layout)
+        layout = self.layout
         return write_mtp(module, folder, layout, target.services.num_layers, facts, torch.bfloat16)
 
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.cache_argument import cache_argument
+from spec_lab.core.options import Count, Share
 from spec_lab.drafters.draft_model.train import check_llama, llama, write_llama
 from spec_lab.drafters.pard.propose import Pard
 from spec_lab.models.target import Target
@@ -37,13 +38,13 @@ class PardRecipe(Recipe):
         hidden_size, layers, heads, intermediate_size, tied: see ``draft.DraftRecipe``.
     """
 
-    depth: int = 8
-    decay: float = 0.8
-    loss: str = "kl"
-    hidden_size: int = 256
-    layers: int = 2
-    heads: int = 4
-    intermediate_size: int = 768
+    depth: Count = 8
+    decay: Share = 0.8
+    loss: Loss = "kl"
+    hidden_size: Count = 256
+    layers: Count = 2
+    heads: Count = 4
+    intermediate_size: Count = 768
     tied: bool = True
     name: ClassVar = "pard"
 
@@ -55,7 +56,7 @@ class PardRecipe(Recipe):
         mask = target.vocabulary
         network = llama(self, target, mask + 1, seed, pard_token=mask)
         network.set_attn_implementation(Unrolls.attention)
-        own = TargetHead.of(target), target.lm.dtype, self.decay, cast(Loss, self.loss)
+        own = TargetHead.of(target), target.lm.dtype, self.decay, self.loss
         objective = ChainObjective(network, PardDrafts(network, mask, self.depth), *own)
         return Beginning(network, objective, {"layers": self.layers, "mask_token": mask})
 
