@@ -215,7 +215,7 @@ def test_links_that_leave_the_documents_lead_to_pages_of_the_site(page, link, on
 
 def test_source_files_and_folders_are_shown_as_pages():
     shown = docs_site.page_of("spec_lab/verify/token.py")
-    assert shown.startswith("# spec_lab/verify/token.py\n\n```python\n") and "class Token:" in shown
+    assert shown.startswith("# spec_lab/verify/token.py\n\n```python\n") and "class Token(Verifier):" in shown
     assert "- `token.yaml`\n" in docs_site.page_of("conf/verifier")
 
 
