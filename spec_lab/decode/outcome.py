@@ -22,10 +22,11 @@ from spec_lab.decode.arm import Arm
 from spec_lab.decode.rows import (
     constrained_probs,
     expected_counts,
-    history,
     logprobs_of,
     probability_of,
     target_probabilities,
+    tokens_before,
+    tokens_of,
     without_token_,
 )
 from spec_lab.decode.sequence import SequenceState, by_row
@@ -56,17 +57,15 @@ class StepLogits(NamedTuple):
     logprobs: bool
 
     @staticmethod
-    def of(
-        arm: Arm, sequences: Sequence[SequenceState], draft: Draft, output: Output, masks: Masks | None
-    ) -> StepLogits:
+    def of(sequences: Sequence[SequenceState], draft: Draft, output: Output, masks: Masks | None) -> StepLogits:
         """Return those of a forward; rows that are computed only are left out."""
         rows = draft.shape.rows
         raw = output.logits if draft.computed_only is None else output.logits[:rows]
         samplings = [sequence.request.sampling for sequence in sequences]
-        penalised = any(sampling.repetition_penalty != 1 for sampling in samplings)
+        texts = tokens_of((sequence.tokens for sequence in sequences), samplings, raw.shape[-1], raw.device)
         return StepLogits(
             raw, None if output.array is None else output.array[:rows], samplings,
-            history(sequences, draft, arm.target) if penalised else None,
+            tokens_before(texts, draft.shape, draft.token, np.arange(rows)),
             masks, None if masks is None else open_mask(masks, raw.shape[-1], raw.device),
             any(sequence.request.logprobs for sequence in sequences),
         )  # fmt: skip
@@ -205,7 +204,7 @@ def target_distribution(
         output: of the forward.
         masks: of a constraint on the target; None for none.
     """
-    rows = StepLogits.of(arm, sequences, draft, output, masks)
+    rows = StepLogits.of(sequences, draft, output, masks)
     plain = masks is None and rows.seen is None and arm.choose is choose
     follows = not draft.shape.nodes or (arm.follows_argmax(draft) and not rows.logprobs)
     certain = plain and follows and all(sampling.temperature == 0 for sampling in rows.samplings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -12,8 +12,6 @@ from spec_lab.constrain import Masks
 from spec_lab.constrain.protocol import TokenWeights
 from spec_lab.core.draft import POINT, Draft, Shape, upload
 from spec_lab.core.probabilities import Sampling, logits_to_probs
-from spec_lab.decode.sequence import SequenceState
-from spec_lab.models.target import Target
 from spec_lab.verify import Verdict
 from spec_lab.verify.arrays import Array, Arrays
 from spec_lab.verify.verdict import in_trees
@@ -173,16 +171,35 @@ def at_temperature_1(
     return logits_to_probs(logits[here], plain, *parts)
 
 
-def history(sequences: Sequence[SequenceState], draft: Draft, target: Target) -> Tensor:
-    """``[R, V]`` bool: the tokens that occur before the one sampled at each row, along its own path."""
-    shape = draft.shape
-    seen = torch.zeros(shape.rows, target.vocabulary, dtype=torch.bool)
-    for root, sequence in enumerate(sequences):
-        seen[root, sequence.tokens] = True
-    seen = seen.to(target.lm.device)
-    for depth in range(1, shape.deepest + 1):
-        rows = torch.from_numpy(np.flatnonzero(shape.depth == depth)).to(seen.device)
-        above = torch.from_numpy(shape.parent).to(seen.device)[rows - shape.roots]
-        seen[rows] = seen[above]
-        seen[rows, draft.token[rows - shape.roots]] = True
+def tokens_of(
+    texts: Iterable[Sequence[int]], samplings: Iterable[Sampling], vocabulary: int, device: torch.device
+) -> Tensor | None:  # [B, V] bool
+    """Return which tokens occur in each text; None where no sampling has a repetition penalty."""
+    if all(sampling.repetition_penalty == 1 for sampling in samplings):
+        return None
+    rows = [list(text) for text in texts]
+    seen = torch.zeros(len(rows), vocabulary, dtype=torch.bool)
+    for row, tokens in enumerate(rows):
+        seen[row, tokens] = True
+    return seen.to(device)
+
+
+def tokens_before(
+    texts: Tensor | None, shape: Shape, token: Tensor | np.ndarray, rows: np.ndarray
+) -> Tensor | None:  # [n, V] bool
+    """Return which tokens occur before what is sampled at some rows of a forest, for repetition penalties.
+
+    Args:
+        texts: ``[B, V]`` bool, the tokens of each sequence (``tokens_of``); None: the result is None too.
+        shape: the forest.
+        token: the tokens of its nodes, of which those on the paths to ``rows`` are read.
+        rows: ``[n]`` of the forest.
+    """
+    if texts is None:
+        return None
+    lineage = shape.lineage[rows]
+    places, edges = np.nonzero(lineage >= shape.roots)
+    root, place, node = upload(texts.device, shape.root[rows], places, lineage[places, edges] - shape.roots)
+    seen = texts[root]
+    seen[place, torch.as_tensor(token, device=seen.device)[node]] = True
     return seen

@@ -12,6 +12,7 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.probabilities import finite_, logits_to_probs
 from spec_lab.core.request import Request
+from spec_lab.decode.rows import tokens_of
 from spec_lab.models.target import Target
 
 ROWS = 256
@@ -79,11 +80,8 @@ def text_logits(target: Target, request: Request, texts: Sequence[Text], rows: i
             kv.close()
         if broken is not None and bool(broken.any()):
             raise ValueError(f"request '{request.name}': the target's logits are NaN or infinite")
-        seen = None
-        if request.sampling.repetition_penalty != 1:
-            seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-            for place, text in enumerate(own):
-                seen[place, [*request.tokens, *text]] = True
+        whole = ([*request.tokens, *text] for text in own)
+        seen = tokens_of(whole, [request.sampling], logits.shape[-1], logits.device)
         yield TextLogits(numbers, logits, seen, request)
     lm.clock.take()
 

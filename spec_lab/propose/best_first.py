@@ -24,6 +24,7 @@ from spec_lab.core.draft import Draft, Drawn, Shape
 from spec_lab.core.probabilities import Sampling, finite_, likeliest, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Draws, Key, Purpose
 from spec_lab.core.readback import Readback
+from spec_lab.decode.rows import tokens_before, tokens_of
 from spec_lab.decode.sequence import DraftMasks
 from spec_lab.propose.expansion import Expand
 from spec_lab.propose.growth import Stop
@@ -158,7 +159,9 @@ class BestFirst:
             ask["stopped"] = self.stop(own.softmax(-1), np.array([self._tree[row] for row in rows]), paths)
         if self.drawn == "point":  # path probabilities are those at temperature 1, whatever the request's temperature
             samplings = [sampling.untruncated for sampling in samplings]
-        q = logits_to_probs(own, samplings, self._seen(rows, samplings, own), scratch=own)
+        texts = tokens_of(self.texts, samplings, own.shape[-1], own.device)
+        seen = tokens_before(texts, self._shape(), np.array(self.token, dtype=np.int64), np.array(rows))
+        q = logits_to_probs(own, samplings, seen, scratch=own)
         if self.drawn == "point":
             token = likeliest(q, self.budget.children)
         else:
@@ -199,18 +202,6 @@ class BestFirst:
             self._place += range(self._nodes[tree] + 1, self._nodes[tree] + 1 + children)
             self._nodes[tree] += children
         return grows
-
-    def _seen(self, rows: Sequence[int], samplings: Sequence[Sampling], like: Tensor) -> Tensor | None:  # [n, V]
-        """Return which tokens occur before each row's children; None without repetition penalties."""
-        if all(one.repetition_penalty == 1 for one in samplings):
-            return None
-        seen = np.zeros(like.shape, dtype=bool)
-        for place, row in enumerate(rows):
-            seen[place, list(self.texts[self._tree[row]])] = True
-            while row >= len(self.keys):
-                seen[place, self.token[row - len(self.keys)]] = True
-                row = self.parent[row - len(self.keys)]
-        return torch.from_numpy(seen).to(like.device)
 
     def _sample(self, rows: Sequence[int], q: Tensor, support: Tensor) -> Tensor:  # [n, children]
         """Sample the children of each row, keyed by the row's place in its own tree and the child's rank."""

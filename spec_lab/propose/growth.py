@@ -22,6 +22,7 @@ from spec_lab.core.probabilities import (
     probs_dtype,
 )
 from spec_lab.core.randomness import Key, Purpose
+from spec_lab.decode.rows import tokens_before, tokens_of
 from spec_lab.decode.sequence import Batch, by_row
 from spec_lab.propose.expansion import Computed, Expand
 from spec_lab.propose.siblings import BROKEN, allow_, exists, sample_siblings
@@ -81,9 +82,8 @@ class Growth:
         self.q: list[Tensor] = []
         self.noise: list[Tensor] = []
         self.q_row = np.full(shape.rows, -1, dtype=np.int64)
-        self.seen: np.ndarray | None = None  # [R, V], with a repetition penalty only
-        if any(s.repetition_penalty != 1 for s in samplings):
-            self.seen = np.zeros((shape.rows, batch.target.vocabulary), dtype=bool)
+        texts = (sequence.tokens for sequence in batch.sequences)
+        self.texts = tokens_of(texts, samplings, batch.target.vocabulary, batch.device)
 
     def grow(self, roots: Computed, expand: Expand) -> Draft:
         """Draw every level.
@@ -106,7 +106,6 @@ class Growth:
                 break
             for nodes, above in level.ranks:
                 self.live[nodes] = live[above]
-            self._see(parents)
             computed = roots if parents[0] < shape.roots else expand(shape, parents, self.token)
             stopped = self._draw(level, live, parents, computed, allowed)
             if stopped is not None:
@@ -199,7 +198,7 @@ class Growth:
     @property
     def _on_host(self) -> bool:
         """Whether ``likeliest_on_host`` draws the likeliest tokens."""
-        return self.seen is None and self.batch.device.type == "cpu"
+        return self.texts is None and self.batch.device.type == "cpu"
 
     def _compute(
         self,
@@ -228,7 +227,7 @@ class Growth:
         if self.stop is not None:
             ask["stopped"] = self._stopped(own, parents)
         if self.greedy:
-            if self.seen is not None:
+            if self.texts is not None:
                 own = self._penalised(own.clone(), parents)
             support = (own > -torch.inf).sum(-1) if allowed is not None else None
         else:
@@ -257,21 +256,9 @@ class Growth:
         keys = [sequence.key for sequence in self.batch.sequences]
         return [Key(*keys[root], purpose, place) for root, place in zip(roots, places, strict=True)]
 
-    def _see(self, rows: np.ndarray) -> None:
-        """Note which tokens occur before the children of ``rows``, for repetition penalties."""
-        if self.seen is None:
-            return
-        if rows[0] < self.shape.roots:
-            for root in rows:
-                self.seen[root, self.batch.sequences[root].tokens] = True
-        else:
-            nodes = rows - self.shape.roots
-            self.seen[rows] = self.seen[self.shape.parent[nodes]]
-            self.seen[rows, self.token[nodes]] = True
-
     def _warp(self, samplings: Sequence[Sampling], rows: np.ndarray) -> tuple[list[Sampling], Tensor | None]:
         """Return the arguments of ``logits_to_probs`` at ``rows``: parameters (one if they agree), and history."""
-        seen = None if self.seen is None else torch.from_numpy(self.seen[rows]).to(self.batch.device)
+        seen = tokens_before(self.texts, self.shape, self.token, rows)
         return by_row(samplings, self.shape.root[rows]), seen
 
     def _penalised(self, logits: Tensor, rows: np.ndarray) -> Tensor:

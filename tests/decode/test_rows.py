@@ -10,7 +10,7 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.recording import Recording
-from spec_lab.decode.rows import history
+from spec_lab.decode.rows import tokens_before, tokens_of
 from spec_lab.propose import Null
 from spec_lab.verify import Token
 from tests.decode.foretold import NEW, Foretold
@@ -26,10 +26,13 @@ def test_a_repetition_penalty_sees_each_path_s_own_history(target):
 
 
 def test_history_holds_prompt_and_path(target):
-    sequences = [type("S", (), {"tokens": [1, 2]})(), type("S", (), {"tokens": [3]})()]
+    penalised = [Sampling(), Sampling(repetition_penalty=1.7)]
+    texts = tokens_of([[1, 2], [3]], penalised, target.vocabulary, target.lm.device)
+    assert tokens_of([[1, 2], [3]], penalised[:1], target.vocabulary, target.lm.device) is None
     draft = Draft(forest((chain(2), chain(1))), torch.tensor([7, 8, 9]))
-    rows = [set(np.flatnonzero(row).tolist()) for row in history(sequences, draft, target).numpy()]
-    assert rows == [{1, 2}, {3}, {1, 2, 7}, {1, 2, 7, 8}, {3, 9}]
+    seen = tokens_before(texts, draft.shape, draft.token, np.arange(5))
+    assert [set(np.flatnonzero(row).tolist()) for row in seen] == [{1, 2}, {3}, {1, 2, 7}, {1, 2, 7, 8}, {3, 9}]
+    assert torch.equal(tokens_before(texts, draft.shape, draft.token, np.array([4, 2])), seen[[4, 2]])
 
 
 @pytest.mark.parametrize("drawn", ["without", "point"])

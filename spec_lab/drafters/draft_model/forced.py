@@ -11,6 +11,7 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn, chain, empty, forest
 from spec_lab.core.probabilities import Sampling, finite_, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Key, Purpose
+from spec_lab.decode.rows import tokens_before, tokens_of
 from spec_lab.decode.sequence import Batch, DraftMasks, by_row
 from spec_lab.drafters.draft_model.cache import DraftCache, Tentative
 from spec_lab.propose.growth import Stop
@@ -59,6 +60,8 @@ class ForcedChains:
         self.timed = batch.clock.phase("propose_forward")
         lengths = [max(0, min(d + RUN, limit)) if d else 0 for d, limit in zip(depths, limits, strict=True)]
         self.shape = forest(tuple(map(chain, lengths)))
+        texts = (sequence.tokens for sequence in batch.sequences)
+        self.texts = tokens_of(texts, samplings, batch.target.vocabulary, lm.device)
         self.rows = [tree.tolist() for tree in self.shape.trees]  # of each tree, its root first
         self.ends = [0] * len(caches)  # of each tree, the place of its last drawn row in ``rows``
         self.token = np.zeros(self.shape.nodes, dtype=np.int64)
@@ -114,7 +117,8 @@ class ForcedChains:
         if self.stop is not None:
             probs = own.softmax(-1)
             ask["stopped"] = self.stop(probs, np.array(active), self.path[active])
-        samplings, seen = by_row(self.samplings, np.array(active)), self._seen(active)
+        samplings = by_row(self.samplings, np.array(active))
+        seen = tokens_before(self.texts, self.shape, self.token, rows)
         if self.drawn == "point":
             if seen is not None:
                 plain = [sampling.untruncated for sampling in samplings]
@@ -145,17 +149,6 @@ class ForcedChains:
                 if self.stop is not None and host["stopped"][place]:
                     stopped.add(tree)
         return drawn, stopped
-
-    def _seen(self, active: list[int]) -> Tensor | None:  # [n, V] bool
-        """Return the tokens before each next one, for repetition penalties; None without a penalty."""
-        if all(one.repetition_penalty == 1 for one in self.samplings):
-            return None
-        seen = torch.zeros(len(active), self.batch.target.vocabulary, dtype=torch.bool)
-        for place, tree in enumerate(active):
-            rows = np.array(self.rows[tree][1 : self.ends[tree] + 1], dtype=np.int64)
-            seen[place, self.batch.sequences[tree].tokens] = True
-            seen[place, self.token[rows - self.shape.roots].tolist()] = True
-        return seen.to(self.lm.device)
 
     def _forced(self, tree: int) -> list[int]:
         """Append the forced tokens; return their rows. ``allowed`` then holds what may follow them."""
