@@ -1,8 +1,8 @@
 """KV caches of earlier requests, whose cells are copied to later requests that begin with the same tokens.
 
 Prefix caching (vLLM's automatic prefix caching, SGLang's RadixAttention 2312.07104). Here a request gets a copy. In
-``CausalLM`` it has cells of its own, so that attention reads one span of cells for each request; in llama.cpp it shares
-the cells. What happens to one changes no other.
+``CausalLM`` it has cells of its own, so that attention reads one stream of cells for each request; in llama.cpp it
+shares the cells. What happens to one changes no other.
 """
 
 from __future__ import annotations

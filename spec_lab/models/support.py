@@ -172,7 +172,7 @@ def is_recurrent(config: Any) -> bool:
 
 
 def use_own_attention(model: Any) -> bool:
-    """Let a model compute attention as transformers does; return whether it computed it over spans of cells."""
+    """Let a model compute attention as transformers does; return whether it computed it over cells."""
     ours = model.config._attn_implementation == SPANS
     if ours:
         model.set_attn_implementation(own_attention(model))

@@ -1,1 +1,1 @@
-"""What runs a model's forwards: preparation, KV cache, attention, graphs, adaptors; transformers and llama.cpp."""
+"""Running a model's forwards: preparation, KV cache, attention, graphs, adaptors; transformers and llama.cpp."""

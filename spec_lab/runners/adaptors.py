@@ -29,20 +29,20 @@ def adapt(model: Any) -> bool:
     Returns:
         Whether there are modules with attention of their own, for which ``AttentionInterface`` has no effect.
     """
-    own = False
+    bypasses_interface = False
     for module in model.modules():
-        place = "_old_forward" if hasattr(module, "_hf_hook") else "forward"  # accelerate's hooks call the former
+        name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"  # accelerate's hooks call the former
         kind = type(module).__name__
         if kind in OWN_ATTENTION:
             slopes, forward = OWN_ATTENTION[kind]
-            setattr(module, place, partial(forward, module, slopes(module)))
-            own = True
+            setattr(module, name, partial(forward, module, slopes(module)))
+            bypasses_interface = True
         elif "expand_kv" in vars(type(module)):
-            setattr(module, place, partial(_latent_forward, module))
+            setattr(module, name, partial(_latent_forward, module))
             module.expand_kv = partial(_expand, module, _unpacked(module.kv_b_proj))
         elif getattr(module, "rope_type", None) == "dynamic":
             module.rope_type = "default"  # the same up to the maximum context, without reading positions on the host
-    return own
+    return bypasses_interface
 
 
 def has_alibi(model: Any) -> bool:
@@ -78,7 +78,7 @@ def _mpt(module: Any, slopes: Tensor, hidden_states: Tensor, *more: Any, **named
     joint, scaling = module.Wqkv(hidden_states), module.softmax_scale
     if module.clip_qkv:
         joint = joint.clamp(-module.clip_qkv, module.clip_qkv)
-    query, key, value = (one.unflatten(2, (module.n_heads, -1)).transpose(1, 2) for one in joint.chunk(3, 2))
+    query, key, value = (part.unflatten(2, (module.n_heads, -1)).transpose(1, 2) for part in joint.chunk(3, 2))
     bias = _bias(slopes, cache).double() / scaling
     return module.out_proj(_attend(module, cache, query, key, value, scaling, bias)), None
 
@@ -92,12 +92,12 @@ def _falcon(module: Any, slopes: Tensor, hidden_states: Tensor, *more: Any, **na
     if module.new_decoder_architecture:  # repeated for the query heads that share them
         groups = module.num_heads // module.num_kv_heads
         key, value = key[:, :, ::groups], value[:, :, ::groups]
-    query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     bias = None
     if module.config.alibi:
         bias = _bias(slopes, cache).to(query.dtype).double()
         groups = module.num_heads // key.shape[1]
-        key, value = (one.repeat_interleave(groups, 1) for one in (key, value))  # each head has biases of its own
+        key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))  # each head has biases of its own
     else:
         query, key = _code_of(module).apply_rotary_pos_emb(query, key, *named["position_embeddings"])
     return module.dense(_attend(module, cache, query, key, value, module.inv_norm_factor, bias)), None
@@ -202,7 +202,7 @@ class LatentReader(NamedTuple):
 
     @property
     def kind(self) -> AttentionKind:
-        """Of the layer."""
+        """The layer's kind."""
         return self.cells.kind
 
     def attend(self, query: Tensor, softmax: Softmax) -> Tensor:

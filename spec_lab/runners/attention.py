@@ -23,7 +23,7 @@ from spec_lab.runners.kv_cache import Cells
 from spec_lab.runners.softmax import Softmax, causal_mask
 
 SPANS = "spec_lab_spans"
-"""The name under which attention over spans of cells is registered with transformers."""
+"""The name under which attention over cells is registered with transformers."""
 
 Attention = Literal["spans", "dense"]
 
@@ -135,7 +135,7 @@ def counting_layers(model: Any) -> dict[int, torch.device]:
 class Segment(NamedTuple):
     """One sequence's rows among those of a forward, and the cells they attend to in layers of one kind."""
 
-    span: int
+    stream: int
     start: int  # first row
     stop: int  # last row + 1
     slots: slice | Tensor  # cells that receive the rows' keys and values
@@ -211,7 +211,7 @@ class Pack(CellCache):
     _elsewhere: dict[torch.device, Pack] = field(default_factory=dict, init=False)
 
     @cached_property
-    def places(self) -> list[tuple[int, int, int, slice | Tensor]]:
+    def targets(self) -> list[tuple[int, int, int, slice | Tensor]]:
         """Where each segment's rows are written; see ``Cells.write``."""
         return [segment[:4] for segment in next(iter(self.segments.values()))]
 
@@ -220,14 +220,14 @@ class Pack(CellCache):
         if device == self.device:
             return self
         if device not in self._elsewhere:
-            moved = {kind: [one.on(device) for one in segments] for kind, segments in self.segments.items()}
+            moved = {kind: [segment.on(device) for segment in segments] for kind, segments in self.segments.items()}
             self._elsewhere[device] = replace(self, segments=moved, device=device)
         return self._elsewhere[device]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
         """See ``CellCache``."""
         here = self.on(key.device)
-        self.cells.write(layer_idx, key, value, here.places)
+        self.cells.write(layer_idx, key, value, here.targets)
         kind = self.kinds.get(layer_idx, FULL)
         layer = Layer(*self.cells.views[layer_idx], kind, here.segments[kind])
         return layer, layer
@@ -238,12 +238,12 @@ class Pack(CellCache):
 
 
 def uncounted(positions: Tensor) -> Tensor:  # [1, N] -> [N]
-    """What a layer that adds 0 to N - 1 to it gets its rows' positions from."""
+    """Return the number to which a layer adds 0 to N - 1 to get its rows' positions."""
     return positions[0] - torch.arange(positions.shape[1], device=positions.device)
 
 
 class Layer(NamedTuple):
-    """One layer's cells, by span, its kind, and what each sequence attends to in it."""
+    """One layer's cells, by stream, its kind, and what each sequence attends to in it."""
 
     keys: list[Tensor]  # [1, heads, C, dim]
     values: list[Tensor]
@@ -258,9 +258,9 @@ class Layer(NamedTuple):
         """
         outputs = []
         twice = query.dtype == torch.bfloat16 and query.device.type == "cpu"  # two rows take half the time of one there
-        for span, start, stop, _slots, first, end, mask, causal in self.segments:
-            keys = self.keys[span].narrow(2, first, end - first)
-            values = self.values[span].narrow(2, first, end - first)
+        for stream, start, stop, _slots, first, end, mask, causal in self.segments:
+            keys = self.keys[stream].narrow(2, first, end - first)
+            values = self.values[stream].narrow(2, first, end - first)
             if keys.dtype != query.dtype:
                 keys, values = keys.to(query.dtype), values.to(query.dtype)
             q, rows = query if len(self.segments) == 1 else query.narrow(2, start, stop - start), stop - start
@@ -272,7 +272,7 @@ class Layer(NamedTuple):
                 q = q.reshape(1, heads // groups, groups, -1)
             elif groups > 1:
                 q = q.reshape(heads // groups, groups, rows, -1)
-                keys, values = (one.transpose(0, 1).expand(-1, groups, -1, -1) for one in (keys, values))
+                keys, values = (tensor.transpose(0, 1).expand(-1, groups, -1, -1) for tensor in (keys, values))
             elif rows == 1 and twice:
                 q = torch.cat((q, q), 2)
             out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal, scale=softmax.scaling)
@@ -285,11 +285,11 @@ class Layer(NamedTuple):
 
 
 class ReadsCells(Protocol):
-    """What stands in for a layer's keys and values: it attends to cells."""
+    """Stands in for a layer's keys and values: it attends to cells."""
 
     @property
     def kind(self) -> AttentionKind:
-        """Of the layer."""
+        """The layer's kind."""
         ...
 
     def attend(self, query: Tensor, softmax: Softmax) -> Tensor:

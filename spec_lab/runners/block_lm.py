@@ -46,9 +46,9 @@ class BlockLM(FeatureCells):
 
         parts, size = self._append_early(sequences, features, call), block.shape[1]
         prepared = self._packer.blocks(sequences, [len(part) for part in parts], size)
-        own = torch.cat([torch.arange(rows.start, rows.stop) for rows in prepared.nodes])
+        block_rows = torch.cat([torch.arange(rows.start, rows.stop) for rows in prepared.nodes])
         rows = torch.cat([piece for both in zip(parts, block, strict=True) for piece in both])
-        return call(rows, prepared, own).unflatten(0, (-1, size))
+        return call(rows, prepared, block_rows).unflatten(0, (-1, size))
 
 
 NO_ROWS = torch.arange(0)

@@ -77,15 +77,15 @@ class CausalDraftPass:
         timed: Phase,
     ) -> Partial:
         """See ``draft_pass.DraftPass``."""
-        planned, places = self.packer.plan_level(sequences, shape, rows, ahead=True), shape.places
+        planned, in_tree = self.packer.plan_level(sequences, shape, rows, ahead=True), shape.places
         for new in planned.new:
-            ahead, own = new.sequence.ahead, slice(new.start, new.start + len(new.taken))
+            ahead, part = new.sequence.ahead, slice(new.start, new.start + len(new.taken))
             assert ahead is not None
             ahead.rows = lengthened(ahead.rows, len(ahead.held))
-            ahead.rows[places[rows[own]]] = self.rows + new.start + np.arange(len(new.taken))
-            parents = places[shape.parent[rows[own] - shape.roots]].tolist()
-            known = zip(parents, token[own].tolist(), strict=True)
-            ahead.parents |= dict(zip(places[rows[own]].tolist(), known, strict=True))
+            ahead.rows[in_tree[rows[part]]] = self.rows + new.start + np.arange(len(new.taken))
+            parents = in_tree[shape.parent[rows[part] - shape.roots]].tolist()
+            known = zip(parents, token[part].tolist(), strict=True)
+            ahead.parents |= dict(zip(in_tree[rows[part]].tolist(), known, strict=True))
         return self._call(self.packer.finish_level(planned, token), timed)
 
     def finish(self, token: Tensor, host: np.ndarray | None = None) -> None:
@@ -157,16 +157,16 @@ def continue_from(
         tokens = owner.host
     end = None if owner is None else owner.route.end
     fits = owner is not None and end is not None and owner.token is not None and owner.taps == taps(end)
-    for sequence, own in zip(sequences, pending, strict=True):
+    for sequence, new_tokens in zip(sequences, pending, strict=True):
         ahead = sequence.ahead
-        if ahead is not None and not (fits and ahead.owner is owner and ahead.tokens == list(own)):
+        if ahead is not None and not (fits and ahead.owner is owner and ahead.tokens == list(new_tokens)):
             sequence.forget_ahead()
     for sequence, _ in prefill:
         sequence.forget_ahead()
     if owner is None or end is None or all(sequence.ahead is None for sequence in sequences):
         return None
     every = [*sequences, *(sequence for sequence, _ in prefill)]
-    early, ends = packer.early(every, [*pending, *(own for _, own in prefill)])
+    early, ends = packer.early(every, [*pending, *(new_tokens for _, new_tokens in prefill)])
     given, sources = {}, []
     for tree, sequence in enumerate(every):
         ahead, count = sequence.ahead, len(ends[tree])
@@ -206,27 +206,27 @@ def _matched(ahead: Ahead, shape: Shape, tree: int, tokens: np.ndarray | None) -
     if not len(nodes) or not ahead.parents or tokens is None:
         return match
     free: dict[tuple[int, int], list[int]] = {}
-    for place in sorted(ahead.parents, reverse=True):
-        free.setdefault(ahead.parents[place], []).append(place)
-    places, parent, roots = shape.places, shape.parent, shape.roots
+    for computed in sorted(ahead.parents, reverse=True):
+        free.setdefault(ahead.parents[computed], []).append(computed)
+    in_tree, parent, roots = shape.places, shape.parent, shape.roots
     for node in nodes.tolist():
-        above = int(places[parent[node - roots]])
+        above = int(in_tree[parent[node - roots]])
         mine = above if above < 0 else int(match[above])
         if above >= 0 and mine < 0:
             continue
         same = free.get((mine, int(tokens[node - roots])))
         if same:
-            match[places[node]] = same.pop()
+            match[in_tree[node]] = same.pop()
     return match
 
 
 NO_NODES = np.empty(0, dtype=np.int64)
 
 
-def _pick(values: np.ndarray, places: np.ndarray) -> np.ndarray:  # [m]
-    """The values at ``places``; -1 where a place is -1."""
-    picked = np.full(len(places), -1, dtype=np.int64)
-    picked[places >= 0] = values[places[places >= 0]]
+def _pick(values: np.ndarray, indices: np.ndarray) -> np.ndarray:  # [m]
+    """The values at ``indices``; -1 where an index is -1."""
+    picked = np.full(len(indices), -1, dtype=np.int64)
+    picked[indices >= 0] = values[indices[indices >= 0]]
     return picked
 
 
@@ -243,12 +243,12 @@ def _part(planned: Planned, rows: np.ndarray) -> Planned:
     """Some of the rows of a plan, as rows of a forward of their own that attends to the same tokens."""
     new, start = [], 0
     for whole in planned.new:
-        own = rows[(rows >= whole.start) & (rows < whole.start + len(whole.taken))] - whole.start
-        if not len(own):
+        part = rows[(rows >= whole.start) & (rows < whole.start + len(whole.taken))] - whole.start
+        if not len(part):
             continue
-        mask = None if whole.mask is None else whole.mask[own]
-        causal = whole.causal and len(own) == len(whole.taken)
-        part = {"start": start, "taken": whole.taken[own], "query": whole.query[own], "mask": mask, "causal": causal}
-        new.append(whole._replace(**part))
-        start += len(own)
+        mask = None if whole.mask is None else whole.mask[part]
+        causal = whole.causal and len(part) == len(whole.taken)
+        taken, query = whole.taken[part], whole.query[part]
+        new.append(whole._replace(start=start, taken=taken, query=query, mask=mask, causal=causal))
+        start += len(part)
     return Planned(planned.numbers[:, rows], new, [], [], [])

@@ -37,7 +37,7 @@ from spec_lab.runners.forward import Forward, ModelCall
 from spec_lab.runners.graphs import Capture, CudaGraphs, Graphs, uncaptured
 from spec_lab.runners.kv_cache import GRAIN, Cells, CellSequence
 from spec_lab.runners.layer_ranges import LayerRanges, find_layers
-from spec_lab.runners.memory import ModelMemory
+from spec_lab.runners.memory_need import ModelMemory
 from spec_lab.runners.model_work import memory_of, parameters_of, work_of
 from spec_lab.runners.prepare import Packer
 from spec_lab.runners.quantized import recorded
@@ -51,7 +51,7 @@ class CausalLM(DraftRunner):
 
     Args:
         model: a transformers model with a language-modelling head, in eval mode.
-        attention: over spans of cells, sequence by sequence, or dense (the oracle, and the only way for models without
+        attention: "spans", over each sequence's own cells, or "dense" (the oracle, and the only way for models without
             ``AttentionInterface``).
         chunk: longest part of a prompt computed in one forward.
         fixed: whether decoding steps run in fixed shapes (``graphs``), captured as CUDA graphs on a GPU.
@@ -68,7 +68,7 @@ class CausalLM(DraftRunner):
     ) -> None:
         config, dense, recurrent = model.config, attention == "dense", bool(recurrent_layers(model.config))
         if recurrent and (fixed or dense):
-            raise ValueError("recurrent layers require attention over spans, without forwards of fixed shapes")
+            raise ValueError("recurrent layers require attention=spans, without forwards of fixed shapes")
         self.kv_dtype = None if kv_dtype == model.dtype else kv_dtype
         if self.kv_dtype is not None and (why := why_no_kv_dtype(model)):
             raise ValueError(f"{why} require keys and values in the model's own data type")
@@ -76,7 +76,7 @@ class CausalLM(DraftRunner):
         devices = getattr(model, "hf_device_map", None) or {}
         split = len({str(device) for device in devices.values()}) > 1
         if fixed and (split or dense):
-            raise ValueError("forwards of fixed shapes require attention over spans, and all layers on one device")
+            raise ValueError("forwards of fixed shapes require attention=spans, and all layers on one device")
         self.model, self.attention, self.fixed = model, attention, fixed
         self.model_settings = ModelSettings(attention, chunk, fixed, self.kv_dtype)
         self.dtype, self.device, self.layers = model.dtype, model.device, int(config.num_hidden_layers)
@@ -95,7 +95,7 @@ class CausalLM(DraftRunner):
 
     @staticmethod
     def _use_attention(model: Any, dense: bool) -> None:
-        """Let a model compute attention over spans of cells, or with a mask.
+        """Let a model compute attention over cells, or with a mask.
 
         Raises:
             NotImplementedError: its code cannot.
@@ -112,7 +112,7 @@ class CausalLM(DraftRunner):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the seconds of a forward depend on, for records."""
+        """Everything that the seconds of a forward depend on, for records."""
         parameters, head = list(self.model.parameters()), self.model.get_output_embeddings().weight
         copied = head.is_mkldnn and self.model.config.tie_word_embeddings  # from the embedding (``models.packed``)
         devices = sorted({parameter.device for parameter in parameters} | {torch.device(self.device)}, key=str)
@@ -253,7 +253,7 @@ class CausalLM(DraftRunner):
 
     @property
     def _way(self) -> Packer | Graphs | Recurrence:
-        """What prepares forwards: in shapes as they come, in fixed shapes, or of chains."""
+        """The preparation of forwards: in shapes as they come, in fixed shapes, or of chains."""
         return self.recurrence or (self.graphs if self.fixed else self._packer)
 
     def prepare(

@@ -27,7 +27,7 @@ class DensePack(Pack):
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Write a layer's new keys and values; return all ``[1, heads, S * C, dim]``."""
         cells = self.cells
-        cells.write(layer_idx, key, value, self.on(key.device).places)
+        cells.write(layer_idx, key, value, self.on(key.device).targets)
         dead = torch.from_numpy(cells.references == 0).to(key.device)[:, None, :, None]  # a mask removes no NaN there
         keys, values = (
             store[layer_idx].to(key.dtype).masked_fill(dead, 0.0).transpose(0, 1).flatten(1, 2)[None]
@@ -46,15 +46,15 @@ class DensePacker(Packer):
         **rows: Any,
     ) -> Prepared:  # fmt: skip
         pack = DensePack(self.cells, self.kinds, segments, self.device, positions, self.counting)
-        mask = _by_type({kind: self._mask(some, ids.shape[1]) for kind, some in segments.items()})
+        mask = _by_type({kind: self._mask(kind_segments, ids.shape[1]) for kind, kind_segments in segments.items()})
         return Prepared(ids=ids, positions=positions, pack=pack, keep=keep, mask=mask, **rows)
 
     def _mask(self, segments: list[Segment], rows: int) -> Tensor:  # [1, 1, N, S * C]
-        size = rows, self.cells.spans, self.cells.capacity
+        size = rows, self.cells.streams, self.cells.capacity
         store = torch.full(size, -torch.inf, dtype=self.dtype, device=self.device)
         for segment in segments:
             visible = 0.0 if segment.mask is None else segment.mask
-            store[segment.start : segment.stop, segment.span, segment.first : segment.end] = visible
+            store[segment.start : segment.stop, segment.stream, segment.first : segment.end] = visible
         return store.flatten(1)[None, None]
 
 

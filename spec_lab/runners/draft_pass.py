@@ -1,4 +1,4 @@
-"""What drafting with the target's own layers requires of a runner: the ability ``layer_ranges``.
+"""The interface for drafting with the target's own layers: the ability ``layer_ranges``.
 
 A *draft pass* computes pending tokens and draft nodes by some of the target's layers, on the KV cells of the target's
 own sequences. Early exit (LayerSkip 2404.16710) runs the first layers; the target's forward then continues from their
@@ -44,7 +44,7 @@ class Route:
 
 
 class Partial(NamedTuple):
-    """What a draft pass computes for some rows.
+    """The results of a draft pass for some rows.
 
     Args:
         logits: ``[n, V]``, of roots or nodes, by the final norm and the LM head; None if the pass computes none.

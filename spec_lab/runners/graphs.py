@@ -5,8 +5,8 @@ changes from step to step (tokens, positions, cells, which cells a row attends t
 decoding steps run so; prompts have too many shapes and run eagerly. Everything but the capture itself is the same on
 the CPU, where the forward is called in place of a replay.
 
-Rows are padded span by span (``kv_cache``): N = S * n rows, n of each of S spans. A padding row attends to one unused
-cell, and its own key and value are written there, so that it computes finite numbers that no other row reads.
+Rows are padded stream by stream (``kv_cache``): N = S * n rows, n of each of S streams. A padding row attends to one
+unused cell, and its own key and value are written there, so that it computes finite numbers that no other row reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spec_lab.runners.prepare import Packer, Planned
 from spec_lab.runners.softmax import Softmax
 
 MAX_ROWS = 256
-"""Most rows of a span in a forward of fixed shape; a step with more rows runs eagerly."""
+"""Most rows of a stream in a forward of fixed shape; a step with more rows runs eagerly."""
 
 MAX_GRAPHS = 128
 """Most shapes that stay captured; then the one that was not used for the longest time is forgotten."""
@@ -62,12 +62,12 @@ class CudaGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            found = forward()
+            outputs = forward()
         self._pool = graph.pool() if self._pool is None else self._pool
 
         def replay() -> Any:
             graph.replay()
-            return found
+            return outputs
 
         return replay
 
@@ -76,15 +76,15 @@ class Bucket(NamedTuple):
     """The sizes of a forward of fixed shape.
 
     Args:
-        spans: S.
-        rows: n of each span.
-        cells: C of each span that rows may attend to.
+        streams: S.
+        rows: n of each stream.
+        cells: C of each stream that rows may attend to.
         sequences: Q; the last one is that of padding rows.
         uncommitted: m, most tokens of a sequence that are not committed.
         logits: L, rows that get logits.
     """
 
-    spans: int
+    streams: int
     rows: int
     cells: int
     sequences: int
@@ -138,13 +138,13 @@ class Buffers:
         slots: ``[Q, m]`` cells of uncommitted tokens; keys: ``[Q, C]`` positions of the tokens in the cells, where some
             layers attend to nearby positions only.
         wanted: ``[L]`` rows that get logits, then padding; packed: ``[N]`` rows that are no padding, then padding.
-        own: ``[Q, C]`` bool, whether a cell holds a committed token of the sequence.
+        committed: ``[Q, C]`` bool, whether a cell holds a committed token of the sequence.
         sees: ``[N, m]`` bool, whether the row attends to each uncommitted token of its sequence.
     """
 
     def __init__(self, bucket: Bucket, nearby: bool, device: torch.device) -> None:
-        spans, rows, cells, sequences, uncommitted, logits = bucket
-        total = spans * rows
+        streams, rows, cells, sequences, uncommitted, logits = bucket
+        total = streams * rows
         sizes = [total, total, total, total, sequences * uncommitted, logits, total, sequences * cells * nearby]
         self.numbers = torch.zeros(sum(sizes), dtype=torch.long, device=device)
         self.flags = torch.zeros(sequences * cells + total * uncommitted, dtype=torch.bool, device=device)
@@ -152,13 +152,13 @@ class Buffers:
         self.ids, self.positions = ids[None], positions[None]
         self.slots = slots.view(sequences, uncommitted)
         self.keys = keys.view(sequences, cells) if nearby else None
-        own, sees = self.flags.split([sequences * cells, total * uncommitted])
-        self.own, self.sees = own.view(sequences, cells), sees.view(total, uncommitted)
-        self.span = torch.arange(spans, device=device).repeat_interleave(rows)
+        committed, sees = self.flags.split([sequences * cells, total * uncommitted])
+        self.committed, self.sees = committed.view(sequences, cells), sees.view(total, uncommitted)
+        self.stream = torch.arange(streams, device=device).repeat_interleave(rows)
 
 
 class FixedPack(CellCache):
-    """What stands in for transformers' cache in a forward of fixed shape. See ``attention.Pack``."""
+    """Stands in for transformers' cache in a forward of fixed shape. See ``attention.Pack``."""
 
     def __init__(
         self,
@@ -176,13 +176,13 @@ class FixedPack(CellCache):
     def _mask(self, kind: AttentionKind, dtype: torch.dtype) -> Tensor:  # [S, n, C] additive
         given, bucket = self.given, self.bucket
         slots = given.slots[given.owner]  # [N, m]
-        visible = given.own[given.owner].scatter(1, slots, given.sees)  # [N, C]
+        visible = given.committed[given.owner].scatter(1, slots, given.sees)  # [N, C]
         if kind != FULL:
             assert given.keys is not None
             near = kind.reaches(given.positions.view(-1, 1), given.keys[given.owner])
             visible = visible & (near | (given.owner == bucket.sequences - 1)[:, None])
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-        return mask.view(bucket.spans, bucket.rows, bucket.cells)
+        return mask.view(bucket.streams, bucket.rows, bucket.cells)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
         """See ``attention.CellCache``."""
@@ -191,8 +191,8 @@ class FixedPack(CellCache):
         cells = []
         for store, new in ((self.cells.keys[layer_idx], key), (self.cells.values[layer_idx], value)):
             new = stored(new, store.dtype)
-            store.transpose(1, 2).index_put_((self.given.span, self.given.cell), new[0].transpose(0, 1))
-            cells.append(store[: self.bucket.spans, :, : self.bucket.cells])
+            store.transpose(1, 2).index_put_((self.given.stream, self.given.cell), new[0].transpose(0, 1))
+            cells.append(store[: self.bucket.streams, :, : self.bucket.cells])
         kind = self.kinds.get(layer_idx, FULL)
         layer = FixedLayer(cells[0], cells[1], kind, self.masks[kind])
         return layer, layer
@@ -212,17 +212,17 @@ class FixedLayer(NamedTuple):
 
     def attend(self, query: Tensor, softmax: Softmax) -> Tensor:
         """``[1, heads, N, dim] -> [1, N, heads, dim]``. Query heads that share keys become rows: no key is repeated."""
-        (spans, rows, _), (heads, dim) = self.mask.shape, (query.shape[1], query.shape[3])
+        (streams, rows, _), (heads, dim) = self.mask.shape, (query.shape[1], query.shape[3])
         groups = heads // self.keys.shape[1]
-        q = query[0].unflatten(1, (spans, rows)).transpose(0, 1)
+        q = query[0].unflatten(1, (streams, rows)).transpose(0, 1)
         keys, values = self.keys.to(q.dtype), self.values.to(q.dtype)
         if softmax.plain:
-            q = q.reshape(spans, heads // groups, groups * rows, dim)
-            mask = self.mask[:, None].expand(-1, groups, -1, -1).reshape(spans, 1, groups * rows, -1)
+            q = q.reshape(streams, heads // groups, groups * rows, dim)
+            mask = self.mask[:, None].expand(-1, groups, -1, -1).reshape(streams, 1, groups * rows, -1)
             out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=softmax.scaling)
         else:
             out = softmax.attend(q, keys, values, self.mask[:, None, None])
-        return out.reshape(spans, heads, rows, -1).transpose(1, 2).reshape(1, spans * rows, heads, -1)
+        return out.reshape(streams, heads, rows, -1).transpose(1, 2).reshape(1, streams * rows, heads, -1)
 
 
 @dataclass(eq=False)
@@ -273,42 +273,42 @@ class Graphs:
         return self._fixed(planned, None, token) or self.packer.finish_level(planned, token)
 
     def _fixed(self, planned: Planned, draft: Draft | None, tokens: Tensor | None = None) -> FixedForward | None:
-        """Fill the inputs of a forward; None where a span has more rows than ``MAX_ROWS``.
+        """Fill the inputs of a forward; None where a stream has more rows than ``MAX_ROWS``.
 
         Args:
             planned: its rows and cells.
             draft: its forest; None where ``tokens`` of all rows are given, which then all get logits.
             tokens: ``[N]`` on the device.
         """
-        rows = [0] * self.cells.spans
-        places = []  # of each sequence's rows: span, first row in the span
+        rows = [0] * self.cells.streams
+        begins = []  # of each sequence's rows: stream, first row in the stream
         for new in planned.new:
-            places.append((new.sequence.span, rows[new.sequence.span]))
-            rows[new.sequence.span] += len(new.taken)
+            begins.append((new.sequence.stream, rows[new.sequence.stream]))
+            rows[new.sequence.stream] += len(new.taken)
         if max(rows) > MAX_ROWS:
             return None
-        spans = min(padded(max(span for span, _ in places) + 1), self.cells.spans)
-        unused = self._unused(spans, max(new.end for new in planned.new))
+        streams = min(padded(max(stream for stream, _ in begins) + 1), self.cells.streams)
+        unused = self._unused(streams, max(new.end for new in planned.new))
         bucket = Bucket(
-            spans,
+            streams,
             padded(max(rows)),
             unused + 1,
             padded(len(planned.new)) + 1,
             padded(max(len(new.slots) for new in planned.new)),
             padded(planned.numbers.shape[1] if draft is None else draft.shape.rows),
         )
-        total, n = bucket.spans * bucket.rows, bucket.rows
+        total, n = bucket.streams * bucket.rows, bucket.rows
         ids, positions, packed = (np.zeros(total, dtype=np.int64) for _ in range(3))
         wanted = np.zeros(bucket.logits, dtype=np.int64)
         cell, owner = np.full(total, unused), np.full(total, bucket.sequences - 1)
         slots = np.full((bucket.sequences, bucket.uncommitted), unused)
         keys = np.zeros((bucket.sequences, bucket.cells if self.packer.kinds else 0), dtype=np.int64)
-        own = np.zeros((bucket.sequences, bucket.cells), dtype=bool)
+        committed = np.zeros((bucket.sequences, bucket.cells), dtype=bool)
         sees = np.ones((total, bucket.uncommitted), dtype=bool)
         where = np.empty(planned.numbers.shape[1], dtype=np.int64)  # of each row that is no padding
-        for number, (new, (span, first)) in enumerate(zip(planned.new, places, strict=True)):
+        for number, (new, (stream, first)) in enumerate(zip(planned.new, begins, strict=True)):
             count, known = len(new.taken), len(new.slots)
-            here = slice(span * n + first, span * n + first + count)
+            here = slice(stream * n + first, stream * n + first + count)
             rows_here = slice(new.start, new.start + count)
             where[rows_here] = np.arange(here.start, here.stop)
             ids[here], positions[here] = planned.numbers[:, rows_here]
@@ -316,7 +316,7 @@ class Graphs:
             slots[number, :known] = new.slots
             sees[here] = False
             sees[here, :known] = True if new.mask is None else new.mask == 0
-            own[number, : new.sequence.extent] = new.sequence.bias(new.sequence.extent) == 0
+            committed[number, : new.sequence.extent] = new.sequence.bias(new.sequence.extent) == 0
             if self.packer.kinds:
                 keys[number, : new.end] = new.key_positions(new.end)
         packed[: len(where)] = where
@@ -328,25 +328,25 @@ class Graphs:
         numbers = np.concatenate(
             [ids, positions, cell, owner, slots.ravel(), wanted, packed, keys.ravel()], dtype=np.int64
         )
-        flags = np.concatenate([own.ravel(), sees.ravel()])
+        flags = np.concatenate([committed.ravel(), sees.ravel()])
         return FixedForward(
             graphs=self, bucket=bucket, numbers=numbers, flags=flags, rows=len(chosen), drafted=tokens, roots=roots,
             total=len(where), attended=sum(new.end for new in planned.new), pending=planned.pending,
             nodes=planned.nodes,
         )  # fmt: skip
 
-    def _unused(self, spans: int, end: int) -> int:
-        """The last cell of a bucket, beyond ``end``, that no sequence uses in any of the first spans."""
+    def _unused(self, streams: int, end: int) -> int:
+        """The last cell of a bucket, beyond ``end``, that no sequence uses in any of the first streams."""
         size = GRAIN
         while True:
             while size <= end:
                 size *= 2
             if size > self.cells.capacity:
                 size = self.cells.capacity
-                if size <= end or self.cells.references[:spans, size - 1].any():
+                if size <= end or self.cells.references[:streams, size - 1].any():
                     self.cells.reserve([size + GRAIN])
                     size = self.cells.capacity
-            if not self.cells.references[:spans, size - 1].any():
+            if not self.cells.references[:streams, size - 1].any():
                 return size - 1
             size *= 2
 

@@ -1,9 +1,9 @@
-"""Keys and values as cells in spans. Bookkeeping moves; keys and values never do.
+"""Keys and values as cells in streams. Bookkeeping moves; keys and values never do.
 
-Each request owns one span of cells, as many as it may need; its forks share the span and their common prefix. A cell
-holds one token's key and value in every layer. Which cells make up a sequence, and in which order, is a
-``CellSequence``: accepting, rejecting, forking and backtracking only edit these lists and reference counts. A cell in
-use is never handed out again, so nothing is ever overwritten.
+A stream, as in llama.cpp, is an array of cells: each request owns one, with as many cells as it may need; its forks
+share the stream and their common prefix. A cell holds one token's key and value in every layer. Which cells make up a
+sequence, and in which order, is a ``CellSequence``: accepting, rejecting, forking and backtracking only edit these
+lists and reference counts. A cell in use is never handed out again, so nothing is ever overwritten.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-GRAIN = 256  # cells; spans grow to multiples of it
+GRAIN = 256  # cells; streams grow to multiples of it
 
 
 class CellSequence:
@@ -26,9 +26,9 @@ class CellSequence:
     others. A ``runner.KVSequence``.
     """
 
-    def __init__(self, store: Cells, span: int, slots: np.ndarray, bias: np.ndarray) -> None:
+    def __init__(self, store: Cells, stream: int, slots: np.ndarray, bias: np.ndarray) -> None:
         self.store = store
-        self.span = span
+        self.stream = stream
         self._slots = slots  # [>= length], the rest unused
         self._length = 0
         self._bias = bias  # [>= extent] float32
@@ -49,7 +49,7 @@ class CellSequence:
         return self._slots[: self._length]
 
     def bias(self, extent: int) -> np.ndarray:  # [extent]
-        """The additive mask of a later token over the span's first cells: 0 at own cells, -inf elsewhere. A view."""
+        """The additive mask of a later token over the stream's first cells: 0 at own cells, -inf elsewhere. A view."""
         if extent > len(self._bias):
             more = np.full(extent + GRAIN - len(self._bias), -np.inf, dtype=np.float32)
             self._bias = np.concatenate([self._bias, more])
@@ -152,14 +152,14 @@ class Ahead:
 
 
 class Cells:
-    """The store: keys and values of each layer and span ``[1, heads, C, dim]``, allocated when written.
+    """The store: keys and values of each layer and stream ``[1, heads, C, dim]``, allocated when written.
 
-    Each span has a capacity C of its own, so that a batch of requests of different lengths takes what each of them
-    needs. ``views`` has the spans by layer, since making a view costs time in every layer of every forward.
+    Each stream has a capacity C of its own, so that a batch of requests of different lengths takes what each of them
+    needs. ``views`` has the streams by layer, since making a view costs time in every layer of every forward.
 
     Args:
         unused: layers that have no keys and values; no memory is allocated for them.
-        uniform: whether all spans have the largest capacity and lie in one tensor for each layer, ``keys`` and
+        uniform: whether all streams have the largest capacity and lie in one tensor for each layer, ``keys`` and
             ``values`` ``[S, heads, C, dim]``: dense masks and forwards of fixed shapes read all of them at once.
         dtype: in which keys and values are stored; None: in that in which they are computed.
 
@@ -173,35 +173,35 @@ class Cells:
         self.unused, self.uniform, self.dtype = unused, uniform, dtype
         self.keys: list[Tensor] = []  # of each layer, of a uniform store
         self.values: list[Tensor] = []
-        self.views: list[tuple[list[Tensor], list[Tensor]]] = []  # [layer] ([1, heads, C, dim] of each span) twice
+        self.views: list[tuple[list[Tensor], list[Tensor]]] = []  # [layer] ([1, heads, C, dim] of each stream) twice
         self.generation = 0
         self.references = np.zeros((0, 0), dtype=np.int32)  # [S, largest C]
         self.capacities: list[int] = []  # [S]
-        self._users: list[int] = []  # open sequences of each span
+        self._users: list[int] = []  # open sequences of each stream
 
     @property
-    def spans(self) -> int:
-        """S, allocated spans."""
+    def streams(self) -> int:
+        """S, allocated streams."""
         return len(self.capacities)
 
     @property
     def capacity(self) -> int:
-        """Allocated cells of the largest span."""
+        """Allocated cells of the largest stream."""
         return max(self.capacities, default=0)
 
     # Sequences -------------------------------------------------------------------------------------------------------
 
     def open(self, reserve: int = GRAIN, clear: bool = False, exact: bool = False) -> CellSequence:
-        """A new, empty sequence in a span of its own with room for ``reserve`` cells (it grows beyond on demand).
+        """A new, empty sequence in a stream of its own with room for ``reserve`` cells (it grows beyond on demand).
 
-        The span is the smallest unused one with room; if there is none the largest unused one, which grows, or a new
+        The stream is the smallest unused one with room; if there is none the largest unused one, which grows, or a new
         one.
 
         Args:
             reserve: how many cells.
             clear: whether to overwrite what an earlier sequence left there with zeros, for attention that reads cells
                 beyond its own: a mask does not remove NaN (0 x NaN).
-            exact: whether the span is to be no larger than that and is freed with the sequence (of no uniform store).
+            exact: whether the stream is to be no larger than that and is freed with the sequence (of no uniform store).
         """
         unused = [number for number, users in enumerate(self._users) if users == 0]
         room = self.capacities.__getitem__
@@ -209,40 +209,40 @@ class Cells:
         if exact:
             unused = [number for number in unused if not room(number)]
         if fitting := [number for number in unused if room(number) >= reserve]:
-            span = min(fitting, key=room)
+            stream = min(fitting, key=room)
             if clear:
                 with torch.inference_mode():
-                    for store in self._of_span(span):
+                    for store in self._of_stream(stream):
                         store.zero_()
         else:
-            span = max(unused, key=room) if unused else self.spans
-            self._grow(span, max(reserve, 1), keep=False)
-        self._users[span] += 1
-        own = self.capacities[span]
-        opened = CellSequence(self, span, np.empty(own, dtype=np.int64), np.full(own, -np.inf, dtype=np.float32))
+            stream = max(unused, key=room) if unused else self.streams
+            self._grow(stream, max(reserve, 1), keep=False)
+        self._users[stream] += 1
+        size = self.capacities[stream]
+        opened = CellSequence(self, stream, np.empty(size, dtype=np.int64), np.full(size, -np.inf, dtype=np.float32))
         opened.exact = exact
         return opened
 
     def take(self, sequence: CellSequence, count: int) -> np.ndarray:
-        """``count`` free cells of the sequence's span, lowest first. They are held until kept or dropped."""
-        span, end = sequence.span, sequence.extent
-        used = self.references[span, : self.capacities[span]]
+        """``count`` free cells of the sequence's stream, lowest first. They are held until kept or dropped."""
+        stream, end = sequence.stream, sequence.extent
+        used = self.references[stream, : self.capacities[stream]]
         if end == len(sequence) and end + count <= len(used) and not np.count_nonzero(used[end : end + count]):
             used[end : end + count] = 1  # no hole below: what the search would find
             return np.arange(end, end + count)
         free = np.flatnonzero(used == 0)[:count]
         if len(free) < count:
-            self._grow(span, len(used) + count - len(free))
-            free = np.flatnonzero(self.references[span, : self.capacities[span]] == 0)[:count]
-        self.references[span, free] = 1
+            self._grow(stream, len(used) + count - len(free))
+            free = np.flatnonzero(self.references[stream, : self.capacities[stream]] == 0)[:count]
+        self.references[stream, free] = 1
         return free
 
     def take_next(self, sequence: CellSequence) -> int:
         """``take`` of the one cell after all others of a sequence without holes; -1 if there are some or it is used."""
-        end, span = sequence.extent, sequence.span
-        if end != sequence._length or end >= self.capacities[span] or self.references.item(span, end):
+        end, stream = sequence.extent, sequence.stream
+        if end != sequence._length or end >= self.capacities[stream] or self.references.item(stream, end):
             return -1
-        self.references[span, end] = 1
+        self.references[stream, end] = 1
         return end
 
     def keep_next(self, sequence: CellSequence, cell: int) -> None:
@@ -257,7 +257,7 @@ class Cells:
         """Append held cells to the sequence: their tokens are committed."""
         end = len(sequence) + len(slots)
         if end > len(sequence._slots):
-            more = max(self.capacities[sequence.span], end)
+            more = max(self.capacities[sequence.stream], end)
             sequence._slots = np.concatenate([sequence._slots, np.empty(more, dtype=np.int64)])
         sequence._slots[len(sequence) : end] = slots
         sequence.in_order = sequence.in_order and list(slots) == list(range(len(sequence), end))
@@ -268,12 +268,12 @@ class Cells:
 
     def drop(self, sequence: CellSequence, slots: np.ndarray | int) -> None:
         """Give up held cells: their tokens were rejected."""
-        self.references[sequence.span, slots] -= 1
+        self.references[sequence.stream, slots] -= 1
 
     @torch.inference_mode()
     def clear(self, sequence: CellSequence, slots: np.ndarray) -> None:
         """Overwrite cells with zeros."""
-        for store in self._of_span(sequence.span):
+        for store in self._of_stream(sequence.stream):
             store[:, :, torch.from_numpy(slots).to(store.device)] = 0
 
     def backtrack(self, sequence: CellSequence, length: int) -> None:
@@ -281,7 +281,7 @@ class Cells:
         if not 0 <= length <= len(sequence):
             raise ValueError(f"cannot shorten a sequence of {len(sequence)} cells to {length}")
         gone = sequence.slots[length:]
-        self.references[sequence.span, gone] -= 1
+        self.references[sequence.stream, gone] -= 1
         sequence.bias(sequence.extent)[gone] = -np.inf
         sequence._length = length
         sequence.extent = int(sequence.slots.max()) + 1 if length else 0
@@ -289,16 +289,16 @@ class Cells:
 
     def fork(self, sequence: CellSequence) -> CellSequence:
         """A second sequence over the same cells, which it shares."""
-        self.references[sequence.span, sequence.slots] += 1
-        self._users[sequence.span] += 1
-        twin = CellSequence(self, sequence.span, sequence._slots.copy(), sequence._bias.copy())
+        self.references[sequence.stream, sequence.slots] += 1
+        self._users[sequence.stream] += 1
+        twin = CellSequence(self, sequence.stream, sequence._slots.copy(), sequence._bias.copy())
         twin._length, twin.extent, twin.in_order = len(sequence), sequence.extent, sequence.in_order
         return twin
 
     def copy(
         self, source: CellSequence, length: int, reserve: int, clear: bool = False, exact: bool = False
     ) -> CellSequence:
-        """A sequence in a span of its own with copies of the first ``length`` cells of another one.
+        """A sequence in a stream of its own with copies of the first ``length`` cells of another one.
 
         Args:
             source: the other one.
@@ -311,63 +311,63 @@ class Cells:
             with torch.inference_mode():
                 for layer in self.views:
                     for store in layer:
-                        old = store[source.span]
+                        old = store[source.stream]
                         index = as_index(source.slots[:length], old.device)
-                        found = old[:, :, index] if isinstance(index, slice) else old.index_select(2, index)
-                        store[made.span].narrow(2, 0, length).copy_(found)
+                        copied = old[:, :, index] if isinstance(index, slice) else old.index_select(2, index)
+                        store[made.stream].narrow(2, 0, length).copy_(copied)
         return made
 
     def close(self, sequence: CellSequence) -> None:
-        """Give up the sequence and all its cells. Its span is free once every fork is closed."""
+        """Give up the sequence and all its cells. Its stream is free once every fork is closed."""
         if sequence.open:
             self.backtrack(sequence, 0)
-            self._users[sequence.span] -= 1
+            self._users[sequence.stream] -= 1
             sequence.open = False
-            if not self._users[sequence.span]:  # cells held by a forward that failed go with the span
-                self.references[sequence.span] = 0
+            if not self._users[sequence.stream]:  # cells held by a forward that failed go with the stream
+                self.references[sequence.stream] = 0
                 if sequence.exact:
-                    self._free(sequence.span)
+                    self._free(sequence.stream)
 
-    def _free(self, span: int) -> None:
-        """Free the memory of an unused span; its number remains."""
+    def _free(self, stream: int) -> None:
+        """Free the memory of an unused stream; its number remains."""
         for layer in self.views:
             for store in layer:
-                store[span] = store[span].new_zeros(1, store[span].shape[1], 0, store[span].shape[3])
-        self.capacities[span] = 0
+                store[stream] = store[stream].new_zeros(1, store[stream].shape[1], 0, store[stream].shape[3])
+        self.capacities[stream] = 0
         self.generation += 1
 
     def reserve(self, capacities: Sequence[int]) -> None:
-        """Grow to spans of at least these capacities, for callers that keep the references elsewhere."""
-        for span, capacity in enumerate(capacities):
-            if span >= self.spans or capacity > self.capacities[span]:
-                self._grow(span, capacity)
+        """Grow to streams of at least these capacities, for callers that keep the references elsewhere."""
+        for stream, capacity in enumerate(capacities):
+            if stream >= self.streams or capacity > self.capacities[stream]:
+                self._grow(stream, capacity)
 
     # Contents ------------------------------------------------------------------------------------------------------
 
-    def write(self, layer: int, key: Tensor, value: Tensor, places: list[tuple[int, int, int, slice | Tensor]]) -> None:
+    def write(self, layer: int, key: Tensor, value: Tensor, rows: list[tuple[int, int, int, slice | Tensor]]) -> None:
         """Write a packed layer's new keys and values ``[1, heads, N, dim]`` into their cells.
 
         Args:
-            places: for each sequence of the forward (span, first row, last row + 1, cells).
+            rows: for each sequence of the forward (stream, first row, last row + 1, cells).
         """
         if len(self.views) <= layer:
             self.allocate(layer, key, value)
         keys, values = self.views[layer]
         if self.dtype is not None:
             key, value = stored(key, self.dtype), stored(value, self.dtype)
-        for span, start, stop, cells in places:
-            if len(places) > 1:
+        for stream, start, stop, cells in rows:
+            if len(rows) > 1:
                 new_keys, new_values = key[:, :, start:stop], value[:, :, start:stop]
             else:
                 new_keys, new_values = key, value
             if isinstance(cells, slice):
-                keys[span].narrow(2, cells.start, stop - start).copy_(new_keys)
-                values[span].narrow(2, cells.start, stop - start).copy_(new_values)
+                keys[stream].narrow(2, cells.start, stop - start).copy_(new_keys)
+                values[stream].narrow(2, cells.start, stop - start).copy_(new_values)
             elif key.dtype.itemsize == 1:  # index_copy_ has no 8-bit floats
-                keys[span][:, :, cells], values[span][:, :, cells] = new_keys, new_values
+                keys[stream][:, :, cells], values[stream][:, :, cells] = new_keys, new_values
             else:
-                keys[span].index_copy_(2, cells, new_keys)
-                values[span].index_copy_(2, cells, new_values)
+                keys[stream].index_copy_(2, cells, new_keys)
+                values[stream].index_copy_(2, cells, new_values)
 
     def allocate(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Allocate the memory of the layers up to this one, for keys and values ``[.., heads, .., dim]`` like these."""
@@ -375,74 +375,76 @@ class Cells:
             heads = 0 if len(self.views) in self.unused else key.shape[1]
             if self.uniform:
                 for stores, like in ((self.keys, key), (self.values, value)):
-                    stores.append(self._zeros(like, self.spans, heads, self.capacity))
-                self.views.append((_by_span(self.keys[-1]), _by_span(self.values[-1])))
+                    stores.append(self._zeros(like, self.streams, heads, self.capacity))
+                self.views.append((_by_stream(self.keys[-1]), _by_stream(self.values[-1])))
             else:
-                own = [[self._zeros(like, 1, heads, capacity) for capacity in self.capacities] for like in (key, value)]
-                self.views.append((own[0], own[1]))
+                keys, values = (
+                    [self._zeros(like, 1, heads, size) for size in self.capacities] for like in (key, value)
+                )
+                self.views.append((keys, values))
         self.generation += 1
 
-    def _zeros(self, like: Tensor, spans: int, heads: int, capacity: int) -> Tensor:
+    def _zeros(self, like: Tensor, streams: int, heads: int, capacity: int) -> Tensor:
         """(Zeros, not empty: a dead cell must never hold NaN.)"""
-        return like.new_zeros(spans, heads, capacity, like.shape[-1], dtype=self.dtype or like.dtype)
+        return like.new_zeros(streams, heads, capacity, like.shape[-1], dtype=self.dtype or like.dtype)
 
-    def _of_span(self, span: int) -> list[Tensor]:
-        return [store[span] for layer in self.views for store in layer]
+    def _of_stream(self, stream: int) -> list[Tensor]:
+        return [store[stream] for layer in self.views for store in layer]
 
-    def _grow(self, span: int, capacity: int, keep: bool = True) -> None:
-        """Give a span at least ``capacity`` cells, and unless not ``keep`` its contents; the number after the last span
-        adds one.
+    def _grow(self, stream: int, capacity: int, keep: bool = True) -> None:
+        """Give a stream at least ``capacity`` cells, and unless not ``keep`` its contents.
 
-        It grows layer by layer; where memory runs out, some layers are larger than needed, and nothing else changes. In
-        a uniform store each growth copies everything, so spans grow by half at least.
+        The number after the last stream adds one. It grows layer by layer; where memory runs out, some layers are
+        larger than needed, and nothing else changes. In a uniform store each growth copies everything, so streams grow
+        by half at least.
         """
-        capacity, spans = -(-capacity // GRAIN) * GRAIN, max(self.spans, span + 1)
+        capacity, streams = -(-capacity // GRAIN) * GRAIN, max(self.streams, stream + 1)
         if self.uniform:
             capacity = max(self.capacity, capacity)
-            spans = max(spans, self.spans * 3 // 2) if spans > self.spans else spans
+            streams = max(streams, self.streams * 3 // 2) if streams > self.streams else streams
         self.generation += 1
         for layer, views in enumerate(self.views):
             if self.uniform:
                 for stores in (self.keys, self.values):
                     old = stores[layer]
-                    stores[layer] = self._zeros(old, spans, old.shape[1], capacity)
+                    stores[layer] = self._zeros(old, streams, old.shape[1], capacity)
                     stores[layer][: old.shape[0], :, : old.shape[2]] = old
-                self.views[layer] = (_by_span(self.keys[layer]), _by_span(self.values[layer]))
+                self.views[layer] = (_by_stream(self.keys[layer]), _by_stream(self.values[layer]))
             else:
                 for store in views:
-                    if span == len(store):
+                    if stream == len(store):
                         store.append(self._zeros(store[0], 1, store[0].shape[1], capacity))
                         continue
-                    old = store[span]
-                    store[span] = self._zeros(old, 1, old.shape[1], capacity)
+                    old = store[stream]
+                    store[stream] = self._zeros(old, 1, old.shape[1], capacity)
                     if keep:
-                        store[span][:, :, : old.shape[2]] = old
-        self.capacities += [0] * (spans - self.spans)
-        self.capacities = [capacity] * spans if self.uniform else self.capacities
-        self.capacities[span] = capacity
-        references = np.zeros((spans, max(self.capacity, self.references.shape[1])), dtype=np.int32)
+                        store[stream][:, :, : old.shape[2]] = old
+        self.capacities += [0] * (streams - self.streams)
+        self.capacities = [capacity] * streams if self.uniform else self.capacities
+        self.capacities[stream] = capacity
+        references = np.zeros((streams, max(self.capacity, self.references.shape[1])), dtype=np.int32)
         references[: len(self.references), : self.references.shape[1]] = self.references
         self.references = references
-        self._users += [0] * (spans - len(self._users))
+        self._users += [0] * (streams - len(self._users))
 
 
 def allocated(reserves: Sequence[int], uniform: bool = False) -> int:
     """Return how many cells a store has in all once sequences with these reserves are open together."""
-    each = [-(-max(reserve, 1) // GRAIN) * GRAIN for reserve in reserves]
-    spans = 0
-    while uniform and spans < len(each):
-        spans = max(spans + 1, spans * 3 // 2)
-    return spans * max(each, default=0) if uniform else sum(each)
+    sizes = [-(-max(reserve, 1) // GRAIN) * GRAIN for reserve in reserves]
+    streams = 0
+    while uniform and streams < len(sizes):
+        streams = max(streams + 1, streams * 3 // 2)
+    return streams * max(sizes, default=0) if uniform else sum(sizes)
 
 
 def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return keys or values as a store of this dtype holds them; its largest number stands for all larger ones."""
-    most = torch.finfo(dtype).max
-    return (tensor.clamp(-most, most) if most < torch.finfo(tensor.dtype).max else tensor).to(dtype)
+    largest = torch.finfo(dtype).max
+    return (tensor.clamp(-largest, largest) if largest < torch.finfo(tensor.dtype).max else tensor).to(dtype)
 
 
-def _by_span(store: Tensor) -> list[Tensor]:  # [S, ..] -> S views [1, ..]
-    return [store.narrow(0, span, 1) for span in range(store.shape[0])]
+def _by_stream(store: Tensor) -> list[Tensor]:  # [S, ..] -> S views [1, ..]
+    return [store.narrow(0, stream, 1) for stream in range(store.shape[0])]
 
 
 def as_index(slots: np.ndarray, device: torch.device) -> slice | Tensor:

@@ -27,7 +27,7 @@ NAMES: dict[SublayerKind, tuple[str, ...]] = {
     "attn": ("self_attn", "self_attention", "attention", "attn"),
     "mlp": ("mlp", "feed_forward", "block_sparse_moe"),
 }
-"""What transformers calls the two sublayers of a layer."""
+"""Names of the two sublayers of a layer in transformers."""
 
 
 class LayerRanges:
@@ -54,8 +54,9 @@ class LayerRanges:
         inner = [parent._modules[name] for parent, name in modules.values()]
         self._returns = _probe(self._one_token, [*self._layers, *inner])
         self._sublayers = {
-            sublayer: place for sublayer, place in modules.items() if place[0]._modules[place[1]] in self._returns
-        }
+            sublayer: (parent, name)
+            for sublayer, (parent, name) in modules.items() if parent._modules[name] in self._returns
+        }  # fmt: skip
         self.sublayers = frozenset(self._sublayers)
         if any(layer not in self._returns for layer in self._layers):
             raise NotImplementedError("its layers do not return hidden states like their input")
@@ -138,13 +139,13 @@ class LayerRanges:
             A dictionary that holds, after the block, ``[N, H]`` the inputs of the layers of ``taps``.
         """
         layers, given, tapped = self._list(route, taps)
-        places: list[tuple[nn.Module, str, nn.Module]] = [(self.decoder, self._name, layers)]
-        places += [(*self._sublayers[sublayer], self._zero(sublayer)) for sublayer in route.skipped]
-        before: list[Any] = [parent._modules[name] for parent, name, _ in places]
+        replacements: list[tuple[nn.Module, str, nn.Module]] = [(self.decoder, self._name, layers)]
+        replacements += [(*self._sublayers[sublayer], self._zero(sublayer)) for sublayer in route.skipped]
+        before: list[Any] = [parent._modules[name] for parent, name, _ in replacements]
         caught: dict[int, Tensor] = {}
         given.states = None if states is None else states[None]
         try:
-            for parent, name, module in places:
+            for parent, name, module in replacements:
                 parent._modules[name] = module
             yield caught
             for number, tap in tapped.items():
@@ -152,14 +153,14 @@ class LayerRanges:
                     raise NotImplementedError("a layer of it was not called")
                 caught[number] = tap.states.flatten(0, 1)
         finally:
-            for (parent, name, _), module in zip(places, before, strict=True):
+            for (parent, name, _), module in zip(replacements, before, strict=True):
                 parent._modules[name] = module
             given.states = None
             for tap in tapped.values():
                 tap.states = None
 
     def _list(self, route: Route, taps: frozenset[int]) -> tuple[nn.ModuleList, _Instead, dict[int, _Tap]]:
-        """What replaces the model's list of layers for a route, built once."""
+        """Return the modules that replace the model's list of layers for a route, built once."""
         key = (Route(route.first, route.end, _whole(route.skipped)), taps)
         if key not in self._lists:
             if len(self._lists) >= MAX_LISTS:

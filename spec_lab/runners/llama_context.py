@@ -25,13 +25,13 @@ KV_DTYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}
 GRAIN = 256
 """Cells are allocated in multiples of it, as llama.cpp pads its context."""
 
-MOST_IDS = 256
+MAX_IDS = 256
 """llama.cpp's LLAMA_MAX_SEQ."""
 
-MOST_TENSORS = 64
+MAX_TENSORS = 64
 """Most tensors over the library's memory that a context keeps."""
 
-MOST_OUTPUT = 2**27
+MAX_OUTPUT = 2**27
 """Most bytes of logits of one forward in which every row has outputs (``Context.set_embeddings``)."""
 
 
@@ -112,7 +112,7 @@ class Context:
         self._watches = self._lost = False
         self._callback: Any = None
         self._tensors: dict[tuple[int, int], Logits] = {}
-        self._free_ids = list(range(MOST_IDS - 1, -1, -1))
+        self._free_ids = list(range(MAX_IDS - 1, -1, -1))
         self._highest = 0  # one past the highest id that was ever taken
         self._used = 0  # at least as many cells as are in use
         self._handle: Any = None
@@ -125,7 +125,7 @@ class Context:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the seconds of a forward depend on, for records."""
+        """Everything that the seconds of a forward depend on, for records."""
         snapshots = {"snapshots": self.settings.snapshots} if self.settings.snapshots else {}
         return {
             "engine": "llama.cpp", "model": self.model.description, "parameters": self.model.parameters,
@@ -145,20 +145,20 @@ class Context:
         """
         if self._lost:
             raise OutOfCells("the KV cache could not be grown and is lost: start again with fewer or shorter requests")
-        most = self.limit
-        if most is not None:
-            cells = min(cells, most)
+        limit = self.limit
+        if limit is not None:
+            cells = min(cells, limit)
         watches = self._watches or bool(watch)
         if cells > self.cells or ids > self.ids or watches > self._watches:
-            self._grow(cells, ids, most, watches)
+            self._grow(cells, ids, limit, watches)
         if watch is not None and self._watched.keys() != {*watch}:
             self._watched = dict.fromkeys(watch)
 
     @property
     def limit(self) -> int | None:
         """Maximum number of cells; None for no limit."""
-        most = self.settings.cells
-        return None if most is None else -(-max(most, MOST_IDS) // GRAIN) * GRAIN
+        cells = self.settings.cells
+        return None if cells is None else -(-max(cells, MAX_IDS) // GRAIN) * GRAIN
 
     def reserve(self, rows: int, sequences: Collection[Holder]) -> None:
         """Grow if the free cells may not suffice for ``rows`` more, or if an id was taken that does not exist yet.
@@ -172,8 +172,8 @@ class Context:
         """
         self._used += rows
         if self._used > self.cells or self._highest > self.ids:
-            self._used = rows + sum(one.cells for one in sequences)
-            reserved = sum(one.reserve for one in sequences) if self._used > self.cells else 0
+            self._used = rows + sum(sequence.cells for sequence in sequences)
+            reserved = sum(sequence.reserve for sequence in sequences) if self._used > self.cells else 0
             self.require(max(self._used, reserved), self._highest)
 
     @property
@@ -203,15 +203,15 @@ class Context:
             return other
         return number
 
-    def _grow(self, cells: int, ids: int, most: int | None, watches: bool) -> None:
+    def _grow(self, cells: int, ids: int, limit: int | None, watches: bool) -> None:
         """Make a larger context with the cells of this one, or restore this one. Errors as of ``require``."""
-        least = max(-(-cells // GRAIN) * GRAIN, self.cells, self.settings.batch, MOST_IDS)
+        least = max(-(-cells // GRAIN) * GRAIN, self.cells, self.settings.batch, MAX_IDS)
         cells = max(least, 2 * self.cells) if cells > self.cells else least
-        if most is not None:
-            cells, least = min(cells, most), min(least, most)
+        if limit is not None:
+            cells, least = min(cells, limit), min(least, limit)
         if ids > self.ids or not self.ids:
             more, fewest = (2, 1) if self.settings.snapshots else (4, 16)  # recurrent states are kept for each id
-            ids = min(MOST_IDS, max(ids, more * self.ids, fewest))
+            ids = min(MAX_IDS, max(ids, more * self.ids, fewest))
         ids = max(ids, self.ids)
         state, before = self._state(), (self.cells, self.ids, self._watches)
         self.close()
@@ -238,7 +238,7 @@ class Context:
         settings, lib = self.settings, self.library
         params = lib.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.kv_unified, params.swa_full = cells, ids, True, True
-        params.n_batch = params.n_ubatch = max(settings.batch, MOST_IDS)  # the library reserves outputs for all ids
+        params.n_batch = params.n_ubatch = max(settings.batch, MAX_IDS)  # the library reserves outputs for all ids
         params.n_threads = params.n_threads_batch = settings.threads
         params.type_k = params.type_v = KV_DTYPES[settings.kv_dtype]
         if settings.kv_dtype == "f32":
@@ -380,23 +380,24 @@ class Context:
             OutOfCells: there are not enough free cells, or all were lost (``require``).
             RuntimeError: the library refuses the rows or fails.
         """
-        most = self.settings.batch if self.settings.batch < self.cells else self.cells
+        max_rows = self.settings.batch if self.settings.batch < self.cells else self.cells
         if self.embeddings:
-            most = max(1, min(most, MOST_OUTPUT // (4 * self.model.vocabulary)))
-        if rows <= most and not cuts:
+            max_rows = max(1, min(max_rows, MAX_OUTPUT // (4 * self.model.vocabulary)))
+        if rows <= max_rows and not cuts:
             return self._decode(rows, wanted, self._whole)
-        found = []
+        outputs = []
         for begin, end in pairwise((0, *cuts, rows)):
-            parts = -(-(end - begin) // most)
+            parts = -(-(end - begin) // max_rows)
             for number in range(parts):
-                start, stop = (begin + place * (end - begin) // parts for place in (number, number + 1))
-                own = stop - max(start, min(stop, rows - wanted))
-                logits, hidden, watched = self._decode(stop - start, own, self._part(start, stop))
-                found.append((logits.clone() if stop < rows else logits, hidden, watched))
-        several = any(len(one.tensor) for one, _, _ in found[:-1])
-        logits = Logits.of(torch.cat([one.tensor for one, _, _ in found])) if several else found[-1][0]
-        hidden = None if found[0][1] is None else np.concatenate([one for _, one, _ in found if one is not None])
-        return logits, hidden, {name: np.concatenate([one[name] for _, _, one in found]) for name in self._watched}
+                start, stop = (begin + part * (end - begin) // parts for part in (number, number + 1))
+                wanted_here = stop - max(start, min(stop, rows - wanted))
+                logits, hidden, watched = self._decode(stop - start, wanted_here, self._part(start, stop))
+                outputs.append((logits.clone() if stop < rows else logits, hidden, watched))
+        all_logits, states, tensors = zip(*outputs, strict=True)
+        several = any(len(logits.tensor) for logits in all_logits[:-1])
+        logits = Logits.of(torch.cat([logits.tensor for logits in all_logits])) if several else all_logits[-1]
+        hidden = None if states[0] is None else np.concatenate(states)
+        return logits, hidden, {name: np.concatenate([part[name] for part in tensors]) for name in self._watched}
 
     def set_embeddings(self, on: bool) -> None:
         """Return hidden states after the final norm; every row must have outputs then."""
@@ -426,13 +427,13 @@ class Context:
         if self.embeddings:
             hidden = _view(_address(lib.llama_get_embeddings(self._handle)), rows, model.output_size).copy()
         watched = {}
-        for name, found in self._watched.items():
-            if found is None:
+        for name, tensor in self._watched.items():
+            if tensor is None:
                 raise RuntimeError(
                     f"llama.cpp computes no tensor {name} [{rows}, {model.hidden_size}] for {model.description}: "
                     "these hidden states cannot be read; choose a proposer that requires none, or only the last ones"
                 )
-            watched[name], self._watched[name] = found, None
+            watched[name], self._watched[name] = tensor, None
         return logits, hidden, watched
 
     def _logits(self, outputs: int, wanted: int) -> Logits:
@@ -448,7 +449,7 @@ class Context:
         address = _address(self.library.llama_get_logits(self._handle)) + 4 * (outputs - wanted) * width
         key = address, wanted
         if key not in self._tensors:
-            if len(self._tensors) >= MOST_TENSORS:
+            if len(self._tensors) >= MAX_TENSORS:
                 self._tensors.clear()
             self._tensors[key] = Logits.of(torch.from_numpy(_view(address, wanted, width)))
         return self._tensors[key]

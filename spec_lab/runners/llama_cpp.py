@@ -14,7 +14,7 @@ from torch import Tensor
 from spec_lab.core.clock import Phase
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.roofline import ForwardWork
-from spec_lab.runners.llama_context import MOST_IDS, LlamaSettings, Logits, OutOfCells
+from spec_lab.runners.llama_context import MAX_IDS, LlamaSettings, Logits, OutOfCells
 from spec_lab.runners.llama_library import Model
 from spec_lab.runners.llama_runner import LlamaRunner, on_host
 from spec_lab.runners.llama_sequence import ForestIds, LlamaSequence, Paths
@@ -23,7 +23,7 @@ from spec_lab.runners.runner import Ability, Capabilities, DraftRunner, Extended
 PLAIN_EMBEDDINGS = ("llama", "qwen2", "qwen3")
 """Architectures whose first layer is known to read the rows of the embedding as they are."""
 
-MOST_SHAPES = 64
+MAX_SHAPES = 64
 """Most shapes of forests whose ids a runner remembers."""
 
 
@@ -66,7 +66,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
     def capabilities(self) -> Capabilities:
         """See ``runner.Runner``. Hidden states but the last one are read while a forward is computed, which costs."""
         abilities: frozenset[Ability] = frozenset({"shared_prefix", "copied_prefix"})
-        return Capabilities(self.model.layers, MOST_IDS // self._least, MOST_IDS, abilities)
+        return Capabilities(self.model.layers, MAX_IDS // self._least, MAX_IDS, abilities)
 
     def open(self, reserve: int = 0) -> LlamaSequence:
         """An empty sequence that will have about ``reserve`` tokens.
@@ -209,8 +209,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
         """
         self._require_ready(prepared)
         logits, hidden = self._decode(prepared.rows, prepared.outputs, timed)
-        own = prepared.pending, prepared.nodes
-        return Output(logits.tensor, prepared.attended, hidden, *own, array=logits.array)
+        return Output(logits.tensor, prepared.attended, hidden, prepared.pending, prepared.nodes, array=logits.array)
 
     def extend(
         self,
@@ -229,11 +228,11 @@ class LlamaCpp(LlamaRunner, DraftRunner):
         trees, nodes = shape.root[rows].tolist(), shape.places[rows].tolist()
         parents = shape.places[shape.parent[rows - shape.roots]].tolist()
         every, counts, new = [], [], []  # sequences, how many ids each requires, its new nodes and paths
-        for tree, own in groupby(zip(trees, nodes, parents, strict=True), key=itemgetter(0)):
+        for tree, tree_nodes in groupby(zip(trees, nodes, parents, strict=True), key=itemgetter(0)):
             sequence = sequences[tree]
             if sequence.held is None or sequence.held.fixed:
                 sequence.held = Paths() if sequence.held is None else sequence.held.copy()
-            new.append(sequence.held.add((node, parent) for _, node, parent in own))
+            new.append(sequence.held.add((node, parent) for _, node, parent in tree_nodes))
             every.append(sequence)
             counts.append(max(self._least, len(sequence.held.paths)))
         self._reserve(every, counts, count)
@@ -251,8 +250,8 @@ class LlamaCpp(LlamaRunner, DraftRunner):
         else:
             context.reserve_rows(count)
             context.token[:count], context.position[:count], context.flags[:count] = tokens, positions, 1
-            each, flat = np.array([len(numbers) for numbers in ids]), [number for numbers in ids for number in numbers]
-            context.set_ids(each, 4 * (np.cumsum(each) - each), np.array(flat))
+            sizes, flat = np.array([len(numbers) for numbers in ids]), [number for numbers in ids for number in numbers]
+            context.set_ids(sizes, 4 * (np.cumsum(sizes) - sizes), np.array(flat))
         self._ready = None
         logits, hidden = self._decode(count, count, timed)
         return Extended(logits.tensor, hidden, logits.array)
@@ -267,7 +266,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
 
     def _plan(self, shape: Shape) -> ForestIds:
         if shape not in self._plans:
-            if len(self._plans) >= MOST_SHAPES:
+            if len(self._plans) >= MAX_SHAPES:
                 self._plans.clear()
             self._plans[shape] = ForestIds.of(shape, self._least)
         return self._plans[shape]
@@ -316,9 +315,9 @@ class LlamaCpp(LlamaRunner, DraftRunner):
         if not self._layers:
             return PreparedRows(rows, shape.rows, attended)
         ends = np.cumsum(before)
-        own_rows = [np.arange(end - n, end) for end, n in zip(ends, before, strict=True)]
-        own_rows[:trees] = [np.append(own, first + root) for root, own in enumerate(own_rows[:trees])]
-        return PreparedRows(rows, shape.rows, attended, own_rows, [first + trees + own for own in plan.nodes])
+        pending_rows = [np.arange(end - n, end) for end, n in zip(ends, before, strict=True)]
+        pending_rows[:trees] = [np.append(numbers, first + root) for root, numbers in enumerate(pending_rows[:trees])]
+        return PreparedRows(rows, shape.rows, attended, pending_rows, [first + trees + nodes for nodes in plan.nodes])
 
     # Ids and cells ---------------------------------------------------------------------------------------------------
 
@@ -373,7 +372,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
         if number is None:
             leaves = f" with trees of {max(paths)} leaves" if paths and max(paths) > 1 else ""
             raise ValueError(
-                f"{len(self.sequences)} sequences{leaves} require more than llama.cpp's {MOST_IDS} sequence ids, one "
+                f"{len(self.sequences)} sequences{leaves} require more than llama.cpp's {MAX_IDS} sequence ids, one "
                 "for each leaf of a draft tree: draft trees with fewer leaves (a chain has one), or decode fewer "
                 "requests at once (batch_size, max_batch_size)"
             )

@@ -22,7 +22,7 @@ WARNING, ERROR = 3, 4
 """Levels of its log (``ggml_log_level``)."""
 
 VERSION = "0.3.36"
-"""Of llama-cpp-python; the layout of its structs changes from version to version."""
+"""The version of llama-cpp-python; the layout of its structs changes from version to version."""
 
 SIZES = {"llama_batch": 56, "llama_model_params": 80, "llama_context_params": 160}
 """Bytes of the structs of ``VERSION`` that are passed by value, on 64-bit platforms."""
@@ -50,15 +50,15 @@ def load_library() -> Library:
     """
     advice = "pip install 'spec-lab[llamacpp]' (it compiles llama.cpp, which takes some ten minutes)"
     try:
-        found = version("llama-cpp-python")
+        installed = version("llama-cpp-python")
         from llama_cpp import llama_cpp as lib
         from llama_cpp._ggml import libggml
     except (ImportError, PackageNotFoundError, OSError, RuntimeError) as error:
         raise ImportError(
             f"target=gguf requires llama-cpp-python, which cannot be imported ({error}): {advice}"
         ) from error
-    if found != VERSION:
-        raise ImportError(f"target=gguf requires llama-cpp-python {VERSION}, but {found} is installed: {advice}")
+    if installed != VERSION:
+        raise ImportError(f"target=gguf requires llama-cpp-python {VERSION}, but {installed} is installed: {advice}")
     library = SimpleNamespace(**{name: getattr(lib, name) for name in FUNCTIONS})
     pointer = ctypes.c_void_p
     for name, result, arguments in (

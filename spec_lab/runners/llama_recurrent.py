@@ -25,7 +25,7 @@ import torch
 
 from spec_lab.core.clock import Phase
 from spec_lab.core.draft import Draft
-from spec_lab.runners.llama_context import MOST_IDS, LlamaSettings, Logits
+from spec_lab.runners.llama_context import MAX_IDS, LlamaSettings, Logits
 from spec_lab.runners.llama_library import Model
 from spec_lab.runners.llama_runner import LlamaRunner, on_host
 from spec_lab.runners.runner import Capabilities, Output, accept_chain, refuse_branches
@@ -148,7 +148,7 @@ class LlamaRecurrent(LlamaRunner):
     @property
     def capabilities(self) -> Capabilities:
         """See ``runner.Runner``."""
-        return Capabilities(sequences=MOST_IDS, rollback=self.settings.snapshots)
+        return Capabilities(sequences=MAX_IDS, rollback=self.settings.snapshots)
 
     def open(self, reserve: int = 0) -> RecurrentSequence:
         """An empty sequence that will have about ``reserve`` tokens.
@@ -159,7 +159,7 @@ class LlamaRecurrent(LlamaRunner):
         number = self.context.take_id()
         if number is None:
             raise ValueError(
-                f"{len(self.sequences) + 1} sequences require more than llama.cpp's {MOST_IDS} sequence ids: decode "
+                f"{len(self.sequences) + 1} sequences require more than llama.cpp's {MAX_IDS} sequence ids: decode "
                 "fewer requests at once (batch_size, max_batch_size)"
             )
         sequence = RecurrentSequence(self, [number], reserve)
@@ -205,11 +205,11 @@ class LlamaRecurrent(LlamaRunner):
         tokens = [*pending, *(more for _, more in prefill)]
         rows = sum(map(len, tokens)) + shape.nodes
         self._recover(every, rows)
-        attended, most = sum(map(len, every)) + rows, min(self.settings.batch, self.context.cells)
+        attended, max_rows = sum(map(len, every)) + rows, min(self.settings.batch, self.context.cells)
         counts, order = (shape.sizes - 1).tolist(), np.empty(0, dtype=np.int64)
         cuts: list[int] = []
-        if shape.nodes and (len(every) > 1 or rows > most):
-            calls = calls_of(counts, most)
+        if shape.nodes and (len(every) > 1 or rows > max_rows):
+            calls = calls_of(counts, max_rows)
             starts = (
                 rows - shape.rows + np.cumsum([0, *(sum(counts[tree] + 1 for tree in call) for call in calls[:-1])])
             )
@@ -220,7 +220,7 @@ class LlamaRecurrent(LlamaRunner):
         for number, (sequence, new) in enumerate(zip(every, tokens, strict=True)):
             count = counts[number] if number < trees else 0
             nodes = on_host(draft)[shape.trees[number][1:] - shape.roots].tolist() if count else []
-            sequence.append(new, nodes, min(count, self.settings.snapshots) if count < most else 0)
+            sequence.append(new, nodes, min(count, self.settings.snapshots) if count < max_rows else 0)
         where = np.argsort(order) if len(order) else None
         self._ready = prepared = PreparedChains(rows, shape.rows, attended, cuts, where)
         return prepared
@@ -252,14 +252,14 @@ class LlamaRecurrent(LlamaRunner):
         if not lost:
             return
         token = [token for sequence in lost for token in sequence.tokens]
-        position = [place for sequence in lost for place in range(len(sequence))]
+        position = [index for sequence in lost for index in range(len(sequence))]
         self.context.single_ids(token, position, [sequence.ids[0] for sequence in lost for _ in sequence.tokens], 0)
         self._compute(len(token), 0, None)
         for sequence in lost:
             sequence.append((), [], 0)
 
 
-def calls_of(counts: Sequence[int], most: int) -> list[list[int]]:
+def calls_of(counts: Sequence[int], max_rows: int) -> list[list[int]]:
     """Return the chains that the library computes together, so that the snapshots of all of them stay right.
 
     Only a call of several sequences can move the snapshots of others. So chains without nodes, which need none, come
@@ -267,12 +267,12 @@ def calls_of(counts: Sequence[int], most: int) -> list[list[int]]:
 
     Args:
         counts: how many nodes each chain has.
-        most: rows of one call.
+        max_rows: rows of one call.
     """
     alike: dict[int, list[int]] = {}
     for tree, count in enumerate(counts):
         alike.setdefault(count, []).append(tree)
     empty = alike.pop(0, [])
-    together = max((trees[: most // (count + 1)] for count, trees in alike.items()), key=len, default=[])
+    together = max((trees[: max_rows // (count + 1)] for count, trees in alike.items()), key=len, default=[])
     others = [[tree] for trees in alike.values() for tree in trees if tree not in together]
     return [call for call in (empty, together, *others) if call]

@@ -1,4 +1,4 @@
-"""What runners of models in llama.cpp have in common: one context, whose arrays hold the rows of one forward."""
+"""The base class of runners of models in llama.cpp: one context, whose arrays hold the rows of one forward."""
 
 from __future__ import annotations
 

@@ -64,12 +64,12 @@ class Paths:
                 self.paths[number].append(node)
             else:
                 above = self.paths[number][:depth]
-                begun.append((len(self.paths), number, sum(one not in new for one in above)))
+                begun.append((len(self.paths), number, sum(earlier not in new for earlier in above)))
                 number = len(self.paths)
                 self.paths.append([*above, node])
-                for one in above:
-                    if one in new:
-                        new[one].append(number)
+                for earlier in above:
+                    if earlier in new:
+                        new[earlier].append(number)
             self.path_of[node] = number, depth + 1
             new[node] = [number]
         return list(new.values()), begun
@@ -101,22 +101,22 @@ class ForestIds:
     def of(shape: Shape, least: int = 1) -> ForestIds:
         """The ids of a shape, at least ``least`` for each tree."""
         trees, widths, first = [], [], 0
-        each: list[list[int]] = [[] for _ in range(shape.rows)]
+        ids_of: list[list[int]] = [[] for _ in range(shape.rows)]
         nodes = [rows[1:] - shape.roots for rows in shape.trees]
-        places = shape.places.tolist()
-        for root, own in enumerate(nodes):
+        in_tree = shape.places.tolist()
+        for root, tree_nodes in enumerate(nodes):
             paths = Paths()
-            parents = shape.parent[own].tolist()
-            rows, _ = paths.add((place, places[parent]) for place, parent in enumerate(parents))
-            for node, numbers in zip(own.tolist(), rows, strict=True):
-                each[shape.roots + node] = [first + number for number in numbers]
+            parents = shape.parent[tree_nodes].tolist()
+            rows, _ = paths.add((number, in_tree[parent]) for number, parent in enumerate(parents))
+            for node, numbers in zip(tree_nodes.tolist(), rows, strict=True):
+                ids_of[shape.roots + node] = [first + number for number in numbers]
             paths.fixed = True
             trees.append(paths)
             widths.append(max(least, len(paths.paths)))
-            each[root] = list(range(first, first + widths[-1]))
+            ids_of[root] = list(range(first, first + widths[-1]))
             first += widths[-1]
-        flat = [number for numbers in each for number in numbers]
-        counts = np.array([len(one) for one in each], dtype=np.int32)
+        flat = [number for numbers in ids_of for number in numbers]
+        counts = np.array([len(ids) for ids in ids_of], dtype=np.int32)
         return ForestIds(trees, widths, counts, np.array(flat, dtype=np.int64), nodes)
 
     @cached_property
@@ -182,10 +182,10 @@ class LlamaSequence:
             context.remove(self.ids[0], end + common[0])
         if common[0] < depth:
             context.share(self.ids[common.index(depth)], self.ids[0], end + common[0], end + depth)
-        for place in range(1, len(held.paths)):
-            if len(held.paths[place]) > common[place]:
-                context.remove(self.ids[place], end + common[place])
-            self.shared[place] = end + common[place]
+        for path in range(1, len(held.paths)):
+            if len(held.paths[path]) > common[path]:
+                context.remove(self.ids[path], end + common[path])
+            self.shared[path] = end + common[path]
         self.length += depth
 
     def truncate(self, length: int) -> None:
@@ -199,10 +199,10 @@ class LlamaSequence:
             raise ValueError(f"cannot shorten a sequence of {self.length} tokens to {length}")
         if length < self.length:
             self.runner.context.remove(self.ids[0], length)
-        for place, shared in enumerate(self.shared[1:], start=1):
+        for path, shared in enumerate(self.shared[1:], start=1):
             if shared > length:
-                self.runner.context.remove(self.ids[place], length)
-                self.shared[place] = length
+                self.runner.context.remove(self.ids[path], length)
+                self.shared[path] = length
         if self.prefix is not None:
             self.prefix = self.prefix[0], min(self.prefix[1], length)
         self.length = length
@@ -227,16 +227,16 @@ class LlamaSequence:
 
     def attach(self, count: int) -> None:
         """Share the sequence's past with its first ``count`` ids, of which it has as many."""
-        own = self.ids[0]
-        for place in range(1, count):
-            self.runner.context.share(own, self.ids[place], self.shared[place], self.length)
-            self.shared[place] = self.length
+        first_id = self.ids[0]
+        for path in range(1, count):
+            self.runner.context.share(first_id, self.ids[path], self.shared[path], self.length)
+            self.shared[path] = self.length
 
     def append(self, count: int, paths: int) -> None:
         """Take note of ``count`` computed tokens that carry the first ``paths`` ids."""
         self.length += count
-        for place in range(1, paths):
-            self.shared[place] = self.length
+        for path in range(1, paths):
+            self.shared[path] = self.length
 
 
 def _common(path: list[int], accepted: list[int]) -> int:

@@ -34,7 +34,7 @@ class Mixer:
         pack = kwargs.get("cache")
         if not isinstance(pack, Pack):
             return self.inner(hidden_states, *args, **kwargs)
-        parts = [one.run(self, hidden_states) for one in pack.advances]
+        parts = [advance.run(self, hidden_states) for advance in pack.advances]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def advance(self, rows: Tensor, cache: Any) -> Tensor:
@@ -45,15 +45,15 @@ class Mixer:
 
 
 class Mixers(NamedTuple):
-    """What ``find_mixers`` finds in a model."""
+    """The mixers of a model, from ``find_mixers``."""
 
     every: list[Mixer]
     hidden_states: bool
     """Whether the model numbers its hidden states as ``runner.Capabilities`` does."""
     state_bytes: int
-    """Of the states of one sequence in all recurrent layers."""
+    """Bytes of the states of one sequence in all recurrent layers."""
     input_bytes: int
-    """Of the inputs of all mixers for one token."""
+    """Bytes of the inputs of all mixers for one token."""
 
 
 def find_mixers(model: Any) -> Mixers:
@@ -65,24 +65,24 @@ def find_mixers(model: Any) -> Mixers:
     Raises:
         NotImplementedError: a recurrent layer does not keep its states in transformers' cache, or shares its mixer.
     """
-    found, inputs, regular, state_bytes = _probe(model, model.config, recurrent_layers(model.config))
-    if len({id(module) for module in found.values()}) < len(found):
+    modules, inputs, regular, state_bytes = _probe(model, model.config, recurrent_layers(model.config))
+    if len({id(module) for module in modules.values()}) < len(modules):
         raise NotImplementedError("two of its recurrent layers share a module")
     mixers, tokenwise = [], dict[type, bool]()
-    for layer, module in found.items():
+    for layer, module in modules.items():
         kind = type(module)
         if not isinstance(module.forward, Mixer):  # else of an earlier runner of this model
             if kind not in tokenwise:
                 tokenwise[kind] = not _continues(module, layer, inputs[layer], model.config)
             module.forward = Mixer(layer, module.forward, tokenwise[kind])
         mixers.append(module.forward)
-    return Mixers(mixers, regular, state_bytes, sum(one.nbytes for one in inputs.values()))
+    return Mixers(mixers, regular, state_bytes, sum(tensor.nbytes for tensor in inputs.values()))
 
 
 @inference
 def _probe(model: Any, config: Any, layers: Sequence[int]) -> tuple[dict[int, nn.Module], dict[int, Tensor], bool, int]:
     """Run one token; return each layer's mixer, its input, ``Mixers.hidden_states`` and ``Mixers.state_bytes``."""
-    cache, found, inputs = DynamicCache(config=config), dict[int, nn.Module](), dict[int, Tensor]()
+    cache, modules, inputs = DynamicCache(config=config), dict[int, nn.Module](), dict[int, Tensor]()
     first: list[Tensor] = []
 
     def written() -> set[int]:
@@ -94,8 +94,8 @@ def _probe(model: Any, config: Any, layers: Sequence[int]) -> tuple[dict[int, nn
         stack.append(written())
 
     def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
-        for layer in written() - stack.pop() - found.keys():
-            found[layer], inputs[layer] = module, args[0] if args else kwargs["hidden_states"]
+        for layer in written() - stack.pop() - modules.keys():
+            modules[layer], inputs[layer] = module, args[0] if args else kwargs["hidden_states"]
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first.append(args[0] if args else kwargs["hidden_states"])
@@ -108,19 +108,19 @@ def _probe(model: Any, config: Any, layers: Sequence[int]) -> tuple[dict[int, nn
         handles.append(find_layers(model)[2][0].register_forward_pre_hook(begin, with_kwargs=True))
         ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
         states = model(input_ids=ids, cache=cache, use_cache=True, output_hidden_states=True).hidden_states
-    if missing := [layer for layer in layers if layer not in found]:
+    if missing := [layer for layer in layers if layer not in modules]:
         raise NotImplementedError(
             f"its layer {missing[0]} does not keep its state in transformers' cache (of transformers 5.24 or newer)"
         )
     regular = states is not None and len(states) == config.num_hidden_layers + 1 and bool((states[0] == first[0]).all())
-    state_bytes = sum(one.nbytes for layer in layers for one in state_tensors(cache.layers[layer]))
-    return found, inputs, regular, state_bytes
+    state_bytes = sum(tensor.nbytes for layer in layers for tensor in state_tensors(cache.layers[layer]))
+    return modules, inputs, regular, state_bytes
 
 
 def state_tensors(state: Any) -> list[Tensor]:
     """Return the tensors of one layer's state in transformers' cache."""
     values = [value for value in vars(state).values() if isinstance(value, dict)]
-    return [one for every in values for one in every.values() if isinstance(one, Tensor)]
+    return [tensor for every in values for tensor in every.values() if isinstance(tensor, Tensor)]
 
 
 @contextmanager
@@ -139,9 +139,9 @@ def _continues(module: nn.Module, layer: int, row: Tensor, config: Any) -> bool:
     for name in ("conv_states", "recurrent_states"):
         cache = DynamicCache(config=config)
         module(row, cache=cache)
-        states = [one for one in vars(cache.layers[layer])[name].values() if one is not None]
-        for one in states:
-            one.fill_(torch.nan)
+        states = [state for state in vars(cache.layers[layer])[name].values() if state is not None]
+        for state in states:
+            state.fill_(torch.nan)
         if states and not module(torch.cat([row, row], 1), cache=cache).isnan().any():
             return False
     return True

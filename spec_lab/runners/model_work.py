@@ -1,4 +1,4 @@
-"""What a forward of a model of transformers reads and computes, from its weights and its config."""
+"""Bytes and operations of a forward of a model of transformers, from its weights and its config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spec_lab.core.probabilities import probs_dtype
 from spec_lab.core.roofline import AttentionWork, ForwardWork
 from spec_lab.runners.adaptors import EXTRA, has_alibi
 from spec_lab.runners.attention import FULL, AttentionKind, layers_without_cells
-from spec_lab.runners.memory import ModelMemory, StateMemory
+from spec_lab.runners.memory_need import ModelMemory, StateMemory
 from spec_lab.runners.quantized import is_quantized, stored
 
 
@@ -114,10 +114,10 @@ def _weights(model: Any, without: type | tuple[()] = ()) -> Iterator[tuple[nn.Mo
     for module in model.modules():
         if isinstance(module, without):
             continue
-        own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in seen]
-        seen |= {id(parameter) for parameter in own}
+        parameters = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in seen]
+        seen |= {id(parameter) for parameter in parameters}
         quantized = is_quantized(module)
-        yield module, stored(module) if quantized else own, quantized
+        yield module, stored(module) if quantized else parameters, quantized
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
@@ -165,7 +165,7 @@ def _numbers_per_cell(model: Any, dense: bool = False) -> int:
     """Return how many numbers a KV cell has in one layer. Arguments as of ``memory_of``."""
     key, value = _head_sizes(model.config)
     if getattr(model.config, "kv_lora_rank", None):
-        return key if dense else key + value  # one latent, twice for attention over spans (``adaptors``)
+        return key if dense else key + value  # one latent, twice for attention over cells (``adaptors``)
     return _cached_heads(model.config) * (key + value + 2 * EXTRA * has_alibi(model))
 
 

@@ -49,7 +49,7 @@ class Prepared(Forward):
 
 
 class Uncommitted(NamedTuple):
-    """What one sequence computes in a forward, and the uncommitted tokens among which it attends.
+    """The rows of one sequence in a forward, and the uncommitted tokens among which it attends.
 
     Args:
         start: its first row.
@@ -77,7 +77,7 @@ class Uncommitted(NamedTuple):
         return max(self.sequence.extent, max(self.slots.tolist()) + 1)
 
     def key_positions(self, end: int) -> np.ndarray:  # [end]
-        """The positions of the tokens in the span's first cells; of cells that are not attended to, any number."""
+        """The positions of the tokens in the stream's first cells; of cells that are not attended to, any number."""
         key = np.zeros(end, dtype=np.int64)
         key[self.sequence.slots] = np.arange(len(self.sequence))
         key[self.slots] = self.key
@@ -189,19 +189,19 @@ class Packer:
         start = 0
         for tree, (sequence, tokens) in enumerate(zip(sequences, pending, strict=True)):
             computed, count = len(sequence), len(tokens)
-            own = shape if tree < trees else None
-            stop = start + count + (0 if own is None else len(own.trees[tree]) - 1)
+            tree_shape = shape if tree < trees else None
+            stop = start + count + (0 if tree_shape is None else len(tree_shape.trees[tree]) - 1)
             numbers[0, start : start + count] = tokens
             query = numbers[1, start:stop]
             query[:count] = computed if count == 1 else np.arange(computed, computed + count)
-            if own is not None:
-                np.add(own.tree_depths[tree][1:], computed + count - 1, out=query[count:])
+            if tree_shape is not None:
+                np.add(tree_shape.tree_depths[tree][1:], computed + count - 1, out=query[count:])
             if tree in given:
                 slots = given[tree]
                 slots[slots < 0] = self.cells.take(sequence, int((slots < 0).sum()))
             else:
                 slots = self.cells.take(sequence, stop - start)
-            mask = None if stop == start + 1 else forest_mask(own, tree, count)
+            mask = None if stop == start + 1 else forest_mask(tree_shape, tree, count)
             causal = mask is not None and not computed and stop == start + count
             new.append(Uncommitted(start, sequence, slots, query, slots, query, mask, causal))
             pending_rows.append(slice(start, start + count))
@@ -263,7 +263,7 @@ class Packer:
     def _one_token_each(
         self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], cells: list[int]
     ) -> Prepared:
-        """What ``finish`` prepares for one token of each sequence in the cell after its others, in half the time.
+        """Prepare, as ``finish``, one token of each sequence in the cell after its others, in half the time.
 
         So the step of autoregressive decoding, whose host work is a visible share of it, is not slowed down by what
         only trees need.
@@ -271,10 +271,10 @@ class Packer:
         given = np.array([[tokens[0] for tokens in pending], cells], dtype=np.int64)  # positions are cells here
         (numbers,) = upload_all(self.device, [given])
         segments = self._no_segments()
-        for kind, some in segments.items():
+        for kind, kind_segments in segments.items():
             for row, (sequence, cell) in enumerate(zip(sequences, cells, strict=True)):
-                first = kind.first(cell)
-                some.append(Segment(sequence.span, row, row + 1, slice(cell, cell + 1), first, cell + 1, None, False))
+                first, end = kind.first(cell), cell + 1
+                kind_segments.append(Segment(sequence.stream, row, row + 1, slice(cell, end), first, end, None, False))
         for sequence, cell in zip(sequences, cells, strict=True):
             self.cells.keep_next(sequence, cell)
             sequence.held = NONE_HELD
@@ -294,27 +294,27 @@ class Packer:
             sequences, shape, rows: as there.
             ahead: whether the nodes follow pending tokens that are computed ahead (``CellSequence.ahead``).
         """
-        new, start, places = [], 0, shape.places
+        new, start, in_tree = [], 0, shape.places
         for tree, sequence in enumerate(sequences):
-            own = rows[shape.root[rows] == tree] if shape.roots > 1 else rows
+            tree_rows = rows[shape.root[rows] == tree] if shape.roots > 1 else rows
             holder: Any = sequence if sequence is None or not ahead else sequence.ahead
-            if sequence is None or holder is None or not len(own):
+            if sequence is None or holder is None or not len(tree_rows):
                 continue
             before, length = holder.slots if ahead else NONE_HELD, len(sequence)
             nodes, count = shape.trees[tree][1:], len(before)
             holder.held = lengthened(holder.held, len(nodes))
-            both = np.concatenate([nodes[holder.held >= 0], own])
-            taken = self.cells.take(sequence, len(own))
-            holder.held[places[own]] = taken
-            sees, mask, root = shape.ancestors[own][:, both], None, length + count - 1
-            slots, key = holder.held[places[both]], root + shape.depth[both]
+            both = np.concatenate([nodes[holder.held >= 0], tree_rows])
+            taken = self.cells.take(sequence, len(tree_rows))
+            holder.held[in_tree[tree_rows]] = taken
+            sees, mask, root = shape.ancestors[tree_rows][:, both], None, length + count - 1
+            slots, key = holder.held[in_tree[both]], root + shape.depth[both]
             if count:
                 slots, key = np.concatenate([before, slots]), np.concatenate([np.arange(length, length + count), key])
             if not sees.all():
-                mask = np.zeros((len(own), len(slots)), dtype=np.float32)
+                mask = np.zeros((len(tree_rows), len(slots)), dtype=np.float32)
                 mask[:, count:][~sees] = -np.inf
-            new.append(Uncommitted(start, sequence, taken, root + shape.depth[own], slots, key, mask))
-            start += len(own)
+            new.append(Uncommitted(start, sequence, taken, root + shape.depth[tree_rows], slots, key, mask))
+            start += len(tree_rows)
         positions = np.concatenate([sequence_rows.query for sequence_rows in new])
         return Planned(np.stack([np.zeros_like(positions), positions]), new, [], [], [])
 
@@ -371,13 +371,14 @@ class Packer:
         there = upload_all(self.device, host)
         if len(host) > len(arrays):
             masks: dict[int, Tensor] = {}
-            for some in segments.values():
-                for row, segment in enumerate(some):
+            for kind_segments in segments.values():
+                for row, segment in enumerate(kind_segments):
                     slots, mask = segment.slots, segment.mask
                     if isinstance(mask, int) and mask not in masks:
                         masks[mask] = there[mask].to(self.dtype)
                     slots = there[slots] if isinstance(slots, int) else slots
-                    some[row] = segment._replace(slots=slots, mask=masks[mask] if isinstance(mask, int) else mask)
+                    mask = masks[mask] if isinstance(mask, int) else mask
+                    kind_segments[row] = segment._replace(slots=slots, mask=mask)
         return segments, attended, there[: len(arrays)]
 
     def _add(self, segments: dict[AttentionKind, list[Any]], new: Uncommitted, host: list[np.ndarray]) -> int:
@@ -402,14 +403,14 @@ class Packer:
             slots = torch.from_numpy(new.taken) if here else len(host)
             if not here:
                 host.append(new.taken)
-        for kind, some in segments.items():
+        for kind, kind_segments in segments.items():
             first, mask, simple = (0, full, causal) if kind == FULL else _nearby(kind, new, end, full, causal)
             additive: Any = None
             if mask is not None:
                 additive = torch.from_numpy(mask).to(self.dtype) if here else len(host)
                 if not here:
                     host.append(mask)
-            some.append(Segment(sequence.span, start, start + rows, slots, first, end, additive, simple))
+            kind_segments.append(Segment(sequence.stream, start, start + rows, slots, first, end, additive, simple))
         return end
 
     def _prepared(

@@ -17,8 +17,8 @@ def record(model: Any, facts: Mapping[str, Any]) -> None:
 
 def recorded(model: Any) -> dict[str, Any] | None:
     """Return what was kept; None of a model that is not quantized."""
-    found: dict[str, Any] | None = getattr(model.config, "spec_lab_quantization", None)
-    return found
+    facts: dict[str, Any] | None = getattr(model.config, "spec_lab_quantization", None)
+    return facts
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -45,16 +45,16 @@ def is_quantized(module: nn.Module) -> bool:
 
 def stored(module: nn.Module) -> list[Tensor]:
     """Return the tensors in which a quantized linear layer is stored, scales included, each once."""
-    found: list[Tensor] = []
-    for one in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-        found += _parts(one.data)
-        state = vars(one).get("quant_state")  # of bitsandbytes' 4 bits; its scales may be quantized again
+    tensors: list[Tensor] = []
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        tensors += _parts(tensor.data)
+        state = vars(tensor).get("quant_state")  # of bitsandbytes' 4 bits; its scales may be quantized again
         while state is not None:
-            found.append(state.absmax)
+            tensors.append(state.absmax)
             state = vars(state).get("state2")
-        found += _scales(one)
-    found += _scales(vars(module).get("state"))
-    return list({id(one): one for one in found}.values())
+        tensors += _scales(tensor)
+    tensors += _scales(vars(module).get("state"))
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _scales(holder: Any) -> list[Tensor]:
@@ -80,13 +80,13 @@ def quantized_share(described: Any, model: Any) -> float:
     """
     tables = {id(described.get_input_embeddings()), id(described.get_output_embeddings())}
     whole = quantized = 0
-    found = dict(model.named_modules())
+    loaded = dict(model.named_modules())
     for name, module in described.named_modules():
         if id(module) in tables:
             continue
-        own = sum(one.numel() for one in module.parameters(recurse=False) if one.dim() > 1)
-        whole += own
-        quantized += own if name in found and isinstance(module, nn.Linear) and not is_plain(found[name]) else 0
+        size = sum(parameter.numel() for parameter in module.parameters(recurse=False) if parameter.dim() > 1)
+        whole += size
+        quantized += size if name in loaded and isinstance(module, nn.Linear) and not is_plain(loaded[name]) else 0
     return quantized / whole if whole else 0.0
 
 
@@ -95,9 +95,9 @@ def in_dtype(model: Any, dtype: torch.dtype) -> None:
     for module in model.modules():
         if is_quantized(module):
             continue
-        for one in module.parameters(recurse=False):
-            if one.is_floating_point() and type(one.data) is Tensor and one.dtype != dtype:
-                one.data = one.data.to(dtype)
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point() and type(parameter.data) is Tensor and parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
 
 
 def check_scales(path: str, tensors: Mapping[str, Any]) -> None:
@@ -111,8 +111,8 @@ def check_scales(path: str, tensors: Mapping[str, Any]) -> None:
         ValueError: names the tensor.
     """
     scaled = {re.sub(r"(weight)?(_scale(_inv)?|scale|qscale_weight)$", "", name) for name in tensors}
-    for name, one in tensors.items():
-        kind = one.get_dtype()
+    for name, tensor in tensors.items():
+        kind = tensor.get_dtype()
         if name.endswith(".weight") and not kind.startswith(FLOATS) and name.removesuffix("weight") not in scaled:
             raise ValueError(f"the weights of {path} do not fit its config.json: {name} is {kind} and has no scale")
 

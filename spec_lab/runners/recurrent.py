@@ -28,7 +28,7 @@ from transformers import DynamicCache
 from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.runners.forward import Forward
 from spec_lab.runners.kv_cache import CellSequence
-from spec_lab.runners.memory import StateMemory
+from spec_lab.runners.memory_need import StateMemory
 from spec_lab.runners.mixers import Mixer, find_mixers
 from spec_lab.runners.prepare import Packer, Prepared
 from spec_lab.runners.runner import accept_chain, refuse_branches
@@ -64,7 +64,7 @@ class Recurrence:
         self.packer = replace(packer, chunk=sys.maxsize) if self.tokenwise else packer
 
     def states(self) -> RecurrentStates:
-        """Of an empty sequence."""
+        """The states of an empty sequence."""
         return RecurrentStates(partial(DynamicCache, config=self.config), self.memory.kept)
 
     def prepare(
@@ -98,7 +98,7 @@ class Recurrence:
         every = [states_of(sequence) for sequence in (*sequences, *(sequence for sequence, _ in prefill))]
         for states, tokens in zip(every, (*pending, *(tokens for _, tokens in prefill)), strict=True):
             states.tokens += tokens
-        early = [(_advancing(chunk, [every[number] for number in own], ()), own) for chunk, own in prepared.early]
+        early = [(_advancing(chunk, [every[tree] for tree in trees], ()), trees) for chunk, trees in prepared.early]
         trees = [rows[1:] - draft.shape.roots for rows in draft.shape.trees] if draft.shape.nodes else ()
         return replace(_advancing(prepared, every, [_tokens(draft, nodes) for nodes in trees]), early=early)
 
@@ -114,7 +114,7 @@ class Recurrence:
         drafted, advances = token.unbind() if isinstance(token, Tensor) and on_device else token.tolist(), []
         start = 0
         for tree, sequence in enumerate(sequences):
-            nodes = [drafted[place] for place in np.flatnonzero(shape.root[rows] == tree).tolist()]
+            nodes = [drafted[index] for index in np.flatnonzero(shape.root[rows] == tree).tolist()]
             if sequence is not None and nodes:
                 advances.append(states_of(sequence).advance(start, 0, nodes))
                 start += len(nodes)
@@ -137,9 +137,9 @@ def _tokens(draft: Draft, nodes: np.ndarray) -> list[Any]:
 
 def _advancing(prepared: Prepared, states: Sequence[RecurrentStates], drafted: Sequence[list[Any]]) -> Prepared:
     advances = []
-    for number, (own, rows) in enumerate(zip(states, prepared.pending, strict=True)):
+    for number, (sequence_states, rows) in enumerate(zip(states, prepared.pending, strict=True)):
         nodes = drafted[number] if number < len(drafted) else []
-        advances.append(own.advance(rows.start, rows.stop - rows.start, nodes))
+        advances.append(sequence_states.advance(rows.start, rows.stop - rows.start, nodes))
     return replace(prepared, pack=replace(prepared.pack, advances=tuple(advances)))
 
 
@@ -149,7 +149,7 @@ class RecurrentStates:
 
     Args:
         new: returns a cache of transformers with empty states.
-        most_again: as ``MAX_AGAIN``.
+        max_again: as ``MAX_AGAIN``.
         cache: of transformers, with the states after the last computed token.
         snapshots: by layer, the states after the first ``base`` tokens, if any.
         inputs: by layer, the mixers' inputs ``[1, n, H]`` of the tokens that follow those.
@@ -162,7 +162,7 @@ class RecurrentStates:
     """
 
     new: Callable[[], Any]
-    most_again: int
+    max_again: int
     cache: Any = None
     snapshots: dict[int, Any] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
@@ -232,7 +232,7 @@ class RecurrentStates:
             self.held = [*self.held, *nodes]
             return Advance(self, start, start + len(nodes), 0, 0, False, False, more=True)
         again = 0 if self.live else self.length - self.base
-        before = 0 if nodes and again + pending <= self.most_again else again + pending
+        before = 0 if nodes and again + pending <= self.max_again else again + pending
         advance = Advance(self, start, start + pending + len(nodes), again, before, not self.live, bool(nodes))
         self.length += pending
         if before:
@@ -245,7 +245,7 @@ class RecurrentStates:
 
 @dataclass(frozen=True, eq=False)
 class Advance:
-    """What the mixers do with one sequence in a forward. An ``attention.Advances``.
+    """Runs the mixers for one sequence in a forward. An ``attention.Advances``.
 
     Args:
         states: of the sequence.
@@ -269,26 +269,26 @@ class Advance:
 
     def run(self, mixer: Mixer, rows: Tensor) -> Tensor:
         """Compute the rows of all sequences ``[1, N, H]`` of this one; return its own, ``[1, n, H]``."""
-        own, layer = self.states, mixer.layer
+        states, layer = self.states, mixer.layer
         rows = rows[:, self.start : self.stop]
         if self.again:
-            rows = torch.cat([own.inputs[layer][:, : self.again], rows], 1)
+            rows = torch.cat([states.inputs[layer][:, : self.again], rows], 1)
         if self.restore:
-            own.cache.layers[layer] = own.snapshots[layer]
+            states.cache.layers[layer] = states.snapshots[layer]
         parts = []
         if self.before:
-            parts.append(mixer.advance(rows[:, : self.before], own.cache))
+            parts.append(mixer.advance(rows[:, : self.before], states.cache))
             rows = rows[:, self.before :]
         if self.more:
-            own.inputs[layer] = torch.cat([own.inputs[layer], rows], 1)
-            parts.append(mixer.advance(rows, own.cache))
+            states.inputs[layer] = torch.cat([states.inputs[layer], rows], 1)
+            parts.append(mixer.advance(rows, states.cache))
         elif self.save:
             rows = rows.clone()  # a view would keep the rows of all sequences
-            own.snapshots[layer], own.inputs[layer] = _copied(own.cache.layers[layer]), rows
-            parts.append(mixer.advance(rows, own.cache))
+            states.snapshots[layer], states.inputs[layer] = _copied(states.cache.layers[layer]), rows
+            parts.append(mixer.advance(rows, states.cache))
         else:
-            own.snapshots.pop(layer, None)
-            own.inputs.pop(layer, None)
+            states.snapshots.pop(layer, None)
+            states.inputs.pop(layer, None)
         computed = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return computed[:, self.again :]
 
@@ -298,6 +298,6 @@ def _copied(state: Any) -> Any:
     twin = copy(state)
     for name, value in vars(state).items():
         if isinstance(value, dict):
-            tensors = {key: one.clone() if isinstance(one, Tensor) else one for key, one in value.items()}
+            tensors = {key: entry.clone() if isinstance(entry, Tensor) else entry for key, entry in value.items()}
             setattr(twin, name, tensors)
     return twin

@@ -32,7 +32,7 @@ class RoundedCache(CellCache):
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Return a layer's keys and values ``[1, heads, N, dim]``, rounded."""
-        keys, values = (stored(one, self.dtype).to(one.dtype) for one in (key, value))
+        keys, values = (stored(tensor, self.dtype).to(tensor.dtype) for tensor in (key, value))
         if self.dense:
             return keys, values
         text = RoundedText(keys, values, self.kinds.get(layer_idx, FULL))

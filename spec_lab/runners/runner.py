@@ -1,4 +1,4 @@
-"""What is required of whatever computes a target or a draft: a runner, and the KV cache of one sequence.
+"""The interface of whatever computes a target or a draft: a runner, and the KV cache of one sequence.
 
 Nothing here says how keys and values are stored, so that engines other than transformers can implement it.
 """
@@ -21,7 +21,7 @@ from spec_lab.runners.attention import Attention
 from spec_lab.runners.draft_pass import DraftPass, Route, Sublayer
 
 if TYPE_CHECKING:
-    from spec_lab.runners.memory import ModelMemory
+    from spec_lab.runners.memory_need import ModelMemory
 
 
 class KVSequence(Protocol):
@@ -56,12 +56,12 @@ ABILITIES: Mapping[Ability, str] = {
     "shared_prefix": "sharing the KV cache of a common prefix among requests",
     "copied_prefix": "copying the KV cache of a common prefix to another request",
 }
-"""What some runners can do and some proposers require; drafting by early exit (2404.16710) requires layer ranges."""
+"""Abilities of some runners that some proposers require; drafting by early exit (2404.16710) requires layer ranges."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a runner can do beyond logits.
+    """The abilities of a runner beyond logits.
 
     Args:
         hidden_layers: number of layers whose hidden states it can return; 0 for none. The states are numbered as in
@@ -87,7 +87,7 @@ Rows = slice | np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """What one forward over a forest returns.
+    """The results of one forward over a forest.
 
     Args:
         logits: ``[R, V]``, roots first, then nodes.
@@ -117,8 +117,8 @@ class Output:
             return None
         rows = self.pending_rows[sequence]
         if nodes or not isinstance(rows, slice):
-            own = _numbers(self.node_rows[sequence]) if nodes else []
-            index = np.array([*_numbers(rows), *(own[node] for node in nodes)], dtype=np.int64)
+            node_rows = _numbers(self.node_rows[sequence]) if nodes else []
+            index = np.array([*_numbers(rows), *(node_rows[node] for node in nodes)], dtype=np.int64)
             states = self.hidden.index_select(0, torch.from_numpy(index).to(self.hidden.device))
         else:
             states = self.hidden[rows].clone()
@@ -127,8 +127,8 @@ class Output:
     @property
     def pending(self) -> list[Tensor]:
         """For each sequence the hidden states of its pending tokens; empty where nothing is captured."""
-        return [] if self.hidden is None else [one for n in range(len(self.pending_rows))
-                                               if (one := self.observed(n)) is not None]  # fmt: skip
+        observed = (self.observed(sequence) for sequence in range(len(self.pending_rows)))
+        return [states for states in observed if states is not None]
 
     @property
     def nodes(self) -> list[Tensor]:
@@ -141,7 +141,7 @@ def _numbers(rows: Rows) -> Sequence[int]:
 
 
 class Extended(NamedTuple):
-    """What ``DraftRunner.extend`` returns.
+    """The results of ``DraftRunner.extend``.
 
     Args:
         logits: ``[n, V]``.
@@ -174,7 +174,7 @@ def accept_chain(held: list[Any], nodes: Sequence[int] | np.ndarray) -> list[Any
         ValueError: the nodes are no such path.
     """
     count = len(nodes)
-    if count > len(held) or any(node != place for place, node in enumerate(nodes)):
+    if count > len(held) or any(node != number for number, node in enumerate(nodes)):
         raise ValueError(f"nodes {[*map(int, nodes)]} are no path of the held chain of {len(held)} from its root down")
     return held[:count]
 
@@ -213,12 +213,12 @@ class Runner(ABC):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do beyond logits."""
+        """Its abilities beyond logits."""
         return Capabilities()
 
     @property
     def work(self) -> ForwardWork | None:
-        """What a forward reads and computes, for the roofline of a run; None if it is not known."""
+        """The bytes and operations of a forward, for the roofline of a run; None if they are not known."""
         return None
 
     @property
@@ -233,7 +233,7 @@ class Runner(ABC):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the seconds of a forward depend on, for records."""
+        """Everything that the seconds of a forward depend on, for records."""
         return {}
 
     @property

@@ -10,7 +10,7 @@ from spec_lab.core.memory import readable
 from spec_lab.decode.capacity import most_cells, most_rows
 from spec_lab.decode.proposer import Proposer
 from spec_lab.propose.null import Null
-from spec_lab.runners.memory import Decoding, MemoryNeed, ModelMemory, need, what_fits
+from spec_lab.runners.memory_need import Decoding, MemoryNeed, ModelMemory, need, what_fits
 from spec_lab.tasks.lab import Lab, Settings
 
 

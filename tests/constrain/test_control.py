@@ -114,12 +114,12 @@ def test_forks_share_the_cells_of_their_past_and_no_cell_moves(target):
         used = set()
         for one in live:
             for place, slot in enumerate(one.kv.slots.tolist()):
-                key = cells.views[0][0][one.kv.span][0, :, slot].clone()
+                key = cells.views[0][0][one.kv.stream][0, :, slot].clone()
                 text = tuple(one.tokens[: place + 1])
                 assert torch.equal(key, before.setdefault((slot, text), key))
                 used.add(slot)
         if len(live) == 3:
-            first = cells.references[live[0].kv.span]
+            first = cells.references[live[0].kv.stream]
             past = len(PROMPTS[0])
             assert all(one.kv.slots[:past].tolist() == live[0].kv.slots[:past].tolist() for one in live)
             assert (first[live[0].kv.slots[:past]] == 3).all()

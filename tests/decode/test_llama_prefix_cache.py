@@ -15,7 +15,7 @@ from spec_lab.propose import Null
 from spec_lab.propose.ngram import NgramTree
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
-from spec_lab.runners.llama_context import MOST_IDS, LlamaSettings
+from spec_lab.runners.llama_context import MAX_IDS, LlamaSettings
 from spec_lab.runners.llama_cpp import LlamaCpp
 from spec_lab.runners.llama_library import Model
 from spec_lab.verify import Token, Traversal
@@ -76,7 +76,7 @@ def test_a_prefix_cache_changes_no_token_and_frees_every_cell(name, limits, wind
             assert {*lm.sequences} == {kept.kv for kept in prefixes.texts}, "only kept texts hold cells"
             assert 0 < used(lm) <= counted(lm)
             prefixes.clear()
-        assert not used(lm) and not lm.sequences and len(lm.context._free_ids) == MOST_IDS
+        assert not used(lm) and not lm.sequences and len(lm.context._free_ids) == MAX_IDS
         outputs.append({one.request.id: (one.emitted, one.finish) for one in engine.sequences})
         reused.append(sum(one.reused for one in engine.sequences))
     assert outputs[0] == outputs[1] and reused[0] == 0 and reused[1] > 2 * len(COMMON)
@@ -137,27 +137,27 @@ def test_no_cell_in_use_is_left_uncounted_after_any_copies_rewinds_and_trees(see
         assert used(lm) <= counted(lm)
     for sequence, _ in live + kept:
         sequence.close()
-    assert not used(lm) and not lm.sequences and len(lm.context._free_ids) == MOST_IDS
+    assert not used(lm) and not lm.sequences and len(lm.context._free_ids) == MAX_IDS
 
 
 def test_kept_texts_give_their_ids_to_trees_and_requests_the_least_recently_used_first():
     lm, prefixes = runner(batch=256), PrefixCache(300 * BLOCK)
-    for number in range(MOST_IDS - 1):
+    for number in range(MAX_IDS - 1):
         sequence = computed(lm, text(number % V, 17 + number // V))
         prefixes.keep(lm, text(number % V, 17 + number // V), sequence)
         sequence.close()
     assert len(prefixes.texts) == V, "longer texts replace those that they begin with"
     wide = lm.open()
     lm.forward([wide], [[1]], Draft(Shape(1, np.zeros(240, dtype=np.int64)), torch.zeros(240).long()))
-    assert sum(bool(len(one.kv)) for one in prefixes.texts) == MOST_IDS - 240
+    assert sum(bool(len(one.kv)) for one in prefixes.texts) == MAX_IDS - 240
     wide.accept()
     found = prefixes.open(lm, [*prefixes.texts[-1].tokens, 5], 99)
-    assert len(found) == len(prefixes.texts[-1].tokens) and len(prefixes.texts) == MOST_IDS - 240
+    assert len(found) == len(prefixes.texts[-1].tokens) and len(prefixes.texts) == MAX_IDS - 240
 
 
 def test_without_a_free_id_nothing_is_kept_and_the_source_itself_is_given_up():
     lm, prefixes = runner(), PrefixCache(BLOCK)
-    live = [computed(lm, text(1, 20)), *(lm.open() for _ in range(MOST_IDS - 1))]
+    live = [computed(lm, text(1, 20)), *(lm.open() for _ in range(MAX_IDS - 1))]
     prefixes.keep(lm, text(1, 20), live[0])
     assert not prefixes.texts
     live.pop().close()

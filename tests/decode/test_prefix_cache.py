@@ -259,7 +259,7 @@ def test_a_copied_prefix_lies_in_cells_without_holes():
     one.accept([0, 2])
     lm.forward([other], [[4]], Draft(forest((chain(1),)), torch.tensor([5])))
     copied = lm.open_copy(one, 5, 300)
-    assert one.slots.tolist() != copied.slots.tolist() == [0, 1, 2, 3, 4] and copied.span != one.span
+    assert one.slots.tolist() != copied.slots.tolist() == [0, 1, 2, 3, 4] and copied.stream != one.stream
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------

@@ -37,5 +37,5 @@ def test_between_steps_a_sequence_has_cells_for_all_but_its_last_token(target, t
     for done in group:
         for sequence in (s for s in done.sequences if s.finish is None):
             assert len(sequence.kv) == len(sequence.tokens) - 1
-            assert sorted(np.flatnonzero(cells.references[sequence.kv.span])) == sorted(sequence.kv.slots)
+            assert sorted(np.flatnonzero(cells.references[sequence.kv.stream])) == sorted(sequence.kv.slots)
             assert sequence.tokens == [*sequence.request.tokens, *truth[sequence.request.id][: len(sequence.emitted)]]

@@ -140,9 +140,9 @@ def test_every_cell_is_freed(target, truth, ending):
         steps.close()
     assert not target.lm.cells.references.any()
     assert sorted(proposer.closed) == sorted(proposer.opened) == [0, 1, 2]
-    spans = target.lm.cells.spans
+    streams = target.lm.cells.streams
     decode(target, Null(), requests())
-    assert target.lm.cells.spans == spans, "the next group has the cells that this one had"
+    assert target.lm.cells.streams == streams, "the next group has the cells that this one had"
 
 
 @pytest.mark.parametrize("attention", ["spans", "dense"])

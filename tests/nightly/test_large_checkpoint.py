@@ -31,7 +31,7 @@ import torch
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
-from spec_lab.runners.memory import Decoding, need
+from spec_lab.runners.memory_need import Decoding, need
 from spec_lab.core.request import Request
 from spec_lab.models.loading import describe
 from spec_lab.models.placement import weight_bytes

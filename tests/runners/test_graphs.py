@@ -76,7 +76,7 @@ def test_cells_that_are_allocated_anew_are_captured_anew():
     lm.cells.reserve([lm.cells.capacity + 1])
     world.step([TREE], [()])
     assert captures.call_count == before + 1
-    world.add(4)  # a second span
+    world.add(4)  # a second stream
     world.step([TREE, TREE], [(), ()])
 
 
@@ -122,24 +122,24 @@ def test_nodes_computed_level_by_level_have_the_logits_of_one_forward(capture):
 
 @pytest.mark.parametrize("others", [GRAIN - 3, GRAIN - 1, GRAIN, 2 * GRAIN])
 def test_padding_rows_leave_the_cells_of_sequences_that_wait_as_they_are(others):
-    """A sequence in another span is not part of the forward, and may hold the cells up to the end of the bucket."""
+    """A sequence in another stream is not part of the forward, and may hold the cells up to the end of the bucket."""
     lm = fixed(tiny_model(max_position_embeddings=1024), replayed)
     waiting, sequence = lm.open(), lm.open()
     text = np.random.default_rng(2).integers(0, VOCABULARY, others).tolist()
     lm.forward([waiting], [text], empty(1))
     lm.forward([sequence], [[1, 2, 3]], empty(1))
-    held = [store[waiting.span, :, :others].clone() for store in (*lm.cells.keys, *lm.cells.values)]
+    held = [store[waiting.stream, :, :others].clone() for store in (*lm.cells.keys, *lm.cells.values)]
     draft = random_draft(TREE, np.random.default_rng(3))
     output = lm.forward([sequence], [[4]], draft)
     assert_rows_match(lm.model, [[1, 2, 3, 4]], draft, output.logits)
     stores = (*lm.cells.keys, *lm.cells.values)
-    assert all(torch.equal(store[waiting.span, :, :others], old) for store, old in zip(stores, held, strict=True))
+    assert all(torch.equal(store[waiting.stream, :, :others], old) for store, old in zip(stores, held, strict=True))
 
 
 @torch.inference_mode()
 def spoil(lm, sequence):
     for store in lm.cells.values:
-        store[sequence.span, :, : len(sequence)] = torch.nan
+        store[sequence.stream, :, : len(sequence)] = torch.nan
 
 
 def test_what_an_earlier_sequence_left_cannot_make_a_later_one_nan():
@@ -150,7 +150,7 @@ def test_what_an_earlier_sequence_left_cannot_make_a_later_one_nan():
     first.close()
     again = lm.open()
     output = lm.forward([again], [[7, 8]], empty(1))
-    assert again.span == first.span and bool(torch.isfinite(output.logits).all())
+    assert again.stream == first.stream and bool(torch.isfinite(output.logits).all())
 
 
 def test_one_sequence_with_nan_leaves_its_batch_mates_alone():
@@ -208,6 +208,6 @@ def test_a_padding_row_attends_to_its_own_cell_only():
     world.step([chain(2)], [()])
     ((buffers, _),) = lm.graphs.captured.values()
     assert isinstance(buffers, Buffers)
-    padding = buffers.owner == len(buffers.own) - 1
-    assert int(padding.sum()) == 1 and set(buffers.cell[padding].tolist()) == {buffers.own.shape[1] - 1}
-    assert bool(buffers.sees[padding].all()) and not bool(buffers.own[:, -1].any())
+    padding = buffers.owner == len(buffers.committed) - 1
+    assert int(padding.sum()) == 1 and set(buffers.cell[padding].tolist()) == {buffers.committed.shape[1] - 1}
+    assert bool(buffers.sees[padding].all()) and not bool(buffers.committed[:, -1].any())

@@ -22,7 +22,7 @@ class CellsAgainstLists(RuleBasedStateMachine):
         super().__init__()
         self.cells = Cells(uniform=self.uniform)
         first = self.cells.open(1)
-        self.write(torch.zeros(0), [(first.span, 0, 0, slice(0, 0))])  # the stores are there from the start
+        self.write(torch.zeros(0), [(first.stream, 0, 0, slice(0, 0))])  # the stores are there from the start
         self.cells.close(first)
         self.lists = {}
         self.label = 0
@@ -43,7 +43,7 @@ class CellsAgainstLists(RuleBasedStateMachine):
         slots = self.cells.take(sequence, count)
         labels = np.arange(self.label + 1, self.label + count + 1)
         self.label += count
-        self.write(torch.from_numpy(labels).float(), [(sequence.span, 0, count, as_index(slots, CPU))])
+        self.write(torch.from_numpy(labels).float(), [(sequence.stream, 0, count, as_index(slots, CPU))])
         kept = [place for place in kept if place < count]
         self.cells.keep(sequence, slots[kept].tolist())
         self.cells.drop(sequence, np.delete(slots, kept))
@@ -66,7 +66,7 @@ class CellsAgainstLists(RuleBasedStateMachine):
         length = int(share * len(sequence))
         made = self.cells.copy(sequence, length, reserve, exact=exact)
         if exact and not self.uniform:
-            assert self.cells.capacities[made.span] == allocated([max(length, reserve)])
+            assert self.cells.capacities[made.stream] == allocated([max(length, reserve)])
         assert made.slots.tolist() == list(range(length))
         self.lists[made] = self.lists[sequence][:length]
         return made
@@ -86,7 +86,7 @@ class CellsAgainstLists(RuleBasedStateMachine):
     def sequences_hold_what_the_lists_say(self):
         for sequence, labels in self.lists.items():
             held = torch.tensor(labels, dtype=torch.float32)
-            keys, values = (store[sequence.span] for store in self.cells.views[0])
+            keys, values = (store[sequence.stream] for store in self.cells.views[0])
             assert torch.equal(keys[0, 0, sequence.slots, 0], held)
             assert torch.equal(values[0, 0, sequence.slots, 0], -held)
 
@@ -100,7 +100,7 @@ class CellsAgainstLists(RuleBasedStateMachine):
     def references_count_the_sequences(self):
         counted = np.zeros_like(self.cells.references)
         for sequence in self.lists:
-            np.add.at(counted, (sequence.span, sequence.slots), 1)
+            np.add.at(counted, (sequence.stream, sequence.slots), 1)
         assert (counted == self.cells.references).all()
 
 
@@ -113,7 +113,7 @@ class UniformCellsAgainstLists(CellsAgainstLists):
 
     @invariant()
     def the_spans_lie_in_one_tensor(self):
-        assert self.cells.keys[0].shape[0] == self.cells.spans
+        assert self.cells.keys[0].shape[0] == self.cells.streams
         assert {*self.cells.capacities} == {self.cells.keys[0].shape[2]}
 
 
@@ -122,7 +122,7 @@ TestUniformCellsAgainstLists.settings = settings(max_examples=20, stateful_step_
 
 
 def filled(cells, count=3):
-    """A sequence of ``count`` cells in a span of its own."""
+    """A sequence of ``count`` cells in a stream of its own."""
     sequence = cells.open(8)
     cells.keep(sequence, cells.take(sequence, count).tolist())
     return sequence
@@ -134,7 +134,7 @@ def test_each_span_has_the_cells_that_its_request_needs():
     assert cells.capacities == [GRAIN, 20 * GRAIN, 2 * GRAIN] and sum(cells.capacities) == allocated([100, 5000, 300])
     for one in sequences:
         cells.close(one)
-    assert [cells.open(reserve).span for reserve in (300, 200, 300)] == [2, 0, 1], "the smallest with room"
+    assert [cells.open(reserve).stream for reserve in (300, 200, 300)] == [2, 0, 1], "the smallest with room"
     cells.open(600)
     assert cells.capacities == [GRAIN, 20 * GRAIN, 2 * GRAIN, 3 * GRAIN]
 
@@ -145,12 +145,12 @@ def test_an_exact_span_is_freed_with_its_sequence():
     cells.write(0, torch.ones(1, 1, 700, 1), torch.ones(1, 1, 700, 1), [(0, 0, 700, slice(0, 700))])
     for length in (600, 3, 300):
         copy = cells.copy(long, length, length, exact=True)
-        assert (copy.span, cells.capacities) == (1, [3 * GRAIN, *allocated_each(length)])
+        assert (copy.stream, cells.capacities) == (1, [3 * GRAIN, *allocated_each(length)])
         assert [one.shape[2] for one in cells.views[0][0]] == cells.capacities
         cells.close(copy)
         assert cells.capacities == [3 * GRAIN, 0] and cells.views[0][1][1].numel() == 0
     cells.close(long)
-    assert cells.copy(long, 0, 1, exact=True).span == 1 and cells.open(5).span == 0, "no exact copy in a larger span"
+    assert cells.copy(long, 0, 1, exact=True).stream == 1 and cells.open(5).stream == 0, "no copy in a larger stream"
 
 
 def allocated_each(length):
@@ -163,7 +163,7 @@ def test_the_largest_unused_span_grows_where_none_has_room():
     cells.write(0, torch.zeros(1, 1, 0, 1), torch.zeros(1, 1, 0, 1), [])
     for one in [*sequences, cells.open(300)]:
         cells.close(one)
-    assert cells.open(1000).span == 1 and cells.capacities == [GRAIN, 4 * GRAIN, 2 * GRAIN]
+    assert cells.open(1000).stream == 1 and cells.capacities == [GRAIN, 4 * GRAIN, 2 * GRAIN]
     assert [store.shape[2] for store in cells.views[0][0]] == cells.capacities
 
 
@@ -182,7 +182,7 @@ def test_keys_and_values_are_rounded_to_the_dtype_of_the_store(dtype, cells):
     store, key = Cells(dtype=dtype), torch.tensor([1.2345678, -3000.0, 1e-3]).reshape(1, 1, 3, 1)
     store.open(8)
     store.write(0, key, -key, [(0, 0, 3, cells)])
-    keys, values = (spans[0][0, 0, cells, 0] for spans in store.views[0])
+    keys, values = (streams[0][0, 0, cells, 0] for streams in store.views[0])
     most = torch.finfo(dtype).max
     assert keys.dtype == dtype and torch.equal(keys, key.flatten().clamp(-most, most).to(dtype))
     assert torch.equal(values, (-keys.float()).to(dtype))
@@ -207,20 +207,20 @@ def test_a_span_is_free_once_every_fork_is_closed():
     sequence = filled(cells)
     twin = cells.fork(sequence)
     cells.close(sequence)
-    assert cells.open(8).span != twin.span
+    assert cells.open(8).stream != twin.stream
     cells.close(twin)
-    assert cells.open(8).span == twin.span
+    assert cells.open(8).stream == twin.stream
 
 
 def test_closing_twice_closes_once():
-    """Else the second time would free the span under a living fork."""
+    """Else the second time would free the stream under a living fork."""
     cells = Cells()
     sequence = filled(cells)
     twin = cells.fork(sequence)
     cells.close(sequence)
     cells.close(sequence)
-    assert cells.open(8).span != twin.span
-    assert cells.references[twin.span, :4].tolist() == [1, 1, 1, 0]
+    assert cells.open(8).stream != twin.stream
+    assert cells.references[twin.stream, :4].tolist() == [1, 1, 1, 0]
 
 
 def test_cells_held_by_a_failed_forward_come_back_with_the_span():
@@ -229,7 +229,7 @@ def test_cells_held_by_a_failed_forward_come_back_with_the_span():
     cells.take(sequence, 3)
     cells.close(sequence)
     again = cells.open(8)
-    assert again.span == sequence.span
+    assert again.stream == sequence.stream
     assert cells.take(again, 3).tolist() == [0, 1, 2]
 
 
@@ -258,7 +258,7 @@ def test_accepted_nodes_join_the_sequence_in_order_and_all_others_are_freed(node
     held = sequence.held.copy()
     sequence.accept(nodes)
     assert sequence.slots.tolist() == [0, 1, *held[list(nodes)]]
-    assert sorted(np.flatnonzero(cells.references[sequence.span])) == sorted(sequence.slots)
+    assert sorted(np.flatnonzero(cells.references[sequence.stream])) == sorted(sequence.slots)
     before = sequence.slots.copy()
     sequence.accept()
     assert (sequence.slots == before).all(), "nothing is held any more"
@@ -268,7 +268,7 @@ def test_truncating_and_closing_free_the_held_nodes_as_well():
     cells = Cells()
     sequence = holding(cells)
     sequence.truncate(1)
-    assert np.flatnonzero(cells.references[sequence.span]).tolist() == sequence.slots.tolist() == [0]
+    assert np.flatnonzero(cells.references[sequence.stream]).tolist() == sequence.slots.tolist() == [0]
     sequence.close()
     other = holding(cells)
     other.close()

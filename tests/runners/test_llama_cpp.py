@@ -25,7 +25,7 @@ from spec_lab.propose.best_first import Budget
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.runners import llama_library
-from spec_lab.runners.llama_context import MOST_IDS, LlamaSettings
+from spec_lab.runners.llama_context import MAX_IDS, LlamaSettings
 from spec_lab.runners.llama_cpp import LlamaCpp
 from spec_lab.runners.llama_library import SIZES, Model, check_layout, load_library
 from spec_lab.runners.runner import Capabilities, Output
@@ -104,7 +104,7 @@ def test_any_forests_have_the_logits_of_plain_texts_after_any_acceptance_rewind_
         sequence.close()
         sequence.close()
     assert not used(lm) and not lm.sequences
-    assert sorted(lm.context._free_ids) == list(range(MOST_IDS))
+    assert sorted(lm.context._free_ids) == list(range(MAX_IDS))
 
 
 @settings(max_examples=60, deadline=None)
@@ -227,9 +227,9 @@ def test_trees_with_more_leaves_than_ids_are_refused_by_number():
 def test_ids_that_leaves_no_longer_need_serve_other_sequences():
     lm = runner(batch=64)
     one = lm.open()
-    lm.forward([one], [[1]], Draft(Shape(1, np.zeros(MOST_IDS, dtype=np.int64)), torch.zeros(MOST_IDS).long()))
+    lm.forward([one], [[1]], Draft(Shape(1, np.zeros(MAX_IDS, dtype=np.int64)), torch.zeros(MAX_IDS).long()))
     one.accept([3])
-    others = [lm.open() for _ in range(MOST_IDS - 1)]
+    others = [lm.open() for _ in range(MAX_IDS - 1)]
     with pytest.raises(ValueError, match="256 sequences require more"):
         lm.open()
     output = lm.forward([one, others[-1]], [[2], [5]], empty(2))
@@ -291,7 +291,7 @@ def test_a_hidden_state_that_the_model_lacks_is_refused():
         lm.forward([lm.open()], [[1]], empty(1))
 
 
-@pytest.mark.parametrize("opened", [0, 1, MOST_IDS - 1])
+@pytest.mark.parametrize("opened", [0, 1, MAX_IDS - 1])
 def test_a_tensor_that_the_architecture_does_not_compute_is_refused_when_it_is_captured(opened):
     library = FakeLlama(V, H, LAYERS)
     name, lm = library.ggml_get_name, runner(library)

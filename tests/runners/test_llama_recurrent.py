@@ -24,7 +24,7 @@ from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.runners import llama_recurrent
-from spec_lab.runners.llama_context import MOST_IDS, LlamaSettings
+from spec_lab.runners.llama_context import MAX_IDS, LlamaSettings
 from spec_lab.runners.llama_library import Model
 from spec_lab.runners.llama_recurrent import LlamaRecurrent, RecurrentSequence, calls_of
 from spec_lab.verify import Token
@@ -107,7 +107,7 @@ def history(seed, batch=64, steps=12, most=6, cells=None):
         sequence.close()
         sequence.close()
     assert not lm.context._handle.used and not lm.sequences
-    assert sorted(lm.context._free_ids) == list(range(MOST_IDS))
+    assert sorted(lm.context._free_ids) == list(range(MAX_IDS))
 
 
 @pytest.mark.nightly
@@ -280,7 +280,7 @@ def test_a_draft_that_branches_hidden_states_and_wrong_nodes_are_refused():
     lm.run(lm.prepare([lm.open()], [[1]], empty(1)))
     with pytest.raises(RuntimeError, match="before the next one is prepared"):
         lm.run(first)
-    for _ in range(MOST_IDS - 2):
+    for _ in range(MAX_IDS - 2):
         lm.open()
     with pytest.raises(ValueError, match="257 sequences"):
         lm.open()

@@ -246,7 +246,7 @@ def test_after_any_number_of_accepted_tokens_the_states_are_those_of_the_text(mo
         assert own.live == (accepted == 4) and own.length == len(text) - 1 == own.base + (
             next(iter(own.inputs.values())).shape[1] - 4 + accepted
         )
-        assert own.length - own.base <= own.most_again + accepted
+        assert own.length - own.base <= own.max_again + accepted
     assert_states(lm, sequence, text[:-1], ERROR[family])
 
 
@@ -391,7 +391,7 @@ def test_a_draft_that_branches_and_wrong_nodes_are_refused(model):
 
 @pytest.mark.parametrize("how", [{"attention": "dense"}, {"fixed": True}], ids=str)
 def test_dense_attention_and_fixed_shapes_are_refused(how):
-    with pytest.raises(ValueError, match="recurrent layers require attention over spans"):
+    with pytest.raises(ValueError, match="recurrent layers require attention=spans"):
         CausalLM(FAMILIES["lfm2"](), **how)
 
 

@@ -11,7 +11,7 @@ from spec_lab.runners.adaptors import has_alibi
 from spec_lab.runners.attention import recurrent_layers
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.runners.kv_cache import allocated
-from spec_lab.runners.memory import Decoding, ModelMemory, StateMemory, largest, need, what_fits
+from spec_lab.runners.memory_need import Decoding, ModelMemory, StateMemory, largest, need, what_fits
 from spec_lab.runners.mixers import state_tensors
 from tests import recurrent
 from tests.models import families
@@ -31,7 +31,7 @@ def test_the_kv_cache_is_that_of_the_longest_prompts_decoded_together_in_blocks(
     assert need(replace(MODEL, uniform=True, kv_itemsize=2), RUN).kv_cache == 2 * 1024 * 10 * 2
     assert need(MODEL, replace(RUN, prefix_cache=2048)).kv_cache == (1024 + 512 + 2048) * 10 * 4
     texts = need(replace(MODEL, uniform=True), replace(RUN, prefix_cache=2048)).kv_cache
-    assert texts == allocated([1024] * (2 + 8), uniform=True) * 10 * 4, "each of eight kept texts may have a span"
+    assert texts == allocated([1024] * (2 + 8), uniform=True) * 10 * 4, "each of eight kept texts may have a stream"
 
 
 def test_logits_are_those_of_all_rows_of_a_step():

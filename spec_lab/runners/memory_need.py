@@ -67,7 +67,7 @@ class ModelMemory:
 
 @dataclass(frozen=True)
 class Decoding:
-    """What is decoded.
+    """Sizes of the requests that are decoded.
 
     Args:
         prompts: tokens of each prompt.
@@ -178,26 +178,26 @@ def what_fits(
 
     if fits(model, decoding):
         return []
-    found = []
+    options = []
     batch = largest(lambda size: fits(model, replace(decoding, batch_size=size)), len(decoding.together()) - 1)
     if batch:
-        found.append(f"batch_size={batch}")
-    if most := largest(lambda new: fits(model, replace(decoding, max_new_tokens=new)), decoding.max_new_tokens - 1):
-        found.append(f"max_new_tokens={most}")
+        options.append(f"batch_size={batch}")
+    if new := largest(lambda size: fits(model, replace(decoding, max_new_tokens=size)), decoding.max_new_tokens - 1):
+        options.append(f"max_new_tokens={new}")
     cut = largest(lambda end: fits(model, replace(decoding, prompts=[min(end, p) for p in decoding.prompts])),
                   max(decoding.prompts, default=0) - 1)  # fmt: skip
     if cut:
-        found.append(f"max_prompt_tokens={cut}")
+        options.append(f"max_prompt_tokens={cut}")
     if model.narrower and model.kv_itemsize > 2 and fits(replace(model, kv_itemsize=2), decoding):
-        found.append("target.kv_dtype=bfloat16")
+        options.append("target.kv_dtype=bfloat16")
     if decoding.prefix_cache and fits(model, replace(decoding, prefix_cache=0)):
-        found.append("prefix_cache=null")
-    return found
+        options.append("prefix_cache=null")
+    return options
 
 
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number from 1 to ``most`` that fits, given that all below it do; 0 if none does."""
-    low, high = 0, most
+def largest(fits: Callable[[int], bool], limit: int) -> int:
+    """Return the largest number from 1 to ``limit`` that fits, given that all below it do; 0 if none does."""
+    low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
