@@ -68,8 +68,8 @@ class BannedState(ConstraintState):
     def mask(self) -> np.ndarray | None:
         """Return the tokens that are not banned here and, while healed bytes must be repeated, repeat them."""
         watcher, mask = self.watcher, None
-        if watcher.place.end < 0:
-            mask = BytePrefix(watcher.pieces, watcher.healed[watcher.place.end :]).mask()
+        if watcher.position.end < 0:
+            mask = BytePrefix(watcher.pieces, watcher.healed[watcher.position.end :]).mask()
         if not watcher.bans:
             return mask
         width = len(watcher.pieces)

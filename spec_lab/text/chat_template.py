@@ -30,7 +30,7 @@ RESERVED = {
 """Names that are arguments of transformers' ``apply_chat_template``, and no options of a template."""
 
 LIMITS = ProcessLimits(cpu_seconds=10.0, memory=2**30, seconds=120.0)
-"""What a template may use for one prompt, and to be compiled."""
+"""Time and memory that a template may use for one prompt, and to be compiled."""
 
 SANDBOX = LimitedProcess("spec_lab.text.template_sandbox")
 
@@ -94,7 +94,7 @@ class ChatTemplate:
             ) from error
 
     def named(self, tokenizer: Any) -> str:
-        """Return what messages call the template."""
+        """Return the name of the template in messages."""
         if self.source:
             return f"the chat template {self.file} (prompts.template)"
         return f"the chat template of {(isinstance(tokenizer, HasTemplate) and tokenizer.name_or_path) or 'the target'}"
@@ -121,7 +121,7 @@ def render(
     named = "" if template is None else template.named(tokenizer)
     _check_read(source, options, bool(tools), named, where)
     if template is None or not source:
-        if any(one.get("tool_calls") for one in messages):
+        if any(message.get("tool_calls") for message in messages):
             raise ValueError(
                 f"{where} has tool_calls, which plain text cannot show: use a chat template, or remove them"
             )
@@ -129,7 +129,7 @@ def render(
     special = dict(tokenizer.special_tokens_map) if isinstance(tokenizer, HasTemplate) else {}
     given = {**special, "tools": list(tools) or None, "documents": None, "add_generation_prompt": True, **options}
     text = _applied(source, messages, given, named, where)
-    if system := next((one for one in messages[:1] if one["role"] in ("system", "developer")), None):
+    if system := next((message for message in messages[:1] if message["role"] in ("system", "developer")), None):
         other = {**system, "content": f"{system['content']} x"}
         if _applied(source, [other, *messages[1:]], given, named, where) == text:
             raise ValueError(
@@ -139,8 +139,8 @@ def render(
 
 
 def _applied(source: str, messages: Sequence[Message], given: Mapping[str, Any], named: str, where: str) -> str:
-    """Return what the template writes for messages. Errors as in ``render``."""
-    said = [_with_reasoning({name: value for name, value in one.items() if value is not None}) for one in messages]
+    """Return the text that the template writes for messages. Errors as in ``render``."""
+    said = [_with_reasoning({key: value for key, value in sent.items() if value is not None}) for sent in messages]
     try:
         return SANDBOX.ask({"source": source, "given": {"messages": said, **given}}, LIMITS)
     except LimitExceeded as error:
@@ -159,8 +159,8 @@ def _stopped(error: LimitExceeded, named: str, where: str) -> ValueError:
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with its reasoning under the names that templates read, as in transformers."""
-    found = next((message[name] for name in ("reasoning_content", "thinking", "reasoning") if name in message), None)
-    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+    thoughts = next((message[name] for name in ("reasoning_content", "thinking", "reasoning") if name in message), None)
+    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
 @lru_cache(maxsize=8)
@@ -200,24 +200,25 @@ def _check_read(source: str, options: Mapping[str, Any], tools: bool, named: str
 def _plain(messages: Sequence[Message]) -> str:
     """Return the plain text of messages: answers follow what they answer, other messages begin after an empty line."""
     text = ""
-    for one in messages:
-        text += ("" if not text or one["role"] == "assistant" else "\n\n") + (one.get("content") or "")
+    for message in messages:
+        text += ("" if not text or message["role"] == "assistant" else "\n\n") + (message.get("content") or "")
     return text
 
 
 def template_facts(templates: Sequence[tuple[ChatTemplate | None, bool]], tokenizer: Any) -> dict[str, Any]:
-    """Return what the manifest records of templates: their origins, SHA-256s and options.
+    """Return the manifest's facts on templates: their origins, SHA-256s and options.
 
     Args:
         templates: each with whether there are tools (``ChatTemplate.of``); None for plain text.
         tokenizer: the target's.
     """
-    used = [(one, source) for one, tools in templates if one is not None and (source := one.of(tokenizer, tools))]
+    known = [(template, template.of(tokenizer, tools)) for template, tools in templates if template is not None]
+    used = [(template, source) for template, source in known if source]
     if not used:
         return {"template": "none"}
     hashes = {hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest() for _, source in used}
     return {
-        "template": "file" if any(one.source for one, _ in used) else "checkpoint",
+        "template": "file" if any(template.source for template, _ in used) else "checkpoint",
         "template_sha256": ", ".join(sorted(hashes)),
         "options": dict(used[0][0].options),
     }

@@ -27,7 +27,7 @@ LATEX = (
     (re.compile(r"\\[dt]?frac\s?\{(\d{1,60})\}\s?\{(\d{1,60})\}"), r"\1/\2"),
     (re.compile(r"(?<=\d)(?:\{,\}|\\[,!;:])(?=\d)"), ","),
 )
-"""What is replaced by plain text before a number or a letter is searched."""
+"""Patterns that are replaced by plain text before a number or a letter is searched."""
 
 NUMBER = re.compile(
     r"(?P<sign>[-+][ \t]?)?\$?"
@@ -137,11 +137,11 @@ def number(text: str, answer: str, completes: bool = False) -> bool:
     text = _without_latex(text)
     marked = [value for line in MARKED.findall(text) if (value := _only_number(line)) is not None]
     if marked:
-        found: Fraction | None = marked[0 if completes else -1]
+        result: Fraction | None = marked[0 if completes else -1]
     else:
-        boxed = [values[-1] for one in BOXED.findall(text) if (values := list(_numbers(one)))]
-        found = boxed[-1] if boxed else _last(text)
-    return found is not None and found == _only_number(answer)
+        boxed = [values[-1] for inside in BOXED.findall(text) if (values := list(_numbers(inside)))]
+        result = boxed[-1] if boxed else _last(text)
+    return result is not None and result == _only_number(answer)
 
 
 def choice(text: str, answer: str, completes: bool = False) -> bool:
@@ -149,8 +149,8 @@ def choice(text: str, answer: str, completes: bool = False) -> bool:
     capital letter at its beginning. If the model completed a text, the beginning comes first, then the first of those.
     """
     text = _without_latex(text)
-    given = ["".join(one).upper() for one in LETTER.findall(text)]
-    first = [one[1] for one in (FIRST_LETTER.match(text),) if one]
+    given = ["".join(groups).upper() for groups in LETTER.findall(text)]
+    first = [match[1] for match in (FIRST_LETTER.match(text),) if match]
     letters = [*given[::-1], *first] if not completes else [*first, *given]
     return bool(letters) and letters[0] == answer.strip().upper()
 
@@ -165,9 +165,9 @@ def python_syntax(text: str, answer: str, completes: bool = False) -> bool:
         completes: whether the model completed a text.
     """
     begun = answer if completes else ""
-    own = completion(text) if begun else last_block(text) or ""
-    code = begun + own
-    if not own.strip() or len(code) > MAX_CODE:
+    written = completion(text) if begun else last_block(text) or ""
+    code = begun + written
+    if not written.strip() or len(code) > MAX_CODE:
         return False
     try:
         with warnings.catch_warnings():
@@ -186,7 +186,7 @@ def last_block(text: str) -> str | None:
 
 def completion(text: str) -> str:
     """Return the part of a text that completes a function: it ends before the next statement that is not indented."""
-    ends = [place for stop in STOPS if (place := text.find(stop)) >= 0]
+    ends = [end for stop in STOPS if (end := text.find(stop)) >= 0]
     return text[: min(ends, default=len(text))]
 
 
@@ -204,20 +204,20 @@ def _without_latex(text: str) -> str:
 
 def _numbers(text: str) -> Iterator[Fraction | None]:
     """Yield the numbers of a text; None for digits that are no number, such as "1,5" and "1/0"."""
-    for one in NUMBER.finditer(text):
-        digits, below = one["digits"], one["below"] or "1"
+    for match in NUMBER.finditer(text):
+        digits, below = match["digits"], match["below"] or "1"
         grouped = "," not in digits or GROUPED.fullmatch(digits)
         if not grouped or len(digits) > MAX_DIGITS or len(below) > MAX_DIGITS or not int(below):
             yield None
             continue
         value = Fraction(re.sub(r"[^\d.]", "", digits)) / int(below)
-        yield -value if (one["sign"] or "").startswith("-") and _is_sign(text, one) else value
+        yield -value if (match["sign"] or "").startswith("-") and _is_sign(text, match) else value
 
 
-def _is_sign(text: str, found: re.Match[str]) -> bool:
+def _is_sign(text: str, match: re.Match[str]) -> bool:
     """Return whether the minus of a number is its sign: not that of a difference, a hyphen, or the bullet of a list."""
-    before = text[max(found.start() - 20, 0) : found.start()]
-    spaced = len(found["sign"]) > 1
+    before = text[max(match.start() - 20, 0) : match.start()]
+    spaced = len(match["sign"]) > 1
     if spaced and "\n" in text.strip() and before.rpartition("\n")[2].strip() == "":
         return False
     return not re.search(r"[\w)\]}%]$|[\d)\]}%]\s*$", before)

@@ -88,14 +88,14 @@ class Chat:
             answer=(answer or "") if check else "",
         )  # fmt: skip
 
-    def all_of(self, found: dict[int, Prompt], path: str) -> list[Prompt]:
+    def all_of(self, by_line: dict[int, Prompt], path: str) -> list[Prompt]:
         """Return the prompts of a file, given by line.
 
         Raises:
             ValueError: there are none, two have the same name, or the checker has no answer to compare with.
         """
-        prompts = checked(found, path)
-        if self.checker and not any(one.checker for one in prompts):
+        prompts = checked(by_line, path)
+        if self.checker and not any(prompt.checker for prompt in prompts):
             cut = "" if self.turns is None else f", or none to a message within prompts.turns={self.turns}"
             raise WrongOption(
                 f"checker={self.checker} has nothing to compare with, since {path} has no answers{cut}: set "
@@ -185,7 +185,7 @@ def chat(
             conversations at all.
     """
     how = chat_options(template, system, tools, thinking, options, turns, checker)
-    found = {}
+    prompts = {}
     for where, line, record in records(path, limit):
         messages: list[Message] = []
         _check_fields(record, where)
@@ -198,7 +198,7 @@ def chat(
             said = [
                 text_of(record, "prompt" if "prompt" in record else "text", where, "'prompt', 'turns' or 'messages'")
             ]
-        found[line] = how.prompt(
+        prompts[line] = how.prompt(
             word(record, "id", where) or f"{Path(path).stem}-{line}",
             said,
             word(record, "workload", where),
@@ -210,7 +210,7 @@ def chat(
             () if record.get("tools") is None else _tools(record["tools"], f"{where}: 'tools'"),
             where,
         )
-    return how.all_of(found, path)
+    return how.all_of(prompts, path)
 
 
 def turns_of(record: Mapping[str, Any], key: str, where: str) -> list[str]:
@@ -224,7 +224,7 @@ def turns_of(record: Mapping[str, Any], key: str, where: str) -> list[str]:
         raise ValueError(f"{where}: '{key}' must be a list with at least one message of the user")
     if len(turns) > MAX_MESSAGES:
         raise ValueError(f"{where}: '{key}' has {len(turns)} messages, more than {MAX_MESSAGES}")
-    return [text_of({key: one}, key, where, f"'{key}[{place}]'") for place, one in enumerate(turns)]
+    return [text_of({key: turn}, key, where, f"'{key}[{number}]'") for number, turn in enumerate(turns)]
 
 
 def _check_fields(record: Mapping[str, Any], where: str) -> None:
@@ -239,7 +239,7 @@ def _check_fields(record: Mapping[str, Any], where: str) -> None:
             f"{where}: the fields {' and '.join(map(repr, given))} contradict each other: keep one of them"
         )
     first = record["messages"][:1] if isinstance(record.get("messages"), list) else []
-    system = [one for one in first if isinstance(one, dict) and one.get("role") in ("system", "developer")]
+    system = any(isinstance(sent, dict) and sent.get("role") in ("system", "developer") for sent in first)
     if system and word(record, "system", where):
         raise ValueError(f"{where}: 'system' and 'messages[0]' are both system prompts: remove one of them")
 
@@ -252,16 +252,16 @@ def _messages(messages: Any, where: str) -> list[Message]:
     """
     if not isinstance(messages, list) or not messages or len(messages) > MAX_MESSAGES:
         raise ValueError(f"{where}: 'messages' must be a list of 1 to {MAX_MESSAGES} objects with role and content")
-    for place, one in enumerate(messages):
-        named = f"'messages[{place}]'"
-        if not isinstance(one, dict):
-            raise ValueError(f"{where}: {named} must be an object with role and content, not {brief(one)}")
-        if one.get("role") not in ROLES:
-            raise ValueError(f"{where}: {named}.role must be one of {', '.join(ROLES)}, not {brief(one.get('role'))}")
-        calls = one["role"] == "assistant" and isinstance(one.get("tool_calls"), list)
-        if not (calls and one.get("content") is None):
-            fitting(one.get("content"), where, f"{named}.content")
-        _check_depth(one, f"{where}: {named}")
+    for number, message in enumerate(messages):
+        named = f"'messages[{number}]'"
+        if not isinstance(message, dict):
+            raise ValueError(f"{where}: {named} must be an object with role and content, not {brief(message)}")
+        if (role := message.get("role")) not in ROLES:
+            raise ValueError(f"{where}: {named}.role must be one of {', '.join(ROLES)}, not {brief(role)}")
+        calls = role == "assistant" and isinstance(message.get("tool_calls"), list)
+        if not (calls and message.get("content") is None):
+            fitting(message.get("content"), where, f"{named}.content")
+        _check_depth(message, f"{where}: {named}")
     last = messages[-1]
     if last["role"] not in ("user", "tool"):
         raise ValueError(f"{where}: 'messages' must end with a message of the user or of a tool, which is answered")
@@ -301,12 +301,12 @@ def _json(option: str, path: Any) -> Any:
 def _tools(tools: Any, named: str) -> tuple[Mapping[str, Any], ...]:
     if tools == []:
         raise ValueError(f"{named} is an empty list: leave it out")
-    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"{named} must be a list of JSON schemas of tools, not {brief(tools)}")
     if len(tools) > MAX_TOOLS:
         raise ValueError(f"{named} has {len(tools)} tools, more than {MAX_TOOLS}")
-    for one in tools:
-        _check_depth(one, named)
+    for tool in tools:
+        _check_depth(tool, named)
     return tuple(tools)
 
 
@@ -318,14 +318,14 @@ def _check_depth(value: Any, named: str) -> None:
     """
     left: list[tuple[Any, int]] = [(value, 1)]
     while left:
-        one, depth = left.pop()
+        item, depth = left.pop()
         if depth > MAX_DEPTH:
             raise ValueError(f"{named} is nested deeper than {MAX_DEPTH} levels")
-        if isinstance(one, str):
-            fitting(one, named, "a text")
-        elif isinstance(one, Mapping):
-            left += [(inner, depth + 1) for pair in one.items() for inner in pair]
-        elif isinstance(one, list | tuple):
-            left += [(inner, depth + 1) for inner in one]
-        elif one is not None and not isinstance(one, bool | int | float):
-            raise ValueError(f"{named} holds a {type(one).__name__}, which is no value of JSON")
+        if isinstance(item, str):
+            fitting(item, named, "a text")
+        elif isinstance(item, Mapping):
+            left += [(inner, depth + 1) for pair in item.items() for inner in pair]
+        elif isinstance(item, list | tuple):
+            left += [(inner, depth + 1) for inner in item]
+        elif item is not None and not isinstance(item, bool | int | float):
+            raise ValueError(f"{named} holds a {type(item).__name__}, which is no value of JSON")

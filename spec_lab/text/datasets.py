@@ -19,7 +19,7 @@ from spec_lab.text.records import records, text_of, word
 
 
 class Question(NamedTuple):
-    """What a record of a dataset asks."""
+    """The question that a record of a dataset asks."""
 
     name: str
     """Its id; empty for a record without one."""
@@ -89,12 +89,12 @@ def load(
     if revision is not None and (not isinstance(revision, str) or not revision or path is not None):
         raise WrongOption(f"revision must name a branch, tag or commit, without path (got {brief(revision)})")
     file = _fetched(name, dataset, revision) if path is None else _local(name, dataset, path)
-    found = {}
+    prompts = {}
     for where, line, record in records(file, limit, columns=dataset.columns):
-        one = dataset.read(where, record, template == "none")
-        asked = one.name or f"{Path(file).name.partition('.')[0]}-{line}"
-        found[line] = how.prompt(asked, one.turns, one.workload, dataset.source, one.answer, where=where)
-    return how.all_of(found, file)
+        given, asked, workload, answer = dataset.read(where, record, template == "none")
+        named = given or f"{Path(file).name.partition('.')[0]}-{line}"
+        prompts[line] = how.prompt(named, asked, workload, dataset.source, answer, where=where)
+    return how.all_of(prompts, file)
 
 
 def _local(name: str, dataset: Dataset, path: Any) -> str:
@@ -108,9 +108,9 @@ def _local(name: str, dataset: Dataset, path: Any) -> str:
         raise WrongOption(f"path must name a file or a folder, or be null for the hub, not {brief(path)}")
     if not Path(path).is_dir():
         return path
-    for one in dataset.files:
-        if (Path(path) / one).exists():
-            return str(Path(path) / one)
+    for file in dataset.files:
+        if (Path(path) / file).exists():
+            return str(Path(path) / file)
     raise FileNotFoundError(
         f"the folder {path} holds no {' or '.join(dataset.files)} of {name}: download it from {dataset.page}"
     )
@@ -190,16 +190,16 @@ def _livecodebench(where: str, record: Mapping[str, Any], completes: bool) -> Qu
 
 
 def _mmlu(where: str, record: Mapping[str, Any], completes: bool) -> Question:
-    """Return a question of MMLU: ``question``, ``subject``, ``choices`` and ``answer``, the place of one."""
-    question, choices, place = text_of(record, "question", where), record.get("choices"), record.get("answer")
-    if not isinstance(choices, list) or not 2 <= len(choices) <= 26 or not all(isinstance(one, str) for one in choices):
+    """Return a question of MMLU: ``question``, ``subject``, ``choices`` and ``answer``, the number of a choice."""
+    question, choices, correct = text_of(record, "question", where), record.get("choices"), record.get("answer")
+    if not isinstance(choices, list) or not 2 <= len(choices) <= 26 or {type(choice) for choice in choices} != {str}:
         raise ValueError(f"{where}: 'choices' must be a list of 2 to 26 texts")
-    if isinstance(place, bool) or not isinstance(place, int) or not 0 <= place < len(choices):
-        raise ValueError(f"{where}: 'answer' must be the place of the correct choice, from 0, not {brief(place)}")
+    if isinstance(correct, bool) or not isinstance(correct, int) or not 0 <= correct < len(choices):
+        raise ValueError(f"{where}: 'answer' must be the place of the correct choice, from 0, not {brief(correct)}")
     letters = [chr(ord("A") + number) for number in range(len(choices))]
-    lines = [f"{letter}. {one}" for letter, one in zip(letters, choices, strict=True)]
+    lines = [f"{letter}. {choice}" for letter, choice in zip(letters, choices, strict=True)]
     last = "Answer:" if completes else "\nEnd with a line 'Answer: X', in which X is the letter of the correct choice."
-    return Question("", ["\n".join([question, *lines, last])], word(record, "subject", where), letters[place])
+    return Question("", ["\n".join([question, *lines, last])], word(record, "subject", where), letters[correct])
 
 
 DATASETS: Mapping[str, Dataset] = {

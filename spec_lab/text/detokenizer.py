@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from spec_lab.text.strings import Place, Strings, Watcher, check_strings
+from spec_lab.text.strings import Strings, TextPosition, Watcher, check_strings
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class _Step:
     """The state after a token; ``released`` bytes, ``parts`` of text and ``completed`` tokens are emitted."""
 
     before: _Step | None
-    place: Place
+    position: TextPosition
     logprob: float = math.nan
     node: int = 0
     cut: _Cut | None = None
@@ -163,7 +163,7 @@ class Stream:
         self.rules = rules
         self.finished: str | None = None  # the finish reason; None before the end
         self._watcher = Watcher(pieces, rules.banned, healed, rules.stop_tokens)
-        self._last = _Step(None, self._watcher.place)
+        self._last = _Step(None, self._watcher.position)
         self._open: list[_Step] = []  # tokens not yet completed
         self._parts: list[str] = []
         self._shown = ""
@@ -176,16 +176,16 @@ class Stream:
     @property
     def count(self) -> int:
         """Number of tokens, without removed ones."""
-        return self._last.place.count
+        return self._last.position.count
 
     @property
     def tokens(self) -> list[int]:
         """The tokens, without removed ones."""
-        found, place = [], self._last.place
-        while place.before is not None:
-            found.append(place.token)
-            place = place.before
-        return found[::-1]
+        tokens, position = [], self._last.position
+        while position.before is not None:
+            tokens.append(position.token)
+            position = position.before
+        return tokens[::-1]
 
     @property
     def held(self) -> str:
@@ -211,21 +211,21 @@ class Stream:
         self._check_growing()
         last, rules = self._last, self.rules
         match = self._watcher.push(token)
-        place = self._watcher.place
-        node, cut, sure = self._look(place)
+        position = self._watcher.position
+        node, cut, sure = self._look(position)
         if match is not None and (cut is None or match.end < cut.first):
             self._watcher.rewind(match.tokens, match.ban)
             self._back(match.tokens - 1)  # withdraws nothing: all text is held back since the string began
             return [Rewind(match.tokens, match.ban), *self._hold()]
-        self._last = replace(last, before=last, place=place, logprob=logprob, node=node, cut=cut)
-        if token in rules.stop_tokens and last.place.count >= rules.min_tokens:
+        self._last = replace(last, before=last, position=position, logprob=logprob, node=node, cut=cut)
+        if token in rules.stop_tokens and last.position.count >= rules.min_tokens:
             return self._finish("stop", (logprob,))
         self._open.append(self._last)
-        if sure or place.count == rules.max_tokens:
+        if sure or position.count == rules.max_tokens:
             return self._finish("length")
         if cut is None and self._watcher.begun:
             return self._hold()  # its tokens may be removed, and with them what they decided about the text before them
-        end = max(place.end, 0)
+        end = max(position.end, 0)
         begin = end - rules.stops.live[node]  # of what may become a stop string
         # Strings begin with a whole character, so an unfinished character before one is final.
         return [*self._release(begin, final=begin < end), *self._hold()]
@@ -246,7 +246,7 @@ class Stream:
         if row.shape != (len(self._watcher.pieces),):
             raise ValueError(f"logits must be [{len(self._watcher.pieces)}], one for each piece, not {[*row.shape]}")
         barred = self.bans
-        if self._last.place.count < self.rules.min_tokens:
+        if self._last.position.count < self.rules.min_tokens:
             barred |= self.rules.stop_tokens
         masked = row.clone()
         masked[sorted(barred)] = -math.inf
@@ -286,7 +286,7 @@ class Stream:
         if self.finished is not None:
             raise ValueError(f"the stream has finished ({self.finished}): begin another, or fork before the end")
 
-    def _look(self, place: Place) -> tuple[int, _Cut | None, bool]:
+    def _look(self, position: TextPosition) -> tuple[int, _Cut | None, bool]:
         """Read the token's bytes.
 
         Returns:
@@ -295,13 +295,13 @@ class Stream:
         strings, node, cut = self.rules.stops, self._last.node, self._last.cut
         if not strings.strings:
             return node, cut, False
-        for at, byte in enumerate(place.piece, place.end - len(place.piece) + 1):
+        for at, byte in enumerate(position.piece, position.end - len(position.piece) + 1):
             node = strings.step(node, byte)
-            found = strings.longest[node]
-            if found >= 0 and place.count > self.rules.min_tokens:
-                begin = at - len(strings.bytes[found])
+            index = strings.longest[node]
+            if index >= 0 and position.count > self.rules.min_tokens:
+                begin = at - len(strings.bytes[index])
                 if cut is None or begin < cut.begin:
-                    cut = _Cut(begin, cut.first if cut else at, strings.strings[found])
+                    cut = _Cut(begin, cut.first if cut else at, strings.strings[index])
             if cut is not None and at - strings.depth[node] >= cut.begin:
                 return node, cut, True
         return node, cut, False
@@ -310,8 +310,8 @@ class Stream:
         """Return the bytes of text that are not emitted yet."""
         if not self._open:
             return b""
-        return b"".join(step.place.piece for step in self._open)[
-            self._last.released - max(self._open[0].place.start, 0) :
+        return b"".join(step.position.piece for step in self._open)[
+            self._last.released - max(self._open[0].position.start, 0) :
         ]
 
     def _release(self, upto: int, final: bool, closing: bool = False) -> list[Event]:
@@ -326,7 +326,7 @@ class Stream:
         text, pending = _decode(self._waiting()[: upto - last.released], final)
         released, done = upto - pending, 0
         for step in self._open:
-            if step.place.end > released and not (closing and step.place.start < released):
+            if step.position.end > released and not (closing and step.position.start < released):
                 break
             done += 1
         if not text and not done:
@@ -351,7 +351,7 @@ class Stream:
         self._last, self._open = step, []
         text = "".join(self._parts[step.parts :])
         del self._parts[step.parts :]
-        for _ in range(step.place.count - step.completed):
+        for _ in range(step.position.count - step.completed):
             self._open.append(step)
             assert step.before is not None
             step = step.before
@@ -360,7 +360,7 @@ class Stream:
         return [Withdrawn(text, tokens)] if text or tokens else []
 
     def _finish(self, reason: str, silent: tuple[float, ...] = ()) -> list[Event]:
-        cut, end = self._last.cut, max(self._last.place.end, 0)
+        cut, end = self._last.cut, max(self._last.position.end, 0)
         events = self._release(cut.begin if cut else end, final=True, closing=True)
         rest = tuple(step.logprob for step in self._open) + silent
         self._open = []
@@ -378,10 +378,10 @@ def _decode(data: bytes, final: bool) -> tuple[str, int]:
 def plain(pieces: Sequence[bytes], tokens: Sequence[int], rules: Rules, healed: bytes = b"") -> str:
     """Return the text of all tokens at once: the readable way, and the oracle of ``Stream`` without banned strings."""
     data, ends = b"", []
-    for place, token in enumerate(tokens[: rules.max_tokens]):
+    for number, token in enumerate(tokens[: rules.max_tokens]):
         if token not in rules.stop_tokens:
             data += pieces[token]
-        elif place >= rules.min_tokens:
+        elif number >= rules.min_tokens:
             break
         ends.append(len(data))
     cuts = [len(data)]

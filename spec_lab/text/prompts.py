@@ -114,18 +114,18 @@ def mixed(path: str, limit: Count | None = None) -> list[Prompt]:
         raise FileNotFoundError(f"prompts folder {path} holds no .jsonl file; set prompts.path")
     read: list[tuple[str, Prompt]] = []
     for file in files:
-        read += [(file.stem, one) for one in jsonl(str(file))]
+        read += [(file.stem, prompt) for prompt in jsonl(str(file))]
         if len(read) > MAX_RECORDS:  # all are read before they are shuffled, whatever the limit
             raise ValueError(
                 f"prompts folder {path} has more than {MAX_RECORDS} prompts: move some of its files elsewhere"
             )
-    times = Counter(one.name for _, one in read)
-    found = [
-        replace(one, name=one.name if times[one.name] == 1 else f"{stem}-{one.name}", workload=one.workload or stem)
-        for stem, one in read
-    ]
-    Random(0).shuffle(found)
-    return found[:limit]
+    times = Counter(prompt.name for _, prompt in read)
+    prompts = []
+    for stem, prompt in read:
+        name = prompt.name if times[prompt.name] == 1 else f"{stem}-{prompt.name}"
+        prompts.append(replace(prompt, name=name, workload=prompt.workload or stem))
+    Random(0).shuffle(prompts)
+    return prompts[:limit]
 
 
 def encode(
@@ -178,15 +178,15 @@ def digest(prompts: Sequence[Prompt]) -> str:
     """
     state = hashlib.sha256()
     for prompt in prompts:
-        own: list[Any] = [prompt.constraint] if prompt.constraint else []
+        parts: list[Any] = [prompt.constraint] if prompt.constraint else []
         template = None if prompt.template is None else [prompt.template.source, dict(prompt.template.options)]
         more = {
             "messages": prompt.messages, "later": prompt.later, "tools": prompt.tools, "template": template,
             "checker": prompt.checker, "answer": prompt.answer,
         }  # fmt: skip
         if more := {name: value for name, value in more.items() if value}:
-            own.append(more)
-        state.update(json.dumps([prompt.name, prompt.text, *own], sort_keys=True).encode())
+            parts.append(more)
+        state.update(json.dumps([prompt.name, prompt.text, *parts], sort_keys=True).encode())
     return state.hexdigest()
 
 

@@ -71,8 +71,8 @@ def records(
         raise FileNotFoundError(f"prompts file {path} {kind}; set prompts.path to a JSONL file")
     if bounded and (size := file.stat().st_size) > MAX_FILE:
         raise ValueError(f"prompts file {path} has {size} bytes, more than {MAX_FILE}; split it")
-    found = _rows(path, limit, columns) if file.suffix == ".parquet" else _lines(path, limit, bounded)
-    for count, record in enumerate(found, start=1):
+    all_records = _rows(path, limit, columns) if file.suffix == ".parquet" else _lines(path, limit, bounded)
+    for count, record in enumerate(all_records, start=1):
         if bounded and limit is None and count > MAX_RECORDS:
             raise ValueError(
                 f"prompts file {path} has more than {MAX_RECORDS} prompts: set prompts.limit to the number to read"
@@ -144,7 +144,7 @@ def _rows(path: str, limit: int | None, columns: tuple[str, ...] | None) -> Iter
 
 
 def _kind(value: Any) -> str:
-    """Return what JSON calls a value; of a Parquet file's values that JSON does not know, the type."""
+    """Return JSON's name of a value; of a Parquet file's values that JSON does not know, the type."""
     return JSON_KINDS.get(type(value), type(value).__name__)
 
 
@@ -222,11 +222,11 @@ def constraint_of(record: Mapping[str, Any], where: str) -> str:
     Raises:
         ValueError: it holds a value that JSON does not have, as Parquet files may.
     """
-    own = record.get("constraint")
-    if own is None or isinstance(own, str):
+    constraint = record.get("constraint")
+    if constraint is None or isinstance(constraint, str):
         return word(record, "constraint", where)
     try:
-        return json.dumps(own)
+        return json.dumps(constraint)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where}: 'constraint' is no text and no JSON ({' '.join(str(error).split())})") from error
 

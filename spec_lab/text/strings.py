@@ -24,16 +24,16 @@ def check_strings(what: str, strings: tuple[str, ...]) -> None:
     if len(strings) > MAX_STRINGS:
         raise ValueError(f"{what} holds {len(strings)} strings; the maximum is {MAX_STRINGS}")
     total = 0
-    for place, string in enumerate(strings):
+    for index, string in enumerate(strings):
         if not string:
-            raise ValueError(f"{what}[{place}] is empty, which matches everywhere: leave it out")
+            raise ValueError(f"{what}[{index}] is empty, which matches everywhere: leave it out")
         try:
             size = len(string.encode())
         except UnicodeEncodeError:
-            raise ValueError(f"{what}[{place}] {string!r} has a lone surrogate, which no text can hold") from None
+            raise ValueError(f"{what}[{index}] {string!r} has a lone surrogate, which no text can hold") from None
         total += size
         if size > MAX_LENGTH:
-            raise ValueError(f"{what}[{place}] has {size} bytes; the maximum is {MAX_LENGTH}")
+            raise ValueError(f"{what}[{index}] has {size} bytes; the maximum is {MAX_LENGTH}")
     if total > MAX_TOTAL:
         raise ValueError(f"{what} has {total} bytes in all; the maximum is {MAX_TOTAL}")
 
@@ -50,17 +50,17 @@ class Strings:
         check_strings("strings", strings)
         self.strings = tuple(strings)
         self.bytes = [string.encode() for string in strings]
-        self.depth, own = [0], [-1]
+        self.depth, string_at = [0], [-1]
         self._next: dict[int, int] = {}  # node << 8 | byte -> node
         for index, data in enumerate(self.bytes):
             node = 0
             for byte in data:
-                node = self._next.setdefault(node << 8 | byte, len(own))
-                if node == len(own):
+                node = self._next.setdefault(node << 8 | byte, len(string_at))
+                if node == len(string_at):
                     self.depth.append(0)
-                    own.append(-1)
-            own[node] = index
-        self.longest, self.shortest = own, own.copy()
+                    string_at.append(-1)
+            string_at[node] = index
+        self.longest, self.shortest = string_at, string_at.copy()
         self.live, self._shorter = self.depth.copy(), self.depth.copy()  # _shorter: the node of the next shorter suffix
         inner = {edge >> 8 for edge in self._next}
         nodes = [0]
@@ -73,16 +73,16 @@ class Strings:
                 self.depth[child] = self.depth[node] + 1
                 shorter = self._shorter[child] = self.step(self._shorter[node], byte) if node else 0
                 self.live[child] = self.depth[child] if child in inner else self.live[shorter]
-                self.longest[child] = own[child] if own[child] >= 0 else self.longest[shorter]
+                self.longest[child] = string_at[child] if string_at[child] >= 0 else self.longest[shorter]
                 self.shortest[child] = self.shortest[shorter] if self.shortest[shorter] >= 0 else self.shortest[child]
 
     def step(self, node: int, byte: int) -> int:
         """Return the node after one more byte."""
-        while (found := self._next.get(node << 8 | byte)) is None:
+        while (child := self._next.get(node << 8 | byte)) is None:
             if not node:
                 return 0
             node = self._shorter[node]
-        return found
+        return child
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class StringMatch:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Place:
+class TextPosition:
     """A position between tokens; it is immutable, so forks share earlier positions.
 
     Args:
@@ -117,7 +117,7 @@ class Place:
         bans: tokens that are banned next.
     """
 
-    before: Place | None
+    before: TextPosition | None
     count: int
     token: int
     piece: bytes
@@ -141,7 +141,7 @@ class Watcher:
         self, pieces: Sequence[bytes], strings: Strings, healed: bytes = b"", silent: frozenset[int] = frozenset()
     ) -> None:
         self.pieces, self.strings, self.healed, self.silent = pieces, strings, healed, silent
-        self.place = Place(None, 0, -1, b"", -len(healed), -len(healed))
+        self.position = TextPosition(None, 0, -1, b"", -len(healed), -len(healed))
 
     def push(self, token: int) -> StringMatch | None:
         """Append ``token``; return the string that it completes first (the shortest of several), None for none.
@@ -151,7 +151,7 @@ class Watcher:
         Raises:
             ValueError: an unknown token, a banned one, or one that does not repeat healed bytes; nothing changes then.
         """
-        last, strings = self.place, self.strings
+        last, strings = self.position, self.strings
         if not 0 <= token < len(self.pieces):
             raise ValueError(f"token {token} does not exist: there are {len(self.pieces)} pieces")
         if token in last.bans:
@@ -166,17 +166,17 @@ class Watcher:
                     "mask the tokens that do not"
                 )
             piece = piece[-last.end :]
-        node, found, at = last.node, -1, 0
+        node, index, at = last.node, -1, 0
         if strings.strings:
-            for place, byte in enumerate(piece, end - len(piece) + 1):
+            for position, byte in enumerate(piece, end - len(piece) + 1):
                 node = strings.step(node, byte)
-                if found < 0 and strings.shortest[node] >= 0:
-                    found, at = strings.shortest[node], place
-        self.place = Place(last, last.count + 1, token, piece, last.end, end, node)
-        if found < 0:
+                if index < 0 and strings.shortest[node] >= 0:
+                    index, at = strings.shortest[node], position
+        self.position = TextPosition(last, last.count + 1, token, piece, last.end, end, node)
+        if index < 0:
             return None
-        first = self._holding(at - len(strings.bytes[found]))
-        return StringMatch(self.place.count - first.count + 1, first.token, at, strings.strings[found])
+        first = self._holding(at - len(strings.bytes[index]))
+        return StringMatch(self.position.count - first.count + 1, first.token, at, strings.strings[index])
 
     def rewind(self, count: int, ban: int | None = None) -> None:
         """Remove the last ``count`` tokens, and ban ``ban`` there.
@@ -186,13 +186,13 @@ class Watcher:
         Raises:
             ValueError: there are fewer tokens.
         """
-        if not 0 <= count <= self.place.count:
-            raise ValueError(f"cannot remove {count} tokens of {self.place.count}")
+        if not 0 <= count <= self.position.count:
+            raise ValueError(f"cannot remove {count} tokens of {self.position.count}")
         for _ in range(count):
-            assert self.place.before is not None
-            self.place = self.place.before
+            assert self.position.before is not None
+            self.position = self.position.before
         if ban is not None:
-            self.place = replace(self.place, bans=self.place.bans | {ban})
+            self.position = replace(self.position, bans=self.position.bans | {ban})
 
     def fork(self) -> Watcher:
         """Return an independent copy."""
@@ -201,17 +201,17 @@ class Watcher:
     @property
     def bans(self) -> frozenset[int]:
         """Tokens that are banned next."""
-        return self.place.bans
+        return self.position.bans
 
     @property
     def begun(self) -> bool:
         """Whether the text ends with a prefix of a string, so that its last tokens may have to be removed."""
-        return self.strings.live[self.place.node] > 0
+        return self.strings.live[self.position.node] > 0
 
-    def _holding(self, at: int) -> Place:
+    def _holding(self, at: int) -> TextPosition:
         """Return the position after the token that holds a byte of the text."""
-        place = self.place
-        while place.start > at or place.end <= at:
-            assert place.before is not None
-            place = place.before
-        return place
+        position = self.position
+        while position.start > at or position.end <= at:
+            assert position.before is not None
+            position = position.before
+        return position

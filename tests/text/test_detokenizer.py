@@ -270,7 +270,7 @@ def test_a_watcher_finds_the_first_complete_string_and_its_first_token(banned, t
             watcher.rewind(taken)
         fork = watcher.fork()
         fork.push(0)
-        assert watcher.place.count == len(kept) == fork.place.count - 1
+        assert watcher.position.count == len(kept) == fork.position.count - 1
 
 
 @few

@@ -43,7 +43,7 @@ class TemplateController:
             if (match := self.watcher.push(event.append[-1])) is not None:
                 # Remove the token in which the stop began, and write again what it holds before the stop.
                 self.watcher.rewind(match.tokens)
-                before = match.end - len(match.text.encode()) - self.watcher.place.end
+                before = match.end - len(match.text.encode()) - self.watcher.position.end
                 return self._continue(match.tokens, self.of.bytes[match.ban][:before])
             if self.left:
                 return [Branch(allow=self._words())]
