@@ -58,9 +58,9 @@ class Arrays:
         """``x``, but at least ``least``."""
         return np.maximum(x, least) if self.device is None else x.clamp_min(least)
 
-    def at_most(self, x: Array, most: float) -> Array:
-        """``x``, but at most ``most``."""
-        return np.minimum(x, most) if self.device is None else x.clamp_max(most)
+    def at_most(self, x: Array, limit: float) -> Array:
+        """``x``, but at most ``limit``."""
+        return np.minimum(x, limit) if self.device is None else x.clamp_max(limit)
 
     def range(self, count: int) -> Array:
         """0, 1, .. as int64."""
@@ -95,8 +95,8 @@ def zeroed_(x: Tensor, tokens: Array, arrays: Arrays) -> Tensor:
     """``x`` ``[n, V]`` with 0 at ``tokens`` ``[n, K]``, where those are not -1. In place; x has no negative entry."""
     if arrays.device is None:
         values = x.numpy()  # which writes a few numbers faster
-        for row, own in enumerate(tokens.tolist()):
-            for token in own:
+        for row, row_tokens in enumerate(tokens.tolist()):
+            for token in row_tokens:
                 if token >= 0:
                     values[row, token] = 0.0
         return x

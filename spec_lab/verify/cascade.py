@@ -28,8 +28,8 @@ class Cascade(Verifier):
 
     Lossy, and exact against pi (``aim``): the output has the distribution pi as that of ``token`` has p. Two things pi
     needs beyond the paper. A row where nothing was drawn, a leaf, has no q: there pi = p. And q is cut to the tokens
-    that p allows, so that a constraint holds for the draft's part as well. Points have no q, so drafts with points are
-    not accepted.
+    that p allows, so that a constraint holds for the draft's part as well. Deterministic tokens have no q, so drafts
+    with them are not accepted.
 
     Args:
         alpha: cost of deferring to the target; the larger, the more draft tokens are accepted.
@@ -69,8 +69,8 @@ class Cascade(Verifier):
         siblings, pi = Siblings(draft, p), p.clone()
         for part in parts(len(siblings.shape.expanded), p, CHUNK):
             rows = siblings.shape.expanded[part]
-            p_some, q_some = view(p, rows), view(draft.q, siblings.q_row[rows]).to(p.dtype)
-            mine = torch.where(self.defers(p_some, q_some), p_some, allowed(q_some, p_some))
+            p_rows, q_rows = view(p, rows), view(draft.q, siblings.q_row[rows]).to(p.dtype)
+            mine = torch.where(self.defers(p_rows, q_rows), p_rows, allowed(q_rows, p_rows))
             pi.index_copy_(0, siblings.arrays.tensor(rows), mine)
         return pi
 
@@ -89,5 +89,5 @@ def allowed(q: Tensor, p: Tensor) -> Tensor:
     """The tokens of q that p allows, renormalised, ``[n, V]``; p where none is left, q itself where all are."""
     cut = torch.where(p > 0, q, 0.0)
     mass = cut.sum(-1, keepdim=True)
-    some, every = mass > 0, (cut == q).all(-1, keepdim=True)  # dividing by a rounded 1 would reject a little
-    return torch.where(some, cut / torch.where(every | ~some, 1.0, mass), p)
+    has_mass, every = mass > 0, (cut == q).all(-1, keepdim=True)  # dividing by a rounded 1 would reject a little
+    return torch.where(has_mass, cut / torch.where(every | ~has_mass, 1.0, mass), p)

@@ -88,9 +88,9 @@ class Gumbel(Verifier):
             emits = arrays.tensor((winner >= 0) & ~held)
             emitted = rows_of(p, rows)
             emitted.masked_fill_(arrays.tensor(inner[rows])[:, None], 0.0)
-            place = arrays.tensor(arrays.at_least(winner, 0))[:, None]
-            one = torch.where(emits[:, None], torch.ones_like(emitted[:, :1]), emitted.gather(1, place))
-            return emitted.scatter_(1, place, one)
+            emitted_token = arrays.tensor(arrays.at_least(winner, 0))[:, None]
+            mass = torch.where(emits[:, None], torch.ones_like(emitted[:, :1]), emitted.gather(1, emitted_token))
+            return emitted.scatter_(1, emitted_token, mass)
 
         return Verdict(stop, residual, given="noise")
 

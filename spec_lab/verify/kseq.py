@@ -45,8 +45,8 @@ class KSeq(Verifier):
             return walk(draft, p)
         siblings = Siblings(draft, p)
         arrays, q_token, rho = siblings.arrays, siblings.q_token(), least_rho(draft, p)
-        own = rho[siblings.shape.parent] * arrays.at_least(q_token, TINY)
-        accept = arrays.at_most(siblings.p_token() / own, 1.0)
+        rho_q = rho[siblings.shape.parent] * arrays.at_least(q_token, TINY)
+        accept = arrays.at_most(siblings.p_token() / rho_q, 1.0)
         return Verdict(siblings.first_accepted(accept), lambda rows: siblings.excess(rows, rho))
 
 
@@ -67,14 +67,14 @@ def least_rho(draft: Draft, p: Tensor) -> Array:
     siblings = Siblings(draft, p)
     arrays, shape = siblings.arrays, siblings.shape
     rho = arrays.where(shape.count > 0, arrays.full(shape.rows, 1.0), 0.0)
-    rows, most = arrays.index(np.flatnonzero(draft.shape.count > 1)), int(draft.shape.count.max(initial=0))
+    rows, max_k = arrays.index(np.flatnonzero(draft.shape.count > 1)), int(draft.shape.count.max(initial=0))
     precision = torch.finfo(p.dtype).eps
     for _ in range(STEPS if arrays.device is not None else 1000):
         if not len(rows):
             break
         p_mass, q_mass = masses_above(siblings, rows, rho[rows])
         before = rho[rows]
-        root = root_of(p_mass, q_mass, shape.count[rows], most, arrays)
+        root = root_of(p_mass, q_mass, shape.count[rows], max_k, arrays)
         rho[rows] = root = arrays.where(root > before, root, before)
         if arrays.device is None:
             rows = rows[root > before * (1.0 + precision)]
@@ -82,21 +82,21 @@ def least_rho(draft: Draft, p: Tensor) -> Array:
 
 
 def masses_above(siblings: Siblings, rows: Array, rho: Array) -> tuple[Array, Array]:
-    """Masses of p and of q on T = {rho q > p} at ``rows`` ``[n]``, some: two ``[n]`` float64."""
+    """Masses of p and of q on T = {rho q > p} at ``rows`` ``[n]``: two ``[n]`` float64."""
     draft, p, arrays = siblings.draft, siblings.p, siblings.arrays
     assert draft.q is not None
     masses = []
     for part in parts(len(rows), p, CHUNK):
-        p_some, q_some = view(p, rows[part]), view(draft.q, siblings.q_row[rows[part]]).to(p.dtype)
+        p_rows, q_rows = view(p, rows[part]), view(draft.q, siblings.q_row[rows[part]]).to(p.dtype)
         factor = arrays.tensor(rho[part]).to(p.dtype)[:, None]
-        above = torch.addcmul(p_some, q_some, factor, value=-1).lt_(0)  # 0 or 1
-        masses.append(torch.stack([(mass * above).sum(-1, dtype=torch.float64) for mass in (p_some, q_some)]))
+        above = torch.addcmul(p_rows, q_rows, factor, value=-1).lt_(0)  # 0 or 1
+        masses.append(torch.stack([(mass * above).sum(-1, dtype=torch.float64) for mass in (p_rows, q_rows)]))
     p_mass, q_mass = arrays.read(torch.cat(masses, -1))
     return p_mass, q_mass
 
 
-def root_of(p_mass: Array, q_mass: Array, k: Array, most: int, arrays: Arrays) -> Array:
-    """The rho of 1 + d + .. + d^(k-1) = rho with d = Q - P / rho, all ``[n]``; no k is above ``most``.
+def root_of(p_mass: Array, q_mass: Array, k: Array, max_k: int, arrays: Arrays) -> Array:
+    """The rho of 1 + d + .. + d^(k-1) = rho with d = Q - P / rho, all ``[n]``; no k is above ``max_k``.
 
     In d this is (Q - d) (1 + d + .. + d^(k-1)) = P. As Q <= 1 the left side falls and is concave, and d^k <= Q - P at
     the root: from there Newton's steps come down on it, and stop where rounding does.
@@ -104,21 +104,21 @@ def root_of(p_mass: Array, q_mass: Array, k: Array, most: int, arrays: Arrays) -
     q_mass = arrays.at_most(q_mass, 1.0)
     order = arrays.full(len(k), 1.0) / k  # (torch divides a number by int64 in float32)
     d = arrays.at_least(q_mass - p_mass, 0.0) ** order
-    total, slope = series(d, k, most, arrays)
+    total, slope = series(d, k, max_k, arrays)
     for _ in range(NEWTON if arrays.device is not None else 1000):
         over = arrays.at_least(p_mass - (q_mass - d) * total, 0.0)
         lower = arrays.at_least(d - over / arrays.at_least(total - (q_mass - d) * slope, TINY), 0.0)
         if arrays.device is None and not (lower < d).any():
             break
         d = arrays.where(lower < d, lower, d) if arrays.device is not None else lower
-        total, slope = series(d, k, most, arrays)
+        total, slope = series(d, k, max_k, arrays)
     return total
 
 
-def series(d: Array, k: Array, most: int, arrays: Arrays) -> tuple[Array, Array]:
+def series(d: Array, k: Array, max_k: int, arrays: Arrays) -> tuple[Array, Array]:
     """1 + d + .. + d^(k-1) and its derivative, by Horner's rule: k at d = 1, where the closed form is 0 / 0."""
     total, slope = 0.0 * d + 1.0, 0.0 * d
-    for power in range(1, most):
+    for power in range(1, max_k):
         more = power < k
         slope = arrays.where(more, slope * d + total, slope)
         total = arrays.where(more, total * d + 1.0, total)

@@ -42,10 +42,10 @@ def walk(draft: Draft, p: Tensor) -> Verdict:
 
     It needs p(token | parent) of the M nodes, and V numbers only for the rows asked.
 
-    With point drafts, recursive rejection and traversal have this distribution too. Zeroing a rejected sibling and
-    renormalising leaves child r the probability p(c_r) that it is the one accepted. In traversal, a node whose earlier
-    children have mass s carries a_s = a (1 - s) / (1 - a s), so child c gets a p(c) / (1 - a s), no child stops with
-    probability 1 - a s, and every stop comes out as p of its path times the mass its children leave.
+    With deterministic drafts, recursive rejection and traversal have this distribution too. Zeroing a rejected sibling
+    and renormalising leaves child r the probability p(c_r) that it is the one accepted. In traversal, a node whose
+    earlier children have mass s carries a_s = a (1 - s) / (1 - a s), so child c gets a p(c) / (1 - a s), no child stops
+    with probability 1 - a s, and every stop comes out as p of its path times the mass its children leave.
 
     Args:
         p: ``[R, V]``, the target's probabilities; a dead row is all zero.

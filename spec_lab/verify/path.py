@@ -1,4 +1,4 @@
-"""What verifiers share that check each node by itself and accept the longest path that passes."""
+"""Shared by verifiers that check each node by itself and accept the longest path that passes."""
 
 from __future__ import annotations
 

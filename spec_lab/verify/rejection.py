@@ -20,7 +20,7 @@ from spec_lab.verify.siblings import HUGE, TINY, Siblings, check_rows, excess_, 
 
 
 class Rejection:
-    """What is left of p at every row after the children rejected so far.
+    """The rest of p at every row after the children rejected so far.
 
     Args:
         draft: has nodes, none of them drawn ``gumbel``.
@@ -44,19 +44,19 @@ class Rejection:
         self._q_row: list[int] = [-1] * rows if draft.q_row is None else draft.q_row.tolist()
         self._theta = [0.0] * rows
         self._mass: list[float | None] = [1.0] * rows  # S; None where it must be summed
-        self._points: dict[int, list[int]] = {}  # of each row, the tokens of the points rejected
+        self._deterministic: dict[int, list[int]] = {}  # of each row, the deterministic tokens rejected
         self._without: dict[int, list[int]] = {}  # of each row, the children drawn without replacement
         self._left: dict[int, float] = {}  # Z of the later of these, once one below the row is read
         value = p.numpy().item
         self._p_token = [*map(value, self.parent, self._token)]  # p(token | parent)
         self._q_token = [0.0] * draft.shape.nodes  # q(token | parent); 0 where the parent has no q
         if draft.q is not None:
-            value, place = draft.q.numpy().item, [self._q_row[row] for row in self.parent]
-            self._q_token = [value(k, token) if k >= 0 else 0.0 for k, token in zip(place, self._token, strict=True)]
+            value, q_rows = draft.q.numpy().item, [self._q_row[row] for row in self.parent]
+            self._q_token = [value(k, token) if k >= 0 else 0.0 for k, token in zip(q_rows, self._token, strict=True)]
         self._check()
 
     def _check(self) -> None:
-        """Refuse tokens that cannot have been drawn as stated; next to points, a token has its mass once."""
+        """Refuse tokens that cannot have been drawn as stated; next to deterministic ones a token has mass once."""
         for node, code in enumerate(self._code):
             if code != POINT and not self._q_token[node] > 0:
                 raise no_mass(node)
@@ -92,16 +92,16 @@ class Rejection:
         row = self.parent[node]
         if self._code[node] == POINT:
             self._mass[row] = max(self.mass(row) - self._weight(node), 0.0)
-            self._points.setdefault(row, []).append(self._token[node])
+            self._deterministic.setdefault(row, []).append(self._token[node])
         else:
             self._theta[row] = min(self._theta[row] + self.mass(row) / max(a * self._z(node), TINY), HUGE)
             self._mass[row] = None
 
     def residual(self, rows: Array) -> Tensor:
-        """What is left at ``rows`` ``[n]``: ``[n, V]``, unnormalised."""
+        """The rest at ``rows`` ``[n]``: ``[n, V]``, unnormalised."""
         x = torch.empty(len(rows), self._p.shape[1], dtype=self._p.dtype)
-        for place, row in enumerate(rows.tolist()):
-            self._excess_(x[place], row)
+        for index, row in enumerate(rows.tolist()):
+            self._excess_(x[index], row)
         return x
 
     def _excess_(self, x: Tensor, row: int) -> Tensor:
@@ -111,8 +111,8 @@ class Rejection:
             excess_(x, self._p[row], self._q[self._q_row[row]], self._theta[row])
         else:
             x.copy_(self._p[row])
-        if row in self._points:
-            x.numpy()[self._points[row]] = 0.0  # NumPy writes a few numbers faster
+        if row in self._deterministic:
+            x.numpy()[self._deterministic[row]] = 0.0  # NumPy writes a few numbers faster
         return x
 
     def _weight(self, node: int) -> float:
@@ -135,11 +135,11 @@ class Rejection:
             assert self._q is not None
             rest = self._q[self._q_row[row]].clone()
             values = rest.numpy()  # which writes a few numbers faster
-            for one in nodes:
-                values[self._token[one]] = 0.0
+            for sibling in nodes:
+                values[self._token[sibling]] = 0.0
             left = rest.sum().item()
-            for one in reversed(others):
-                self._left[one] = left = left + self._q_token[one]
+            for sibling in reversed(others):
+                self._left[sibling] = left = left + self._q_token[sibling]
         return self._left[node]
 
 

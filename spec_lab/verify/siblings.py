@@ -1,4 +1,4 @@
-"""What the verifiers share: what they read of a draft, and recursive rejection of siblings as one number per row.
+"""Shared by the verifiers: their view of a draft, and recursive rejection of siblings as one number per row.
 
 Let p be the target's distribution at a row, q the draft's before anything was drawn there, and c_0, c_1, .. the
 children in drawing order. Each c_r was drawn from a distribution q_r of its own: a point mass (``point``), q (``iid``),
@@ -9,13 +9,14 @@ weight in ``traversal``. Write P_r = W_r / S_r with S_r = sum W_r and W_0 = p; t
     W_{r+1} = (W_r - S_r / a_r q_r)+
 
 A child is rejected only where a_r P_r(c_r) < q_r(c_r), so that W_{r+1}(c_r) = 0: a rejected sibling has no mass left,
-whether a later q_r covers it or not, and a rejected point changes nothing else. So for siblings drawn in any mixture
+whether a later q_r covers it or not, and a rejected deterministic token changes nothing else. So for siblings drawn in
+any mixture
 
-    W_r = (p - theta_r q)+ off the points among c_0 .. c_{r-1}
-    theta_0 = 0,  theta_{r+1} = theta_r + S_r / (a_r Z_r) if c_r was sampled, theta_r if it is a point
+    W_r = (p - theta_r q)+ off the deterministic tokens among c_0 .. c_{r-1}
+    theta_0 = 0,  theta_{r+1} = theta_r + S_r / (a_r Z_r) if c_r was sampled, theta_r if it is deterministic
 
-and a row's state is theta, S, a: three numbers. Rejecting a point takes its own mass off S; rejecting a sampled sibling
-needs one sum of (p - theta q)+ over the vocabulary.
+and a row's state is theta, S, a: three numbers. Rejecting a deterministic token takes its own mass off S; rejecting a
+sampled sibling needs one sum of (p - theta q)+ over the vocabulary.
 
 ``rejection`` computes this node by node on the CPU, ``parallel`` for many nodes at once on a device.
 """
@@ -127,7 +128,7 @@ class Siblings:
         return self._gather(self.p, self.shape.parent)
 
     def q_token(self) -> Array:  # [M]
-        """q(token | parent) of every node; of a point below a parent without q some number.
+        """q(token | parent) of every node; of a deterministic one below a parent without q some number.
 
         Raises:
             ValueError: a token has no mass in q, on the CPU. (On a device nothing is checked: it would wait for it.)
@@ -151,12 +152,12 @@ class Siblings:
         if q is None:
             return x
         if self.arrays.device is None:
-            for place, row in enumerate(rows.tolist()):
-                excess_(x[place], self.p[row], q[self.q_row.item(row)], theta.item(row))
+            for index, row in enumerate(rows.tolist()):
+                excess_(x[index], self.p[row], q[self.q_row.item(row)], theta.item(row))
             return x
         # no look at theta: in float64 none is too large
-        some = view(q, self.q_row[rows]).double()
-        return x.double().addcmul_(some, theta[rows, None], value=-1).clamp_min_(0.0).to(self.p.dtype)
+        q_rows = view(q, self.q_row[rows]).double()
+        return x.double().addcmul_(q_rows, theta[rows, None], value=-1).clamp_min_(0.0).to(self.p.dtype)
 
     def first_accepted(self, accept: Array) -> Array:
         """``[R]``: where the path ends if children are tried in drawing order and the first accepted is taken.

@@ -31,8 +31,8 @@ class Token(Verifier):
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
         """The distribution of one step for ``p`` ``[R, V]``.
 
-        Point drafts and chains read M numbers of p and of q. Other trees sum over the vocabulary: on the CPU once for
-        each later sibling that can be reached, on a device once per sibling rank after the first.
+        Deterministic drafts and chains read M numbers of p and of q. Other trees sum over the vocabulary: on the CPU
+        once for each later sibling that can be reached, on a device once per sibling rank after the first.
 
         Raises:
             ValueError: ``p`` does not fit the forest; a token has no mass in its q; siblings drawn without replacement

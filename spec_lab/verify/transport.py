@@ -28,8 +28,8 @@ def transport_bound(p: Tensor, q: Tensor, count: int, drawn: Drawn) -> np.ndarra
     """The largest acceptance of ``count`` siblings drawn from q by any verifier that emits from p: ``[n]`` float64.
 
     Drawn ``iid`` P(all drafts lie in H) = q(H)^count. Drawn ``without`` replacement at most q's support is drafted;
-    ``gumbel`` drafts are distributed alike, and the bound covers verifiers that share the noise. Of ``point`` drafts
-    there is nothing to compute: they are given, and p(drafts) is reached.
+    ``gumbel`` drafts are distributed alike, and the bound covers verifiers that share the noise. Of deterministic
+    drafts (``point``) there is nothing to compute: they are given, and p(drafts) is reached.
 
     Args:
         p: ``[n, V]``, target probabilities; a dead row (all zero) accepts nothing.
@@ -39,11 +39,11 @@ def transport_bound(p: Tensor, q: Tensor, count: int, drawn: Drawn) -> np.ndarra
     Raises:
         ValueError: p and q of different shapes, negative or NaN; a negative count; drawn ``point``.
     """
-    found = inside(p, q, (count,), drawn)
-    if found is None:
+    masses = inside(p, q, (count,), drawn)
+    if masses is None:
         return np.zeros(len(p))
-    lost = (found.drafts[count] - found.target).max(-1)  # the empty set's 0 is no more than the whole support's 1 - p
-    return np.where(found.support > 0, np.clip(1.0 - lost, 0.0, 1.0), 0.0)
+    lost = (masses.drafts[count] - masses.target).max(-1)  # the empty set's 0 is no more than the whole support's 1 - p
+    return np.where(masses.support > 0, np.clip(1.0 - lost, 0.0, 1.0), 0.0)
 
 
 class Inside(NamedTuple):
@@ -71,7 +71,7 @@ def inside(p: Tensor, q: Tensor, counts: Sequence[int], drawn: Drawn) -> Inside 
         ValueError: as ``transport_bound``.
     """
     if drawn == "point":
-        raise ValueError("point drafts are not random: what can be accepted of them is p(drafts)")
+        raise ValueError("deterministic drafts are not random: what can be accepted of them is p(drafts)")
     if p.ndim != 2 or p.shape != q.shape:
         raise ValueError(f"p and q must have equal shapes (got {tuple(p.shape)} and {tuple(q.shape)})")
     if min(counts) < 0:
@@ -85,7 +85,7 @@ def inside(p: Tensor, q: Tensor, counts: Sequence[int], drawn: Drawn) -> Inside 
     ratio = np.divide(target, draft, out=np.full_like(draft, np.inf), where=draft > 0)
     order = np.argsort(ratio, axis=-1, kind="stable")[:, : int(support.max())]
     target, draft = np.take_along_axis(target, order, -1), np.take_along_axis(draft, order, -1)
-    return Inside(np.cumsum(target, -1), {one: _every(draft, support, one, drawn) for one in counts}, support)
+    return Inside(np.cumsum(target, -1), {count: _every(draft, support, count, drawn) for count in counts}, support)
 
 
 def _every(draft: np.ndarray, support: np.ndarray, count: int, drawn: Drawn) -> np.ndarray:  # [n, S]
@@ -93,9 +93,9 @@ def _every(draft: np.ndarray, support: np.ndarray, count: int, drawn: Drawn) -> 
     if drawn == "iid" or count <= 1:
         return np.cumsum(draft, -1) ** count
     every = np.zeros_like(draft)
-    some = support > count  # else all of the support is drafted, and lies in H only where H is all of it
-    if some.any():
-        every[some] = all_inside(draft[some], count)
+    partial = support > count  # else all of the support is drafted, and lies in H only where H is all of it
+    if partial.any():
+        every[partial] = all_inside(draft[partial], count)
     drafted = np.flatnonzero(support)
     every[drafted, support[drafted] - 1] = 1.0
     return every

@@ -33,8 +33,8 @@ class Traversal(Verifier):
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
         """The distribution of one step for ``p`` ``[R, V]``.
 
-        Point drafts read M numbers of p. Others sum over the vocabulary: on the CPU once for each node that can be
-        deleted (nothing is visited after a weight of 1), on a device once per turn (a node's turn comes after its
+        Deterministic drafts read M numbers of p. Others sum over the vocabulary: on the CPU once for each node that can
+        be deleted (nothing is visited after a weight of 1), on a device once per turn (a node's turn comes after its
         parent's and its earlier siblings'), and once for all last siblings together.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What every verifier returns, and the one function that samples it.
+"""The result of every verifier, and the one function that samples it.
 
 A verifier is a distribution, not a procedure. Given the draft and the target probabilities p it returns, for every row
 of the forest, the probability that the accepted path ends there (``stop``), and for the rows asked about the
@@ -75,7 +75,7 @@ DECLARED = {
     "follows_argmax": FLAG,
     "facts": FACTS,
 }
-"""What a verifier's attributes must be."""
+"""The checks of a verifier's attributes."""
 
 
 class Verifier(Part):
@@ -103,7 +103,7 @@ class Verifier(Part):
 
     @default
     def follows_argmax(self) -> bool:
-        """Whether at temperature 0 it follows the arg max as ``match.greedy_path``, where all nodes are points."""
+        """Whether at temperature 0 it follows the arg max as ``match.greedy_path``, all nodes being deterministic."""
         return False
 
     @abstractmethod
@@ -259,8 +259,8 @@ def choose(verdict: Verdict, shape: Shape, p: Tensor, draws: Draws, who: Sequenc
     if shape.nodes:
         grid = arrays.shape(shape).grid
         stop = arrays.tensor(in_trees(verdict.stop, grid))
-        row = grid[row, arrays.read(draws.pick(stop, [Key(*one, Purpose.STOP) for one in who]))]
-    keys = [Key(*one, Purpose.EMIT) for one in who]
+        row = grid[row, arrays.read(draws.pick(stop, [Key(*key, Purpose.STOP) for key in who]))]
+    keys = [Key(*key, Purpose.EMIT) for key in who]
     tokens, empties = [], []
     for part in parts(shape.roots, p, CHUNK):
         residual = verdict.residual(row[part])
@@ -270,5 +270,5 @@ def choose(verdict: Verdict, shape: Shape, p: Tensor, draws: Draws, who: Sequenc
         tokens.append(arrays.read(draws.pick(residual, keys[part])))
         empties.append(empty)
     joined = np.concatenate if arrays.device is None else torch.cat
-    token, none_left = (one[0] if len(one) == 1 else joined(one) for one in (tokens, empties))
+    token, none_left = (pieces[0] if len(pieces) == 1 else joined(pieces) for pieces in (tokens, empties))
     return Choice(row, token, none_left)

@@ -121,7 +121,7 @@ def test_points_left_out_of_q_are_accepted_more_often(verifier):
 class PointsKept(Rejection):
     """Rejected points keep their mass."""
 
-    _excess_ = edited(Rejection._excess_, "if row in self._points:", "if False:")
+    _excess_ = edited(Rejection._excess_, "if row in self._deterministic:", "if False:")
 
 
 class PointsAsSampled(Rejection):
@@ -136,7 +136,7 @@ class LaterPointsToo(Rejection):
     def __init__(self, draft, p):
         super().__init__(draft, p)
         for node in np.flatnonzero(draft.codes == POINT):
-            self._points.setdefault(self.parent[node], []).append(int(draft.token[node]))
+            self._deterministic.setdefault(self.parent[node], []).append(int(draft.token[node]))
 
 
 def broken(rejection: type[Rejection]) -> dict[str, object]:
