@@ -54,7 +54,7 @@ os.environ["COLUMNS"] = "100"
 
 # %%
 from spec_lab.replay.designs import Options
-from spec_lab.replay.show import replay
+from spec_lab.replay.replay_tables import replay
 
 chains = ["1", "1x1", "1x1x1", "1x1x1x1"]
 trees = ["2", "2x2", "3x2x1"]

@@ -23,7 +23,7 @@ from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics.acceptance import decode_steps
 from spec_lab.analysis.metrics.intervals import Interval, cluster_interval
 from spec_lab.replay.designs import Design, Estimate, Shares, evaluate
-from spec_lab.replay.trees import RecordedTrees, read
+from spec_lab.replay.recorded_trees import RecordedTrees, read
 
 POSITIONS, STEPS = "positions", "steps"
 """The two recordings: every position of texts, and the steps of a run."""

@@ -1,4 +1,4 @@
-"""What the sub-commands do: each prints to a console and returns an exit code; its docstring is its help."""
+"""The sub-commands: each prints to a console and returns an exit code; its docstring is its help."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refuse(error: object) -> int:
     return 1
 
 
-def _each(folders: Sequence[Path], what: Callable[[Path], int]) -> int:
+def _for_each(folders: Sequence[Path], what: Callable[[Path], int]) -> int:
     """Call ``what`` for each folder; print errors and continue with the next folder. Return the largest exit code."""
     code = 0
     for folder in folders:
@@ -47,8 +47,8 @@ def _each(folders: Sequence[Path], what: Callable[[Path], int]) -> int:
 
 def _unreadable(folder: Path) -> int:
     """Print the runs of a sweep whose files are not readable; return the exit code."""
-    broken = [one.unreadable for one in sweep.runs(folder) if one.unreadable]
-    return max((refuse(f"unreadable: {one}") for one in broken), default=0)
+    broken = [run.unreadable for run in sweep.runs(folder) if run.unreadable]
+    return max((refuse(f"unreadable: {why}") for why in broken), default=0)
 
 
 def _state(given: argparse.Namespace, console: Console) -> int:
@@ -66,7 +66,7 @@ def _collect(given: argparse.Namespace, console: Console) -> int:
         if given.latex:
             from spec_lab.analysis.latex import latex_table
 
-            keys = dict.fromkeys(sweep.key(one) for run in sweep.runs(given.folder) for one in run.overrides)
+            keys = dict.fromkeys(sweep.key(override) for run in sweep.runs(given.folder) for override in run.overrides)
             _write_table(given.latex, latex_table(table, list(keys)))
             say(console, f"LaTeX table: {given.latex}")
         if given.verbose:
@@ -78,7 +78,7 @@ def _collect_into(folder: Path, table: pd.DataFrame, console: Console) -> int:
     code = _unreadable(folder)
     if table.empty:
         raise ValueError(f"no run of {folder} is done; spec-lab state {folder} prints the state of each")
-    left = sum(one.state != "done" for one in sweep.runs(folder))
+    left = sum(run.state != "done" for run in sweep.runs(folder))
     file = folder / "table.parquet"
     with replacing(file) as stream:
         table.to_parquet(stream, index=False)
@@ -99,14 +99,14 @@ def _compare(given: argparse.Namespace, console: Console) -> int:
     if not 0 < given.level < 1:
         raise ValueError(f"--level must be between 0 and 1, not {given.level:g}")
     with sweep.reading(*given.folders):
-        found = compare(given.folders, given.level)
-        show(result(found), console, given.verbose)
+        comparison = compare(given.folders, given.level)
+        show(result(comparison), console, given.verbose)
     if given.csv:
-        _write_table(given.csv, as_frame(found).to_csv(index=False))
+        _write_table(given.csv, as_frame(comparison).to_csv(index=False))
         say(console, f"Table: {given.csv}")
     if given.html:
-        say(console, f"Page: {write_comparison(found, given.html)}, and figures beside it")
-    return max((refuse(f"unreadable: {one}") for one in found.unreadable), default=0)
+        say(console, f"Page: {write_comparison(comparison, given.html)}, and figures beside it")
+    return max((refuse(f"unreadable: {why}") for why in comparison.unreadable), default=0)
 
 
 def _project(given: argparse.Namespace, console: Console) -> int:
@@ -145,7 +145,7 @@ def _project(given: argparse.Namespace, console: Console) -> int:
     elif given.model is None:
         raise ValueError("--model is required: name the target's size, or give measured forwards with --costs PATH")
     else:
-        names = [one.strip() for one in options.pop("hardware", "h100-sxm").split(",") if one.strip()]
+        names = [name.strip() for name in options.pop("hardware", "h100-sxm").split(",") if name.strip()]
         deployments = projection.deployments_of(designs, names, context=context, lookup=lookup, **options)
     batches = batches or [2**power for power in range(8)]
     cells = projection.project(designs, deployments, batches, context, lengths, prefill)
@@ -168,10 +168,10 @@ def _numbers(option: str, text: str) -> list[int]:
     Raises:
         ValueError: something else is written; names the option.
     """
-    parts = [one.strip() for one in text.split(",")]
-    if not all(re.fullmatch(r"[1-9]\d{0,6}", one, re.ASCII) for one in parts):
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d{0,6}", part, re.ASCII) for part in parts):
         raise ValueError(f"{option} must be whole numbers from 1 on with commas, such as 1,2,4 (got {text})")
-    return sorted({int(one) for one in parts})
+    return sorted({int(part) for part in parts})
 
 
 def _write_table(file: Path, text: str) -> None:
@@ -197,17 +197,17 @@ def _report(given: argparse.Namespace, console: Console) -> int:
     """Write report.html and figures (PNG, SVG) into the directory of a run of any task, or of a sweep."""
     from spec_lab.analysis.report import write
 
-    def one(folder: Path) -> int:
+    def report(folder: Path) -> int:
         say(console, f"{write(folder)}, and figures in the same folder")
         return 0 if sweep.is_run(folder) else _unreadable(folder)
 
-    return _each(given.folders, one)
+    return _for_each(given.folders, report)
 
 
 def _replay(given: argparse.Namespace, console: Console) -> int:
     """Evaluate verifiers, draft trees and draft temperatures on the distributions that a run has recorded."""
     from spec_lab.replay.designs import Options
-    from spec_lab.replay.show import print_table, print_trace, replay, trace
+    from spec_lab.replay.replay_tables import print_table, print_trace, replay, trace
 
     if given.folder.is_file():
         frame = trace(given.folder, given.format, given.verifiers)
@@ -229,13 +229,13 @@ def _replay(given: argparse.Namespace, console: Console) -> int:
 def _bounds(given: argparse.Namespace, console: Console) -> int:
     """Print how close verifiers come to the optimum on recorded draft trees, and where the other tokens are lost."""
     from spec_lab.replay.bounds import of_run, table
-    from spec_lab.replay.show import print_bounds
+    from spec_lab.replay.replay_tables import print_bounds
 
     with sweep.reading(given.folder):
-        found = of_run(given.folder, given.arms)
-    print_bounds(found, console)
+        bounds = of_run(given.folder, given.arms)
+    print_bounds(bounds, console)
     if given.csv:
-        _write_table(given.csv, table(found).to_csv(index=False))
+        _write_table(given.csv, table(bounds).to_csv(index=False))
         say(console, f"Table: {given.csv}")
     return 0
 
@@ -244,12 +244,12 @@ def _samples(given: argparse.Namespace, console: Console) -> int:
     """Write a run's answers to HumanEval or LiveCodeBench for their own evaluators; nothing is executed."""
     from spec_lab.analysis.samples import write_samples
 
-    def one(folder: Path) -> int:
+    def write_answers(folder: Path) -> int:
         for file in write_samples(folder):
             say(console, str(file))
         return 0
 
-    return _each(given.folders, one)
+    return _for_each(given.folders, write_answers)
 
 
 def _track(given: argparse.Namespace, console: Console) -> int:
@@ -258,12 +258,12 @@ def _track(given: argparse.Namespace, console: Console) -> int:
 
     _check_owner(given)
 
-    def one(folder: Path) -> int:
+    def upload(folder: Path) -> int:
         for line in track_all(folder, given.project, given.entity, given.mode):
             say(console, line)
         return 0
 
-    return _each(given.folders, one)
+    return _for_each(given.folders, upload)
 
 
 def _check_owner(given: argparse.Namespace) -> None:

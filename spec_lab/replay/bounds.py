@@ -4,13 +4,13 @@ A step whose tree has depth D emits at most D + 1 tokens. What it emits less tha
 
 - ``verifier``: the best lossless verifier of this project accepts more of the same trees;
 - ``open``: no verifier here accepts it, and it is not proved that none can. 0 where the optimum is attained: for
-  chains (block verification), and for points;
+  chains (block verification), and for deterministic trees;
 - ``tree``: another tree of as many nodes and at most the same depth. An estimate: acceptance follows from depth and
   rank alone, as in Sequoia (2402.12374), and each node is verified optimally;
 - ``draft``: the rest. A draft whose q is p has every token of a chain accepted, D + 1 tokens.
 
-They sum to D + 1 - tau. All are means over the recorded steps after the prefill (see ``steps``), with bootstrap
-intervals over requests. ``optimum`` describes the bound of whole trees.
+They sum to D + 1 - tau. All are means over the recorded steps after the prefill (see ``recorded_steps``), with
+bootstrap intervals over requests. ``optimum`` describes the bound of whole trees.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from spec_lab.core.progress import Progress
 from spec_lab.core.tables import read_table
 from spec_lab.propose.trees import by_rank as value_by_rank
 from spec_lab.propose.trees import grow
-from spec_lab.replay import optimum, pseudo_tokens, steps
+from spec_lab.replay import optimum, pseudo_tokens, recorded_steps
 from spec_lab.replay.designs import verifier_of
 from spec_lab.replay.pseudo_tokens import PSEUDO, Variant
-from spec_lab.replay.shapes import Subtree
-from spec_lab.replay.trees import VERIFIERS, NeedsModel, RecordedTrees, read
+from spec_lab.replay.recorded_trees import VERIFIERS, NeedsModel, RecordedTrees, read
+from spec_lab.replay.subtrees import Subtree
 from spec_lab.verify import KSeq, Match, Token, Traversal, Verifier
 
 RESAMPLES = 1999
-MOST_ROWS = 20_000
+MAX_ROWS = 20_000
 """Recorded rows of which a run computes the bounds when it ends; it takes about half a minute."""
 PARTS = ("verifier", "open", "tree", "draft")
-"""The parts of what is lost, as ``lost_*``."""
+"""The parts of the loss, as ``lost_*``."""
 
-FIRST, WHOLE = Subtree(depth=1), Subtree()
+FIRST_LEVEL, WHOLE_TREES = Subtree(depth=1), Subtree()
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +84,8 @@ class ArmBounds:
         optimum: most expected tokens of a step by any lossless verifier of these trees.
         kind: "exact"; "bound" where no verifier need reach it; "estimate" where the masses of the tokens that were not
             recorded are not known (other temperatures than 1).
-        points: a bound of the expected tokens of any tree of points of as many nodes and at most this depth, whichever
-            draft chose them.
+        deterministic: a bound of the expected tokens of any deterministic tree of as many nodes and at most this
+            depth, whichever draft chose it.
         best: the lossless verifier of this project with the largest tau.
         verifiers: all that fit, most tokens first.
         needs: why there are no bounds; empty where there are.
@@ -98,40 +98,41 @@ class ArmBounds:
     depth: float = float("nan")
     optimum: Interval = Interval(*[float("nan")] * 3)
     kind: str = ""
-    points: Interval = Interval(*[float("nan")] * 3)
+    deterministic: Interval = Interval(*[float("nan")] * 3)
     best: str = ""
     verifiers: tuple[VerifierBounds, ...] = ()
     needs: str = ""
 
     def figures(self) -> dict[str, Any]:
         """The figures of the run's own verifier, by their names in ``summary.json``; empty where it is not known."""
-        own = next((one for one in self.verifiers if one.used), None)
-        if own is None:
+        used = next((bounds for bounds in self.verifiers if bounds.used), None)
+        if used is None:
             return {}
-        found = {"optimum_tau": self.optimum, "share_of_optimum": own.share, "share_of_optimum_first": own.share_first}
-        found |= {f"lost_{part}": value for part, value in own.lost.items()}
-        return {name: value._asdict() for name, value in found.items()}
+        figures = {"optimum_tau": self.optimum, "share_of_optimum": used.share}
+        figures |= {"share_of_optimum_first": used.share_first}
+        figures |= {f"lost_{part}": value for part, value in used.lost.items()}
+        return {name: value._asdict() for name, value in figures.items()}
 
     def summary(self) -> dict[str, Any]:
         """The contents of ``bounds`` in ``summary.json``."""
         if self.needs:
             return {"needs": self.needs}
-        each = {
-            one.name: {
-                "lossless": one.lossless,
-                "used": one.used,
-                "tau": one.tau._asdict(),
-                "not_recorded": one.unknown,
-                "share_first": one.share_first._asdict(),
-                "share": one.share._asdict(),
-                "lost": {part: value._asdict() for part, value in one.lost.items()},
+        by_name = {
+            bound.name: {
+                "lossless": bound.lossless,
+                "used": bound.used,
+                "tau": bound.tau._asdict(),
+                "not_recorded": bound.unknown,
+                "share_first": bound.share_first._asdict(),
+                "share": bound.share._asdict(),
+                "lost": {part: value._asdict() for part, value in bound.lost.items()},
             }
-            for one in self.verifiers
+            for bound in self.verifiers
         }
         return {
             "drawn": self.drawn, "steps": self.steps, "nodes": self.nodes, "depth": self.depth,
-            "optimum": self.optimum._asdict(), "kind": self.kind, "best_points": self.points._asdict(),
-            "best": self.best, "verifiers": each,
+            "optimum": self.optimum._asdict(), "kind": self.kind, "best_points": self.deterministic._asdict(),
+            "best": self.best, "verifiers": by_name,
         }  # fmt: skip
 
 
@@ -155,7 +156,7 @@ def for_summary(folder: Path) -> dict[str, ArmBounds]:
     """``of_run`` at the end of a run, which neither fails nor takes long for it: many rows are left to the command."""
     arms = read_table(folder / "replay.parquet", ["arm"]).to_pandas()["arm"]
     needs = f"{len(arms)} rows were recorded: spec-lab bounds DIR computes the bounds"
-    if len(arms) <= MOST_ROWS:
+    if len(arms) <= MAX_ROWS:
         try:
             return of_run(folder)
         except ValueError as error:
@@ -199,28 +200,28 @@ def acceptance(verifier: Verifier, p: np.ndarray, q: np.ndarray, count: np.ndarr
         p, q: ``[n, V]`` float64, distributions.
         count: ``[n]`` children.
     """
-    most = int(count.max(initial=0))
+    max_children = int(count.max(initial=0))
     if isinstance(verifier, Match):
         return np.asarray((p * -np.expm1(count[:, None] * np.log1p(-np.minimum(q, 1 - 1e-16)))).sum(1))
     if not isinstance(verifier, Token | Traversal):
         return None
-    # the theta of each rejection: P = (p - theta q)+ / S (``along``)
+    # the theta of each rejection: P = (p - theta q)+ / S (``steps_along_texts``)
     theta, total, left = np.zeros(len(p)), np.ones(len(p)), np.ones(len(p))
-    for rank in range(most):
+    for rank in range(max_children):
         rest = np.maximum(p - theta[:, None] * q, 0.0)
         total = rest.sum(1)
-        some = np.divide(rest, total[:, None], out=np.zeros_like(rest), where=total[:, None] > 0)
-        here = np.where(total > 0, np.minimum(q, some).sum(1), 1.0)
+        shares = np.divide(rest, total[:, None], out=np.zeros_like(rest), where=total[:, None] > 0)
+        here = np.where(total > 0, np.minimum(q, shares).sum(1), 1.0)
         left = np.where(rank < count, left * (1.0 - here), left)
         theta = theta + total
     return 1.0 - left
 
 
-def best_points(trees: RecordedTrees, p: np.ndarray) -> np.ndarray:  # [B]
-    """Return a bound of the accepted tokens of any tree of points with each tree's nodes and at most its depth.
+def best_deterministic(trees: RecordedTrees, p: np.ndarray) -> np.ndarray:  # [B]
+    """Return a bound of the accepted tokens of any deterministic tree with each tree's nodes and at most its depth.
 
-    No verifier accepts more of points than the probability of their texts, so the nodes are the likeliest texts. Below
-    a token that was not drafted nothing is recorded: what follows it is taken as certain.
+    No verifier accepts more of deterministic tokens than the probability of their texts, so the nodes are the likeliest
+    texts. Below a token that was not drafted nothing is recorded: what follows it is taken as certain.
 
     Args:
         trees: the recorded trees.
@@ -232,7 +233,7 @@ def best_points(trees: RecordedTrees, p: np.ndarray) -> np.ndarray:  # [B]
     child = [dict[int, int]() for _ in range(shape.rows)]
     for node, (above, token) in enumerate(zip(shape.parent.tolist(), trees.local.tolist(), strict=True)):
         child[above].setdefault(token, shape.roots + node)
-    found = np.zeros(shape.roots)
+    accepted = np.zeros(shape.roots)
     for tree, rows in enumerate(shape.trees):
         nodes, depth = len(rows) - 1, int(shape.depth[rows].max())
         # (minus the probability, row of the parent or -1, rank in it, depth, probability of the parent)
@@ -241,18 +242,18 @@ def best_points(trees: RecordedTrees, p: np.ndarray) -> np.ndarray:  # [B]
             if not open_ or depth == 0:
                 break
             minus, row, rank, level, above_p = heapq.heappop(open_)
-            found[tree] -= minus
+            accepted[tree] -= minus
             below = -1 if row < 0 else child[row].get(int(ordered[row, rank]), -1)
             if level < depth:
-                own = float(sorted_p[below, 0]) if below >= 0 else 1.0
-                heapq.heappush(open_, (minus * own, below, 0, level + 1, -minus))
+                child_p = float(sorted_p[below, 0]) if below >= 0 else 1.0
+                heapq.heappush(open_, (minus * child_p, below, 0, level + 1, -minus))
             if row >= 0 and rank + 1 < ordered.shape[1]:
                 heapq.heappush(open_, (-above_p * float(sorted_p[row, rank + 1]), row, rank + 1, level, above_p))
-    return found
+    return accepted
 
 
 def tree_gain(trees: RecordedTrees, draft: Draft, p: torch.Tensor, weight: np.ndarray) -> np.ndarray:  # [B]
-    """Return what the best tree of each tree's nodes, and at most its depth, accepts more, by depth and rank alone.
+    """Return how much more the best tree of each tree's nodes and at most its depth accepts, by depth and rank alone.
 
     Args:
         trees: the recorded trees; acceptance is averaged over steps after the prefill.
@@ -263,16 +264,16 @@ def tree_gain(trees: RecordedTrees, draft: Draft, p: torch.Tensor, weight: np.nd
     shape = trees.shape
     rows = np.where(trees.decode[shape.root], weight, 0.0)
     accuracy = optimum.by_rank(draft, p, rows, int(shape.sizes.max()) - 1)
-    own = optimum.modelled(shape, accuracy)
-    value = value_by_rank([one.tolist() for one in accuracy])
+    expected = optimum.modelled(shape, accuracy)
+    value = value_by_rank([chances.tolist() for chances in accuracy])
     depth = np.zeros(shape.roots, dtype=np.int64)
     np.maximum.at(depth, shape.root, shape.depth)
     known: dict[tuple[int, int], float] = {}
     for pair in set(zip((shape.sizes - 1).tolist(), depth.tolist(), strict=True)):
         nodes, deepest = pair
-        known[pair] = sum(one for _, one in grow(value, nodes, deepest, accuracy.shape[1]))
+        known[pair] = sum(chance for _, chance in grow(value, nodes, deepest, accuracy.shape[1]))
     best = np.array([known[pair] for pair in zip((shape.sizes - 1).tolist(), depth.tolist(), strict=True)])
-    return np.maximum(best - own, 0.0)
+    return np.maximum(best - expected, 0.0)
 
 
 def _bounds(trees: RecordedTrees) -> ArmBounds:
@@ -285,9 +286,9 @@ def _bounds(trees: RecordedTrees) -> ArmBounds:
     shape, decode = trees.shape, trees.decode
     reduced = pseudo_tokens.target(trees), pseudo_tokens.drafted(trees)
     p, q = pseudo_tokens.complete(*reduced, Variant("shared"))
-    draft, target = steps.as_draft(trees, q), torch.from_numpy(p)
+    draft, target = recorded_steps.as_draft(trees, q), torch.from_numpy(p)
     way = optimum.way_of(draft)
-    found = optimum.levels(draft, target, lumps=PSEUDO)
+    level_bounds = optimum.levels(draft, target, lumps=PSEUDO)
     clusters, cluster = np.unique(trees.steps["request"].to_numpy()[decode], return_inverse=True)
 
     def per_request(values: np.ndarray) -> np.ndarray:  # [B] -> [N]
@@ -295,18 +296,18 @@ def _bounds(trees: RecordedTrees) -> ArmBounds:
 
     depth = np.zeros(shape.roots)
     np.maximum.at(depth, shape.root, shape.depth)
-    gain = per_request(tree_gain(trees, draft, target, found.weight))
-    points = per_request(best_points(trees, p))
+    gain = per_request(tree_gain(trees, draft, target, level_bounds.weight))
+    deterministic = per_request(best_deterministic(trees, p))
     count, deep = per_request(np.ones(shape.roots)), per_request(depth)
-    at_least = np.stack([per_request(one) for one in found.at_least.T], 1)  # [N, D]
+    at_least = np.stack([per_request(column) for column in level_bounds.at_least.T], 1)  # [N, D]
     if not deep.sum():
         raise NeedsModel("no step after the prefill has drafted anything")
 
     used = trees.verifier.written if trees.verifier else ""
     measured = _measured(trees, used)
-    lossless = [name for name, one in measured.items() if one.verifier.lossless]
+    lossless = [name for name, result in measured.items() if result.verifier.lossless]
     best = max(lossless, key=lambda name: float(measured[name].accepted.sum()))
-    block = next((one for one in measured.values() if isinstance(one.verifier, Traversal)), None)
+    block = next((result for result in measured.values() if isinstance(result.verifier, Traversal)), None)
     chains = way != "point" and not shape.branches and block is not None
     attained = way == "point" or chains or shape.deepest == 1
     kind = "exact" if attained and len(pseudo_tokens.variants(trees, *reduced)) == 1 else "bound"
@@ -314,100 +315,101 @@ def _bounds(trees: RecordedTrees) -> ArmBounds:
         kind = "estimate"
 
     names = list(measured)
-    columns = [count, deep, gain, points, *at_least.T]
-    columns += [block.most if chains and block else np.zeros(len(clusters))]
-    for one in measured.values():
-        columns += [one.accepted, one.first]
+    columns = [count, deep, gain, deterministic, *at_least.T]
+    columns += [block.max_accepted if chains and block else np.zeros(len(clusters))]
+    for result in measured.values():
+        columns += [result.accepted, result.first]
     sums = np.stack(columns, 1)
     levels = at_least.shape[1]
 
     def statistics(totals: np.ndarray) -> np.ndarray:  # [n, columns] -> [n, S]
         means = totals[:, 1:] / np.maximum(totals[:, :1], 1e-300)
-        deep, gain, points = means[:, 0], means[:, 1], means[:, 2]
+        deep, gain, deterministic = means[:, 0], means[:, 1], means[:, 2]
         rows = means[:, 3 : 3 + levels]
         rest = means[:, 3 + levels :]
-        most = rest[:, 0] if chains else rows.sum(1) if way == "point" else optimum.summed(rows)
+        attainable = rest[:, 0] if chains else rows.sum(1) if way == "point" else optimum.summed(rows)
         accepted, first = rest[:, 1::2], rest[:, 2::2]
         top = accepted[:, names.index(best)]
-        tree = np.clip(gain, 0.0, np.maximum(deep - np.maximum(most, top), 0.0))
-        each = [1 + most, 1 + points]
-        for place in range(len(names)):
-            own = accepted[:, place]
+        tree = np.clip(gain, 0.0, np.maximum(deep - np.maximum(attainable, top), 0.0))
+        figures = [1 + attainable, 1 + deterministic]
+        for index in range(len(names)):
+            its_accepted = accepted[:, index]
             with np.errstate(divide="ignore", invalid="ignore"):
-                each += [1 + own, first[:, place] / rows[:, 0], own / most]
-            each += [top - own, most - top, tree, deep - most - tree]
-        return np.stack(each, 1)
+                figures += [1 + its_accepted, first[:, index] / rows[:, 0], its_accepted / attainable]
+            figures += [top - its_accepted, attainable - top, tree, deep - attainable - tree]
+        return np.stack(figures, 1)
 
     values = statistics(sums.sum(0, keepdims=True))[0]
     ends = np.full((2, len(values)), np.nan)
     if len(clusters) >= MIN_CLUSTERS:
         ends = quantiles(statistics(resampled_sums(sums, RESAMPLES)), 0.95)
-    each = [Interval(*map(float, one)) for one in zip(values, *ends, strict=True)]
+    intervals = [Interval(*map(float, numbers)) for numbers in zip(values, *ends, strict=True)]
     rows = []
-    for place, (name, one) in enumerate(measured.items()):
-        own = each[2 + 7 * place : 9 + 7 * place]
-        lost = dict(zip(PARTS, own[3:], strict=True))
-        unknown = one.unknown / float(count.sum())
-        rows.append(VerifierBounds(name, one.verifier.lossless, name == used, own[0], unknown, own[1], own[2], lost))
+    for index, (name, result) in enumerate(measured.items()):
+        figures = intervals[2 + 7 * index : 9 + 7 * index]
+        tau, share_first, share, *parts = figures
+        unknown, lost = result.unknown / float(count.sum()), dict(zip(PARTS, parts, strict=True))
+        keeps = result.verifier.lossless
+        rows.append(VerifierBounds(name, keeps, name == used, tau, unknown, share_first, share, lost))
     rows.sort(key=lambda bound: (not bound.lossless, -bound.tau.mean))
     total = float(count.sum())
     return ArmBounds(
         trees.arm, " and ".join(sorted(trees.ways)), int(total), float(per_request(shape.sizes - 1.0).sum() / total),
-        float(deep.sum() / total), each[0], kind, each[1], best, tuple(rows),
+        float(deep.sum() / total), intervals[0], kind, intervals[1], best, tuple(rows),
     )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class _Measured:
-    """What a verifier accepts, in each request: ``[N]`` sums over steps.
+    """Acceptance by a verifier in each request: ``[N]`` sums over steps.
 
     Args:
         verifier: the verifier.
         accepted: accepted tokens.
-        most: the same with the completion of the rows that has the most.
+        max_accepted: the same with the completion of the rows that has the most.
         first: P(a child is accepted), the first level alone.
         unknown: half the difference that the completions make, over all requests.
     """
 
     verifier: Verifier
     accepted: np.ndarray
-    most: np.ndarray
+    max_accepted: np.ndarray
     first: np.ndarray
     unknown: float
 
 
 def _measured(trees: RecordedTrees, used: str) -> dict[str, _Measured]:
-    """Return what each verifier that fits accepts, by name.
+    """Return the acceptance by each verifier that fits, by name.
 
     Raises:
         NeedsModel: none does, or no lossless one.
     """
-    found: dict[str, _Measured] = {}
+    measured: dict[str, _Measured] = {}
     wanted = {name: name for name in VERIFIERS} | ({used.partition(":")[0]: used} if used else {})
     why: NeedsModel | None = None
     for name in wanted.values():
         verifier = verifier_of(name)
         sums = []
-        for one in steps.evaluate(trees, verifier, [WHOLE, FIRST]):
-            if isinstance(one, NeedsModel):
-                why = one
+        for outcome in recorded_steps.evaluate(trees, verifier, [WHOLE_TREES, FIRST_LEVEL]):
+            if isinstance(outcome, NeedsModel):
+                why = outcome
                 break
-            sums.append(one)
+            sums.append(outcome)
         if len(sums) < 2:
             continue
-        whole, first = ((one.tokens - one.steps) for one in sums)  # [variants, N]
+        whole, first = ((outcome.tokens - outcome.steps) for outcome in sums)  # [variants, N]
         at_first = _closed(trees, verifier)
         totals = whole.sum(1)
-        found[name] = _Measured(
+        measured[name] = _Measured(
             verifier,
             whole.mean(0),
             whole[int(totals.argmax())],
             first.mean(0) if at_first is None else at_first,
             float(totals.max() - totals.min()) / 2,
         )
-    if not any(one.verifier.lossless for one in found.values()):
+    if not any(result.verifier.lossless for result in measured.values()):
         raise why or NeedsModel("no lossless verifier supports these trees")
-    return found
+    return measured
 
 
 def _closed(trees: RecordedTrees, verifier: Verifier) -> np.ndarray | None:  # [N]
@@ -419,34 +421,35 @@ def _closed(trees: RecordedTrees, verifier: Verifier) -> np.ndarray | None:  # [
     reduced = pseudo_tokens.target(trees), pseudo_tokens.drafted(trees)
     roots, decode = np.arange(trees.shape.roots), trees.decode
     count = trees.shape.count[roots]
-    each = []
-    for one in pseudo_tokens.variants(trees, *reduced):
-        p, q = (mass[roots] for mass in pseudo_tokens.complete(*reduced, one))
+    values = []
+    for variant in pseudo_tokens.variants(trees, *reduced):
+        p, q = (mass[roots] for mass in pseudo_tokens.complete(*reduced, variant))
         value = acceptance(verifier, p, q, count)
         assert value is not None
-        each.append(value)
+        values.append(value)
     request = np.unique(trees.steps["request"].to_numpy()[decode], return_inverse=True)[1]
-    return np.bincount(request, np.mean(each, 0)[decode])
+    return np.bincount(request, np.mean(values, 0)[decode])
 
 
-def table(found: Mapping[str, ArmBounds]) -> pd.DataFrame:
+def table(bounds: Mapping[str, ArmBounds]) -> pd.DataFrame:
     """Return one row for each arm and verifier; of an arm without bounds one that says why."""
     rows: list[dict[str, Any]] = []
-    for name, arm in found.items():
+    for name, arm in bounds.items():
         if arm.needs:
             rows.append({"arm": name, "drawn": arm.drawn, "needs": arm.needs})
             continue
         shared = {
             "arm": name, "drawn": arm.drawn, "steps": arm.steps, "nodes": arm.nodes, "depth": arm.depth,
-            **_columns("optimum", arm.optimum), "optimum_kind": arm.kind, **_columns("best_points", arm.points),
+            **_columns("optimum", arm.optimum), "optimum_kind": arm.kind, **_columns("best_points", arm.deterministic),
         }  # fmt: skip
-        for one in arm.verifiers:
-            own = {"verifier": one.name, "lossless": one.lossless, "used": one.used, **_columns("tau", one.tau)}
-            own |= {"not_recorded": one.unknown, **_columns("share_first", one.share_first)}
-            own |= _columns("share", one.share)
-            for part, value in one.lost.items():
-                own |= _columns(f"lost_{part}", value)
-            rows.append(shared | own | {"needs": ""})
+        for bound in arm.verifiers:
+            columns = {"verifier": bound.name, "lossless": bound.lossless, "used": bound.used}
+            columns |= {**_columns("tau", bound.tau), "not_recorded": bound.unknown}
+            columns |= _columns("share_first", bound.share_first)
+            columns |= _columns("share", bound.share)
+            for part, value in bound.lost.items():
+                columns |= _columns(f"lost_{part}", value)
+            rows.append(shared | columns | {"needs": ""})
     return pd.DataFrame(rows)
 
 

@@ -2,9 +2,10 @@
 
 Two methods, named in the column ``method``:
 
-- ``steps``: the exact expectation at the steps of the recorded run (``steps``), for all verifiers and subtrees;
-- ``along``: the design's own steps along the recorded texts (``along``), for lossless verifiers of a draft model's
-  samples, and of points that were recorded at every position.
+- ``steps``: the exact expectation at the steps of the recorded run (``recorded_steps``), for all verifiers and
+  subtrees;
+- ``along``: the design's own steps along the recorded texts (``steps_along_texts``), for lossless verifiers of a draft
+  model's samples, and of deterministic trees that were recorded at every position.
 
 Each tau has two intervals. ``low`` to ``high`` is the 95 % bootstrap interval over requests, NaN for fewer
 than ``MIN_CLUSTERS``. ``bound_low`` to
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,11 @@ import pandas as pd
 from spec_lab.analysis.metrics.intervals import MIN_CLUSTERS, Resampler, quantiles
 from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
-from spec_lab.replay import along, steps
-from spec_lab.replay.along import Along, Rule
-from spec_lab.replay.shapes import Subtree
-from spec_lab.replay.steps import Sums
-from spec_lab.replay.trees import VERIFIERS, NeedsModel, RecordedTrees
+from spec_lab.replay import recorded_steps, steps_along_texts
+from spec_lab.replay.recorded_steps import Sums
+from spec_lab.replay.recorded_trees import VERIFIERS, NeedsModel, RecordedTrees
+from spec_lab.replay.steps_along_texts import Rule, TextRows, static
+from spec_lab.replay.subtrees import Subtree
 from spec_lab.verify import Verifier
 
 RESAMPLES = 1999
@@ -45,8 +46,8 @@ def verifier_of(text: str) -> Verifier:
     if name not in VERIFIERS:
         raise ValueError(f"replay has no verifier {brief(name)}; it has {', '.join(VERIFIERS)}")
     options: dict[str, Any] = {"lenience": 0.8} if name == "lenient" else {}
-    for one in filter(None, given.split(",")):
-        key, _, value = one.partition("=")
+    for option in filter(None, given.split(",")):
+        key, _, value = option.partition("=")
         if re.fullmatch(r"[+-]?\d+", value):
             options[key] = int(value)
         else:
@@ -76,8 +77,8 @@ class Shares:
         if "*" not in text:
             return Shares(((1.0, Subtree.parse(text)),))
         parts = []
-        for one in text.split("+"):
-            share, _, shape = one.partition("*")
+        for part in text.split("+"):
+            share, _, shape = part.partition("*")
             try:
                 parts.append((float(share), Subtree.parse(shape.strip())))
             except ValueError as error:
@@ -95,13 +96,13 @@ class Shares:
 
 @dataclass(frozen=True)
 class Design:
-    """What would be run.
+    """A configuration that would be run.
 
     Args:
         verifier: the verifier, as it is written.
         shapes: the draft trees.
         draft_temperature, draft_top_k: of the drafter; None and 0 for the recorded.
-        confidence: see ``along.Rule``; None for the recorded one.
+        confidence: see ``steps_along_texts.Rule``; None for the recorded one.
         drawn: how a draft model's trees are drawn, along the texts; None for as recorded.
     """
 
@@ -122,7 +123,7 @@ class Estimate:
         method: "steps" or "along".
         tau, low, high: expected tokens of a step, and its 95 % interval.
         bound_low, bound_high: what the tokens that were not recorded leave open.
-        bound_kind: one of ``steps.KINDS``.
+        bound_kind: one of ``recorded_steps.KINDS``.
         ess: the effective number of steps.
         needs: why the recorded rows do not identify it; empty where they do.
     """
@@ -140,11 +141,11 @@ class Estimate:
 
     def row(self) -> dict[str, Any]:
         """Columns of the table."""
-        own = self.design
+        design = self.design
         return {
-            "method": self.method, "verifier": own.verifier, "lossless": verifier_of(own.verifier).lossless,
-            "shape": str(own.shapes), "drawn": own.drawn or "",
-            "draft_temperature": own.draft_temperature, "draft_top_k": own.draft_top_k, "confidence": own.confidence,
+            "method": self.method, "verifier": design.verifier, "lossless": verifier_of(design.verifier).lossless,
+            "shape": str(design.shapes), "drawn": design.drawn or "", "draft_temperature": design.draft_temperature,
+            "draft_top_k": design.draft_top_k, "confidence": design.confidence,
             "tau": self.tau, "low": self.low, "high": self.high, "bound_low": self.bound_low,
             "bound_high": self.bound_high, "bound_kind": self.bound_kind, "effective_steps": self.ess,
             "needs": self.needs,
@@ -178,17 +179,18 @@ def designs(trees: RecordedTrees, options: Options) -> list[Design]:
     named = list(options.verifiers)
     for name in () if named else VERIFIERS:
         try:
-            steps.check(trees, verifier_of(name))
+            recorded_steps.check(trees, verifier_of(name))
             named.append(name)
         except NeedsModel:
             continue
-    for one in named:
-        verifier_of(one)
-    written = [Shares.parse(one) for one in options.shapes] or [Shares(((1.0, one),)) for one in limits(trees)]
+    for text in named:
+        verifier_of(text)
+    every = [Shares(((1.0, subtree),)) for subtree in limits(trees)]
+    shapes = [Shares.parse(text) for text in options.shapes] or every
     return [
         Design(verifier, shape, temperature, top_k, confidence, way)
         for verifier in named
-        for shape in written
+        for shape in shapes
         for temperature in options.temperatures or (None,)
         for top_k in options.top_ks or (0,)
         for confidence in options.confidences or (None,)
@@ -199,15 +201,15 @@ def designs(trees: RecordedTrees, options: Options) -> list[Design]:
 def limits(trees: RecordedTrees) -> list[Subtree]:
     """Return every limit of depth, of children and of nodes that cuts the recorded trees, the whole trees first."""
     shape = trees.shape
-    wide, most = int(shape.count.max(initial=0)), int(shape.sizes.max(initial=1)) - 1
-    found = [Subtree()]
+    wide, max_nodes = int(shape.count.max(initial=0)), int(shape.sizes.max(initial=1)) - 1
+    subtrees = [Subtree()]
     for depth in range(1, shape.deepest + 1):
         for children in range(1, wide + 1):
             if depth < shape.deepest or children < wide:
-                found.append(Subtree(depth=depth, children=children))
+                subtrees.append(Subtree(depth=depth, children=children))
     if wide > 1:
-        found += [Subtree(nodes=nodes) for nodes in range(1, most)]
-    return found
+        subtrees += [Subtree(nodes=nodes) for nodes in range(1, max_nodes)]
+    return subtrees
 
 
 def evaluate(trees: RecordedTrees, wanted: Sequence[Design], sampling: Sampling | None = None) -> Iterator[Estimate]:
@@ -219,29 +221,28 @@ def evaluate(trees: RecordedTrees, wanted: Sequence[Design], sampling: Sampling 
         sampling: of the target, for ``steps``; None for the recorded one.
     """
     try:
-        texts: Along | NeedsModel = Along.of(trees)
+        texts: TextRows | NeedsModel = TextRows.of(trees)
     except NeedsModel as why:
         texts = why
     resampled = Resampler(RESAMPLES)
     groups: dict[tuple[Any, ...], list[Design]] = {}
-    for one in wanted:
-        groups.setdefault((one.verifier, one.draft_temperature, one.draft_top_k, one.confidence, one.drawn), []).append(
-            one
-        )
-    for (name, temperature, top_k, confidence, drawn), each in groups.items():
+    for design in wanted:
+        drafter = design.draft_temperature, design.draft_top_k, design.confidence, design.drawn
+        groups.setdefault((design.verifier, *drafter), []).append(design)
+    for (name, temperature, top_k, confidence, drawn), group in groups.items():
         verifier = verifier_of(name)
-        every = list(dict.fromkeys(shape for one in each for _, shape in one.shapes.parts))
+        every = list(dict.fromkeys(shape for design in group for _, shape in design.shapes.parts))
         at_steps: dict[Subtree, Sums | NeedsModel] = {}
         changed = _changed(trees, confidence, drawn)
         if not changed:
-            found = steps.evaluate(trees, verifier, every, sampling, temperature, top_k)
-            at_steps = dict(zip(every, found, strict=True))
-        for one in each:
+            sums = recorded_steps.evaluate(trees, verifier, every, sampling, temperature, top_k)
+            at_steps = dict(zip(every, sums, strict=True))
+        for design in group:
             needs, given = [changed] if changed else [], []
             try:
                 if not changed:
-                    own = mixed([(share, at_steps[shape]) for share, shape in one.shapes.parts])
-                    yield estimate(one, "steps", own, resampled)
+                    total = mixed([(share, at_steps[shape]) for share, shape in design.shapes.parts])
+                    yield estimate(design, "steps", total, resampled)
                     given.append("steps")
             except NeedsModel as why:
                 needs.append(str(why))
@@ -250,12 +251,12 @@ def evaluate(trees: RecordedTrees, wanted: Sequence[Design], sampling: Sampling 
                     raise NeedsModel("another sampling of the target emits other texts than the recorded ones")
                 if isinstance(texts, NeedsModel):
                     raise texts
-                yield estimate(one, "along", _along(texts, verifier, one), resampled)
+                yield estimate(design, "along", _along(texts, verifier, design), resampled)
                 given.append("along")
             except NeedsModel as why:
                 needs.append(str(why))
             if not given:
-                yield Estimate(one, "", needs="; ".join(dict.fromkeys(needs)))
+                yield Estimate(design, "", needs="; ".join(dict.fromkeys(needs)))
 
 
 def _changed(trees: RecordedTrees, confidence: float | None, drawn: str | None) -> str:
@@ -269,27 +270,26 @@ def _changed(trees: RecordedTrees, confidence: float | None, drawn: str | None) 
     return ""
 
 
-def _along(texts: Along, verifier: Verifier, one: Design) -> Sums:
-    """What a design's steps along the texts add to tau."""
+def _along(texts: TextRows, verifier: Verifier, design: Design) -> Sums:
+    """The sums of a design's steps along the texts."""
     trees = texts.trees
     if not trees.expanded.any():
-        if one.draft_temperature is not None or one.draft_top_k or one.confidence is not None:
-            raise NeedsModel("the recorded drafts are points, which carry no q; record drawn=iid")
-        if len(one.shapes.parts) > 1:
-            raise NeedsModel("a mixture of point trees along the texts")
-        return along.of_points(texts, verifier, one.shapes.parts[0][1])
+        if design.draft_temperature is not None or design.draft_top_k or design.confidence is not None:
+            raise NeedsModel("the recorded drafts are deterministic and carry no q; record drawn=iid")
+        if len(design.shapes.parts) > 1:
+            raise NeedsModel("a mixture of deterministic trees along the texts")
+        return steps_along_texts.evaluate_deterministic(texts, verifier, design.shapes.parts[0][1])
     ways = sorted(trees.ways)
-    drawn = one.drawn or (ways[0] if len(ways) == 1 else " and ".join(ways))
-    confidence = trees.proposer.get("confidence", 0.0) if one.confidence is None else one.confidence
+    drawn = design.drawn or (ways[0] if len(ways) == 1 else " and ".join(ways))
+    confidence = trees.proposer.get("confidence", 0.0) if design.confidence is None else design.confidence
+    temperature = None if drawn == "point" else design.draft_temperature
     rules = [
-        (share, Rule(along.static(trees, shape), drawn, one.draft_temperature, one.draft_top_k, float(confidence)))
-        for share, shape in one.shapes.parts
+        (share, Rule(static(trees, shape), drawn, temperature, design.draft_top_k, float(confidence)))
+        for share, shape in design.shapes.parts
     ]
-    if drawn == "point" and one.draft_temperature is not None:
-        rules = [(share, replace(rule, temperature=None)) for share, rule in rules]
     if any(rule.confidence for _, rule in rules) and trees.draft_temperature == 0:
         raise NeedsModel("drafts at temperature 0 do not show the draft probabilities that a confidence compares")
-    return along.evaluate(texts, verifier, rules)
+    return steps_along_texts.evaluate(texts, verifier, rules)
 
 
 def mixed(parts: Sequence[tuple[float, Sums | NeedsModel]]) -> Sums:
@@ -298,20 +298,20 @@ def mixed(parts: Sequence[tuple[float, Sums | NeedsModel]]) -> Sums:
     Raises:
         NeedsModel: one of them is not identified.
     """
-    each = []
-    for share, one in parts:
-        if isinstance(one, NeedsModel):
-            raise one
-        each.append((share, one))
-    if len(each) == 1:
-        return each[0][1]
-    first = each[0][1]
-    totals = [one.steps.sum(1, keepdims=True) for _, one in each]  # each rule's steps are all recorded steps
-    scaled = [(share, one, 1.0 / total) for (share, one), total in zip(each, totals, strict=True)]
-    tokens = sum(share * one.tokens * scale for share, one, scale in scaled)
-    counted = sum(share * one.steps * scale for share, one, scale in scaled)
-    kinds = max((one.kind for _, one in each), key=steps.KINDS.index)
-    return Sums(first.clusters, np.asarray(tokens), np.asarray(counted), min(one.ess for _, one in each), kinds)
+    known = []
+    for share, sums in parts:
+        if isinstance(sums, NeedsModel):
+            raise sums
+        known.append((share, sums))
+    if len(known) == 1:
+        return known[0][1]
+    first = known[0][1]
+    totals = [sums.steps.sum(1, keepdims=True) for _, sums in known]  # each rule's steps are all recorded steps
+    scaled = [(share, sums, 1.0 / total) for (share, sums), total in zip(known, totals, strict=True)]
+    tokens = sum(share * sums.tokens * scale for share, sums, scale in scaled)
+    counted = sum(share * sums.steps * scale for share, sums, scale in scaled)
+    kinds = max((sums.kind for _, sums in known), key=recorded_steps.KINDS.index)
+    return Sums(first.clusters, np.asarray(tokens), np.asarray(counted), min(sums.ess for _, sums in known), kinds)
 
 
 def estimate(

@@ -11,8 +11,8 @@ Q, let none of it overlap. The overlap of p and q, sum min(p, q), lies between t
   since S falls by no more than the mass of q that is not rejected yet, at most Z: so every theta lies between those of
   the two. And where a sibling is accepted with less than 1, P(c) / q_c(c) falls in theta and in the rest's part of S.
 
-What follows for a whole tree is in ``steps``. At another temperature the mass of the rest is known up to bounds, which
-add two evaluations each (``Variant``).
+What follows for a whole tree is in ``recorded_steps``. At another temperature the mass of the rest is known up to
+bounds, which add two evaluations each (``Variant``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from spec_lab.core.probabilities import Sampling
-from spec_lab.replay.trees import NeedsModel, RecordedTrees
+from spec_lab.replay.recorded_trees import NeedsModel, RecordedTrees
 
 PSEUDO = 2
 """Pseudo tokens of each row."""
@@ -34,13 +34,13 @@ class Variant(NamedTuple):
 
     Args:
         rest: whether the rests of p and q are "shared" or "apart".
-        p: whether the rest of p has its "least" or its "most" possible mass; they differ at another temperature only.
+        p: whether the rest of p has its "lower" or its "upper" bound; they differ at another temperature only.
         q: the same of q.
     """
 
     rest: Literal["shared", "apart"] = "shared"
-    p: Literal["least", "most"] = "least"
-    q: Literal["least", "most"] = "least"
+    p: Literal["lower", "upper"] = "lower"
+    q: Literal["lower", "upper"] = "lower"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,24 +49,23 @@ class Reduced:
 
     Args:
         top: ``[R, W]``, not normalised.
-        least: ``[R]`` the least possible mass of all other tokens, on the same scale.
-        most: ``[R]`` the most.
+        lower, upper: ``[R]`` bounds of the mass of all other tokens, on the same scale.
     """
 
     top: np.ndarray
-    least: np.ndarray
-    most: np.ndarray
+    lower: np.ndarray
+    upper: np.ndarray
 
     @property
     def exact(self) -> bool:
         """Whether the mass of the others is known."""
-        return bool((self.most <= self.least * (1 + 1e-9)).all())
+        return bool((self.upper <= self.lower * (1 + 1e-9)).all())
 
-    def complete(self, which: str, place: int) -> np.ndarray:  # [R, W + PSEUDO]
-        """The normalised distributions, the others' mass at the pseudo token ``place``."""
+    def complete(self, which: str, column: int) -> np.ndarray:  # [R, W + PSEUDO]
+        """The normalised distributions, the others' mass at the pseudo token ``column``."""
         full = np.zeros((len(self.top), self.top.shape[1] + PSEUDO))
         full[:, :-PSEUDO] = self.top
-        full[:, self.top.shape[1] + place] = self.least if which == "least" else self.most
+        full[:, self.top.shape[1] + column] = self.lower if which == "lower" else self.upper
         total = full.sum(1, keepdims=True)
         return np.divide(full, total, out=full, where=total > 0)
 
@@ -84,17 +83,17 @@ def target(trees: RecordedTrees, sampling: Sampling | None = None) -> Reduced:
     sampling = trees.sampling if sampling is None else sampling
     if sampling.repetition_penalty != trees.sampling.repetition_penalty:
         raise NeedsModel("another repetition penalty than the recorded one needs the logits of the whole vocabulary")
-    p_rest, p_most = trees.rest[:, 0], trees.rest[:, 2]
+    p_rest, max_p = trees.rest[:, 0], trees.rest[:, 2]
     if sampling.temperature == 0:
-        if (trees.p.max(1) < p_most).any():
+        if (trees.p.max(1) < max_p).any():
             raise NeedsModel("the likeliest token of a row is not recorded; set a larger record_top")
         top = (np.arange(trees.p.shape[1]) == trees.p.argmax(1)[:, None]) & (trees.p.max(1) > 0)[:, None]
         return Reduced(top.astype(float), 0 * p_rest, 0 * p_rest)
-    found = tempered(trees, trees.p, p_rest, p_most, 1.0 / sampling.temperature)
+    masses = tempered(trees, trees.p, p_rest, max_p, 1.0 / sampling.temperature)
     if not sampling.truncates:
-        return found
-    bound = np.where(p_rest > 0, p_most ** (1.0 / sampling.temperature), 0.0)
-    return truncated(found, bound, sampling)
+        return masses
+    bound = np.where(p_rest > 0, max_p ** (1.0 / sampling.temperature), 0.0)
+    return truncated(masses, bound, sampling)
 
 
 def drafted(trees: RecordedTrees, temperature: float | None = None, top_k: int = 0) -> Reduced:
@@ -108,23 +107,23 @@ def drafted(trees: RecordedTrees, temperature: float | None = None, top_k: int =
     Raises:
         NeedsModel: q at this temperature or width does not follow from the recorded one.
     """
-    q_rest, q_most = trees.rest[:, 1], trees.rest[:, 3]
+    q_rest, max_q = trees.rest[:, 1], trees.rest[:, 3]
     exponent = 1.0
     if temperature is not None:
-        own = trees.draft_temperature
-        if own is None:
+        recorded = trees.draft_temperature
+        if recorded is None:
             raise NeedsModel("the temperature at which the drafts were drawn is not known")
-        if temperature != own:
-            if not own or not temperature:
-                raise NeedsModel(f"drafts at temperature {own:g} do not show those at {temperature:g}")
+        if temperature != recorded:
+            if not recorded or not temperature:
+                raise NeedsModel(f"drafts at temperature {recorded:g} do not show those at {temperature:g}")
             if trees.sampling.truncates:
                 raise NeedsModel("the drafts were truncated by top-k, top-p or min-p at the recorded temperature")
-            exponent = own / temperature
-    found = tempered(trees, trees.q, q_rest, q_most, exponent)
+            exponent = recorded / temperature
+    masses = tempered(trees, trees.q, q_rest, max_q, exponent)
     if not top_k:
-        return found
-    bound = np.where(q_rest > 0, q_most**exponent, 0.0)
-    return truncated(found, bound, Sampling(1.0, top_k=top_k))
+        return masses
+    bound = np.where(q_rest > 0, max_q**exponent, 0.0)
+    return truncated(masses, bound, Sampling(1.0, top_k=top_k))
 
 
 def certainty(trees: RecordedTrees) -> tuple[np.ndarray, np.ndarray]:  # [R], [R]
@@ -136,42 +135,42 @@ def certainty(trees: RecordedTrees) -> tuple[np.ndarray, np.ndarray]:  # [R], [R
     Raises:
         NeedsModel: as ``drafted``.
     """
-    found, rest, most = drafted(trees, 1.0), trees.rest[:, 1], trees.rest[:, 3]
+    masses, rest, max_rest = drafted(trees, 1.0), trees.rest[:, 1], trees.rest[:, 3]
     power = trees.draft_temperature
     assert power is not None
-    largest = np.maximum(found.top.max(1), np.where(rest > 0, most**power, 0.0))
-    total = found.top.sum(1)
-    return largest / np.maximum(total + found.most, 1e-300), largest / np.maximum(total + found.least, 1e-300)
+    largest = np.maximum(masses.top.max(1), np.where(rest > 0, max_rest**power, 0.0))
+    total = masses.top.sum(1)
+    return largest / np.maximum(total + masses.upper, 1e-300), largest / np.maximum(total + masses.lower, 1e-300)
 
 
-def tempered(trees: RecordedTrees, x: np.ndarray, rest: np.ndarray, most: np.ndarray, power: float) -> Reduced:
+def tempered(trees: RecordedTrees, x: np.ndarray, rest: np.ndarray, largest: np.ndarray, power: float) -> Reduced:
     """Return x ** power on the recorded tokens, and the bounds of the sum of the others' powers.
 
     n others with the sum m and none above b have, for a power above 1, at least n (m / n)^power (all equal) and at most
-    m b^(power - 1) (as many as can at b); below 1 the two change places.
+    m b^(power - 1) (as many as can at b); below 1 the two are exchanged.
     """
     if power == 1:
         return Reduced(x.copy(), rest, rest)
     top = np.where(x > 0, np.maximum(x, 1e-300) ** power, 0.0)
     others = np.maximum(trees.vocabulary - (trees.ids >= 0).sum(1), 1)
-    some = rest > 0
-    even = np.where(some, others * (np.maximum(rest, 1e-300) / others) ** power, 0.0)
-    peaked = np.where(some, rest * np.maximum(most, 1e-300) ** (power - 1), 0.0)
+    has_rest = rest > 0
+    even = np.where(has_rest, others * (np.maximum(rest, 1e-300) / others) ** power, 0.0)
+    peaked = np.where(has_rest, rest * np.maximum(largest, 1e-300) ** (power - 1), 0.0)
     return Reduced(top, np.minimum(even, peaked), np.maximum(even, peaked))
 
 
-def truncated(found: Reduced, bound: np.ndarray, sampling: Sampling) -> Reduced:
+def truncated(masses: Reduced, bound: np.ndarray, sampling: Sampling) -> Reduced:
     """Return distributions after top-k, top-p and min-p, which must be settled by the recorded tokens.
 
     Args:
-        found: before.
+        masses: before.
         bound: ``[R]`` no other token has more, on the same scale.
         sampling: its temperature is applied already.
 
     Raises:
         NeedsModel: the kept tokens may include one that is not recorded.
     """
-    top, rest = found.top, found.most
+    top, rest = masses.top, masses.upper
     if sampling.top_k:
         if sampling.top_k < top.shape[1]:
             kth = -np.sort(-top, axis=1)[:, sampling.top_k - 1 : sampling.top_k]
@@ -180,22 +179,22 @@ def truncated(found: Reduced, bound: np.ndarray, sampling: Sampling) -> Reduced:
         elif (rest > 0).any():
             raise NeedsModel(f"top_k={sampling.top_k} keeps tokens that are not recorded; set a larger record_top")
     if sampling.top_p < 1:
-        if (rest > 0).any() and not found.exact:
+        if (rest > 0).any() and not masses.exact:
             raise NeedsModel("top_p at another temperature needs the mass of the tokens that are not recorded")
         total = top.sum(1) + rest
         order = np.argsort(-top, axis=1, kind="stable")
         ordered = np.take_along_axis(top, order, 1) / np.maximum(total, 1e-300)[:, None]
         keep = np.cumsum(ordered, 1) - ordered < sampling.top_p
-        least = np.where(keep, np.take_along_axis(top, order, 1), np.inf).min(1)
+        lower = np.where(keep, np.take_along_axis(top, order, 1), np.inf).min(1)
         enough = np.where(keep, ordered, 0.0).sum(1) >= sampling.top_p - 1e-12
-        _check_settled(np.where(enough, least, -1.0), bound, rest, "top_p", sampling.top_p)
+        _check_settled(np.where(enough, lower, -1.0), bound, rest, "top_p", sampling.top_p)
         kept = np.zeros_like(top)
         np.put_along_axis(kept, order, np.where(keep, np.take_along_axis(top, order, 1), 0.0), 1)
         top, rest = kept, 0 * rest
     if sampling.min_p > 0:
-        least = sampling.min_p * top.max(1)
-        _check_settled(least, bound, rest, "min_p", sampling.min_p)
-        top, rest = np.where(top >= least[:, None], top, 0.0), 0 * rest
+        lower = sampling.min_p * top.max(1)
+        _check_settled(lower, bound, rest, "min_p", sampling.min_p)
+        top, rest = np.where(top >= lower[:, None], top, 0.0), 0 * rest
     return Reduced(top, rest, rest)
 
 
@@ -210,11 +209,11 @@ def _check_settled(least: np.ndarray, bound: np.ndarray, rest: np.ndarray, name:
 
 def variants(trees: RecordedTrees, p: Reduced, q: Reduced) -> list[Variant]:
     """Return the evaluations between which the exact value lies; one where all is recorded."""
-    if not (p.most > 0).any() or not (q.most > 0).any():
+    if not (p.upper > 0).any() or not (q.upper > 0).any():
         rests: list[Literal["shared", "apart"]] = ["shared"]
     else:
         rests = ["shared", "apart"]
-    sizes: tuple[Literal["least", "most"], ...] = ("least", "most")
+    sizes: tuple[Literal["lower", "upper"], ...] = ("lower", "upper")
     return [
         Variant(rest, of_p, of_q)
         for rest in rests

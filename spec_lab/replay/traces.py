@@ -40,13 +40,13 @@ from spec_lab.core.options import brief, whole
 Line = Mapping[str, Any]
 Made = TypeVar("Made")
 
-MOST_DRAFTED = 1000
+MAX_DRAFTED = 1000
 """Maximum number of drafted tokens of a step."""
 
-MOST_STEPS = 10**12
+MAX_STEPS = 10**12
 """Maximum number of steps of a line of counts."""
 
-MOST_DIGITS = 1000
+MAX_DIGITS = 1000
 """Whole numbers of more digits are read as infinite."""
 
 CLUSTERS = 1000
@@ -63,10 +63,10 @@ def read_trace(file: Path) -> list[Line]:
         ValueError: a line that is none; names the file and the line.
         OSError: the file cannot be read.
     """
-    found = list(_each(file, lambda _, value: checked(value)))
-    if not found:
+    lines = list(_read_lines(file, lambda _, value: checked(value)))
+    if not lines:
         raise ValueError(f"{file} holds no line of a trace: write one JSON object a line, see docs/replay.md")
-    return found
+    return lines
 
 
 def read_sglang(file: Path) -> list[Line]:
@@ -76,16 +76,16 @@ def read_sglang(file: Path) -> list[Line]:
         ValueError: a line that is none, or none that holds steps; names the file and the line.
         OSError: the file cannot be read.
     """
-    found = [one for one in _each(file, _of_response) if one is not None]
-    if not found:
+    lines = [line for line in _read_lines(file, _of_response) if line is not None]
+    if not lines:
         raise ValueError(
             f"{file} holds no response with steps: write each response of /generate as one line, with speculative "
             "decoding on"
         )
-    return found
+    return lines
 
 
-def _each(file: Path, made: Callable[[int, Any], Made]) -> Iterator[Made]:
+def _read_lines(file: Path, made: Callable[[int, Any], Made]) -> Iterator[Made]:
     """Yield what is made of each line's number and value, without blank lines; name the line in errors."""
     with open_regular(file) as stream:
         number = 0
@@ -112,7 +112,7 @@ def _value(data: bytes) -> Any:
 
 
 def _int(digits: str) -> float:
-    return int(digits) if len(digits) <= MOST_DIGITS else math.copysign(math.inf, -1 if digits[0] == "-" else 1)
+    return int(digits) if len(digits) <= MAX_DIGITS else math.copysign(math.inf, -1 if digits[0] == "-" else 1)
 
 
 def checked(line: Any) -> Line:
@@ -135,21 +135,21 @@ def checked(line: Any) -> Line:
 
 
 def _check_counts(line: Line) -> None:
-    steps = whole("steps", line["steps"], most=MOST_STEPS)
-    accepted = whole("accepted_tokens", line.get("accepted_tokens"), least=0, most=MOST_DRAFTED * steps)
+    steps = whole("steps", line["steps"], most=MAX_STEPS)
+    accepted = whole("accepted_tokens", line.get("accepted_tokens"), least=0, most=MAX_DRAFTED * steps)
     counts = line.get("at_least")
     if counts is None:
         return
-    if not isinstance(counts, list) or len(counts) > MOST_DRAFTED:
-        raise ValueError(f"at_least must be a list of at most {MOST_DRAFTED} counts, not {brief(counts)}")
-    for place, one in enumerate(counts):
-        whole(f"at_least[{place}]", one, least=0)
-    for place, (above, below) in enumerate(pairwise([steps, *counts])):
+    if not isinstance(counts, list) or len(counts) > MAX_DRAFTED:
+        raise ValueError(f"at_least must be a list of at most {MAX_DRAFTED} counts, not {brief(counts)}")
+    for index, count in enumerate(counts):
+        whole(f"at_least[{index}]", count, least=0)
+    for index, (above, below) in enumerate(pairwise([steps, *counts])):
         if below > above:
-            name = f"at_least[{place - 1}]" if place else "steps"
+            name = f"at_least[{index - 1}]" if index else "steps"
             raise ValueError(
-                f"at_least[{place}] must be at most {name}, {above}, not {brief(below)}: it counts the steps that "
-                f"accepted more than {place} tokens"
+                f"at_least[{index}] must be at most {name}, {above}, not {brief(below)}: it counts the steps that "
+                f"accepted more than {index} tokens"
             )
     if sum(counts) != accepted:
         raise ValueError(
@@ -164,30 +164,31 @@ def _check_step(line: Line) -> None:
     drafted = line.get("drafted")
     length: int | None = None  # of the draft; not known without drafted, p and q
     if isinstance(drafted, list):
-        if len(drafted) > MOST_DRAFTED:
-            raise ValueError(f"drafted must have at most {MOST_DRAFTED} token ids, not {len(drafted)}")
-        for place, one in enumerate(drafted):
-            whole(f"drafted[{place}]", one, least=0)
+        if len(drafted) > MAX_DRAFTED:
+            raise ValueError(f"drafted must have at most {MAX_DRAFTED} token ids, not {len(drafted)}")
+        for index, token in enumerate(drafted):
+            whole(f"drafted[{index}]", token, least=0)
         length = len(drafted)
     elif drafted is not None:
-        length = whole("drafted", drafted, 0, " or a list of token ids", MOST_DRAFTED)
+        length = whole("drafted", drafted, 0, " or a list of token ids", MAX_DRAFTED)
     for name in ("p", "q"):
-        own = line.get(name)
-        if own is None:
+        values = line.get(name)
+        if values is None:
             continue
-        if not isinstance(own, list) or len(own) > MOST_DRAFTED or length not in (None, len(own)):
-            count = f"at most {MOST_DRAFTED}" if length is None else f"each of {length}"
-            raise ValueError(f"{name} must be a list with a probability for {count} drafted tokens, not {brief(own)}")
-        for place, one in enumerate(own):
-            if isinstance(one, bool) or not isinstance(one, int | float) or not 0 <= one <= 1:
-                raise ValueError(f"{name}[{place}] must be a probability from 0 to 1, not {brief(one)}")
-            if name == "q" and one == 0:
-                raise ValueError(f"q[{place}] must be above 0: a token of draft probability 0 cannot have been drafted")
-        length = len(own)
-    most = MOST_DRAFTED if length is None else length
-    if whole("accepted", line["accepted"], least=0) > most:
+        if not isinstance(values, list) or len(values) > MAX_DRAFTED or length not in (None, len(values)):
+            count = f"at most {MAX_DRAFTED}" if length is None else f"each of {length}"
+            what = f"a list with a probability for {count} drafted tokens"
+            raise ValueError(f"{name} must be {what}, not {brief(values)}")
+        for index, value in enumerate(values):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise ValueError(f"{name}[{index}] must be a probability from 0 to 1, not {brief(value)}")
+            if name == "q" and value == 0:
+                raise ValueError(f"q[{index}] must be above 0: a token of draft probability 0 cannot have been drafted")
+        length = len(values)
+    limit = MAX_DRAFTED if length is None else length
+    if whole("accepted", line["accepted"], least=0) > limit:
         raise ValueError(
-            f"accepted must be at most the number of drafted tokens, {most}, not {brief(line['accepted'])}"
+            f"accepted must be at most the number of drafted tokens, {limit}, not {brief(line['accepted'])}"
         )
 
 
@@ -209,9 +210,9 @@ def taus(trace: Sequence[Line], depths: Sequence[int] = (), lenience: Sequence[f
     """
     if not trace:
         raise ValueError("the trace has no line")
-    steps = np.array([one.get("steps", 1) for one in trace], dtype=float)  # [N]
-    accepted = [one["accepted_tokens"] if "steps" in one else one["accepted"] for one in trace]
-    cluster = pd.factorize(np.array([str(one["request"]) for one in trace], dtype=object), sort=True)[0] % CLUSTERS
+    steps = np.array([line.get("steps", 1) for line in trace], dtype=float)  # [N]
+    accepted = [line["accepted_tokens"] if "steps" in line else line["accepted"] for line in trace]
+    cluster = pd.factorize(np.array([str(line["request"]) for line in trace], dtype=object), sort=True)[0] % CLUSTERS
     names: list[tuple[str, str]] = []
     tops: list[np.ndarray] = []  # each [clusters]
 
@@ -221,13 +222,13 @@ def taus(trace: Sequence[Line], depths: Sequence[int] = (), lenience: Sequence[f
 
     add("observed", "all", np.array(accepted, dtype=float))
     gains: dict[str, list[np.ndarray]] = {}
-    if all("steps" not in one or one.get("at_least") is not None for one in trace):
-        gains["observed"] = [_observed(one) for one in trace]
-    if all("accepted" in one and one.get("p") is not None for one in trace):
-        gains |= {"token": [_reached(one, 1.0) for one in trace], "match": [_reached(one, None) for one in trace]}
-        gains |= {_lenient(each): [_reached(line, each) for line in trace] for each in lenience}
+    if all("steps" not in line or line.get("at_least") is not None for line in trace):
+        gains["observed"] = [_observed(line) for line in trace]
+    if all("accepted" in line and line.get("p") is not None for line in trace):
+        gains |= {"token": [_reached(line, 1.0) for line in trace], "match": [_reached(line, None) for line in trace]}
+        gains |= {_lenient(factor): [_reached(line, factor) for line in trace] for factor in lenience}
     for rule, levels in gains.items():
-        lengths = np.array([len(one) for one in levels])
+        lengths = np.array([len(level) for level in levels])
         start, every = np.cumsum(lengths) - lengths, np.concatenate(levels)
         wanted = set(depths or range(1, int(lengths.max()) + 1))
         total = np.zeros(len(trace))
@@ -237,15 +238,15 @@ def taus(trace: Sequence[Line], depths: Sequence[int] = (), lenience: Sequence[f
             if depth in wanted:
                 add(rule, str(depth), total)
     bottom = np.bincount(cluster, steps)
-    lossless = {"token": True, "match": True, **{_lenient(each): each == 1 for each in lenience}}
-    found = [
+    lossless = {"token": True, "match": True, **{_lenient(factor): factor == 1 for factor in lenience}}
+    rows = [
         {"rule": rule, "lossless": lossless.get(rule), "depth": depth, "tau": tau, "low": low, "high": high,
          "steps": float(steps.sum())}
         for (rule, depth), top in zip(names, tops, strict=True)
         for tau, low, high in [cluster_interval(top, bottom, np.arange(len(bottom)))]
     ]  # fmt: skip
-    frame = pd.DataFrame(found).sort_values("tau", ascending=False, kind="stable")
-    return frame.sort_values("lossless", key=lambda each: each.isin([False]), kind="stable", ignore_index=True)
+    frame = pd.DataFrame(rows).sort_values("tau", ascending=False, kind="stable")
+    return frame.sort_values("lossless", key=lambda column: column.isin([False]), kind="stable", ignore_index=True)
 
 
 def _lenient(lenience: float) -> str:
@@ -278,7 +279,7 @@ def _reached(line: Line, lenience: float | None) -> np.ndarray:  # [n]
 # Converters ----------------------------------------------------------------------------------------------------------
 
 COUNTERS = ("num_drafts", "num_accepted_tokens", "num_accepted_tokens_per_pos")
-"""Of vLLM, after ``vllm:spec_decode_``."""
+"""Names of vLLM's counters, after ``vllm:spec_decode_``."""
 
 
 def from_vllm(metrics: str) -> list[Line]:
@@ -296,41 +297,41 @@ def from_vllm(metrics: str) -> list[Line]:
     for name, labels, value in pattern.findall(metrics):
         if name not in COUNTERS:
             continue
-        place = re.search(r'position="([^"]*)"', labels)
+        position = re.search(r'position="([^"]*)"', labels)
         engine = re.sub(r',?\s*position="[^"]*"', "", labels).strip(",")
-        by_place = name == "num_accepted_tokens_per_pos"
-        if by_place and place is None:
+        per_position = name == "num_accepted_tokens_per_pos"
+        if per_position and position is None:
             raise ValueError(f"the counter vllm:spec_decode_{name} of {engine} has no label position")
-        own, key = (positions[engine], place[1]) if by_place and place else (values[engine], name)
+        counters, key = (positions[engine], position[1]) if per_position and position else (values[engine], name)
         where = f"the counter vllm:spec_decode_{name} of {labels}"
-        if key in own:
+        if key in counters:
             raise ValueError(f"{where} occurs twice: give the text of one request of /metrics")
-        own[key] = _counter(where, value)
-    found, idle = [], False
-    for engine, one in values.items():
-        if "num_drafts" not in one or "num_accepted_tokens" not in one:
+        counters[key] = _counter(where, value)
+    lines, idle = [], False
+    for engine, counts in values.items():
+        if "num_drafts" not in counts or "num_accepted_tokens" not in counts:
             continue
-        if one["num_drafts"] == 0:
+        if counts["num_drafts"] == 0:
             idle = True
             continue
-        line: dict[str, Any] = {"request": engine, "steps": one["num_drafts"]}
-        line |= {"accepted_tokens": one["num_accepted_tokens"]}
-        each = positions[engine]
-        if each:
-            if missing := [place for place in map(str, range(len(each))) if place not in each]:
+        line: dict[str, Any] = {"request": engine, "steps": counts["num_drafts"]}
+        line |= {"accepted_tokens": counts["num_accepted_tokens"]}
+        accepted = positions[engine]
+        if accepted:
+            if missing := [number for number in map(str, range(len(accepted))) if number not in accepted]:
                 raise ValueError(
                     f"vllm:spec_decode_num_accepted_tokens_per_pos of {engine} lacks position {missing[0]}"
                 )
-            line |= {"at_least": [each[str(place)] for place in range(len(each))]}
+            line |= {"at_least": [accepted[str(number)] for number in range(len(accepted))]}
         try:
-            found.append(checked(line))
+            lines.append(checked(line))
         except ValueError as error:
             raise ValueError(f"the counters vllm:spec_decode_* of {engine} are no counts of steps: {error}") from None
-    if not found and idle:
+    if not lines and idle:
         raise ValueError("vllm:spec_decode_num_drafts is 0: send requests to the server, then read its counters again")
-    if not found:
+    if not lines:
         raise ValueError("the text has no counters vllm:spec_decode_num_drafts: is speculative decoding on?")
-    return found
+    return lines
 
 
 def _counter(name: str, value: str) -> int:
@@ -338,7 +339,7 @@ def _counter(name: str, value: str) -> int:
         number = float(value)
     except ValueError:
         number = math.nan
-    if not (0 <= number <= MOST_DRAFTED * MOST_STEPS and number.is_integer()):
+    if not (0 <= number <= MAX_DRAFTED * MAX_STEPS and number.is_integer()):
         raise ValueError(f"{name} must be a whole number of 0 or more, not {brief(value)}")
     return int(number)
 
@@ -353,17 +354,17 @@ def from_sglang(responses: Iterable[Any]) -> list[Line]:
     Raises:
         ValueError: a response without ``spec_verify_ct``, a count that is none, or no response with steps.
     """
-    found = []
-    for number, one in enumerate(responses):
+    lines = []
+    for number, response in enumerate(responses):
         try:
-            line = _of_response(number, one)
+            line = _of_response(number, response)
         except ValueError as error:
             raise ValueError(f"response {number}: {error}") from None
         if line is not None:
-            found.append(line)
-    if not found:
+            lines.append(line)
+    if not lines:
         raise ValueError("no response has a step: meta_info.spec_verify_ct must be above 0 in one of them")
-    return found
+    return lines
 
 
 def _of_response(number: int, response: Any) -> Line | None:
@@ -373,12 +374,12 @@ def _of_response(number: int, response: Any) -> Line | None:
     meta = response.get("meta_info")
     if not isinstance(meta, dict) or "spec_verify_ct" not in meta:
         raise ValueError("the response has no meta_info.spec_verify_ct: is speculative decoding on?")
-    most = MOST_DRAFTED * MOST_STEPS
-    steps = whole("meta_info.spec_verify_ct", meta["spec_verify_ct"], least=0, most=MOST_STEPS)
+    limit = MAX_DRAFTED * MAX_STEPS
+    steps = whole("meta_info.spec_verify_ct", meta["spec_verify_ct"], least=0, most=MAX_STEPS)
     if meta.get("spec_accept_token_num") is not None:
-        accepted = whole("meta_info.spec_accept_token_num", meta["spec_accept_token_num"], least=0, most=most)
+        accepted = whole("meta_info.spec_accept_token_num", meta["spec_accept_token_num"], least=0, most=limit)
     else:
-        accepted = whole("meta_info.completion_tokens", meta.get("completion_tokens"), least=0, most=most) - steps
+        accepted = whole("meta_info.completion_tokens", meta.get("completion_tokens"), least=0, most=limit) - steps
     if not steps:
         return None
     return checked({"request": meta.get("id", number), "steps": steps, "accepted_tokens": max(accepted, 0)})
@@ -394,14 +395,14 @@ class RecordedCandidates:
         model._get_candidate_generator = lambda **options: RecordedCandidates(made(**options), trace, "prompt 1")
 
     Args:
-        own: has ``get_candidates`` and ``update_candidate_strategy``.
+        generator: has ``get_candidates`` and ``update_candidate_strategy``.
         trace: lines are appended here: p where the target's logits are given, q where the drafter's are.
         request: named in each line.
         sampled: whether tokens are sampled: else neither p nor q is kept, since arg maxima are compared.
     """
 
-    def __init__(self, own: Any, trace: list[Line], request: str, sampled: bool = True) -> None:
-        self.own, self.trace, self.request, self.sampled = own, trace, request, sampled
+    def __init__(self, generator: Any, trace: list[Line], request: str, sampled: bool = True) -> None:
+        self.generator, self.trace, self.request, self.sampled = generator, trace, request, sampled
         self._drafted: list[int] = []
         self._position = 0
         self._q: list[float] | None = None
@@ -409,11 +410,11 @@ class RecordedCandidates:
     @property
     def requires_model_outputs(self) -> Any:
         """See transformers' ``CandidateGenerator``."""
-        return self.own.requires_model_outputs
+        return self.generator.requires_model_outputs
 
     def get_candidates(self, input_ids: Any, **options: Any) -> Any:
         """See transformers' ``CandidateGenerator``."""
-        candidates, logits = self.own.get_candidates(input_ids, **options)
+        candidates, logits = self.generator.get_candidates(input_ids, **options)
         self._position = int(input_ids.shape[1])
         self._drafted = candidates[0, self._position :].tolist()
         self._q = None
@@ -428,10 +429,10 @@ class RecordedCandidates:
         if self.sampled:
             line |= {"p": _of_tokens(scores, self._drafted), "q": self._q}
         self.trace.append(checked(line))
-        self.own.update_candidate_strategy(input_ids, scores, num_matches)
+        self.generator.update_candidate_strategy(input_ids, scores, num_matches)
 
 
 def _of_tokens(logits: Any, tokens: Sequence[int]) -> list[float]:
     """Probabilities of tokens by the first rows of logits ``[1, n, V]``."""
     chances = logits[0, : len(tokens)].float().softmax(-1)
-    return [float(chances[place, token].clamp(max=1.0)) for place, token in enumerate(tokens)]
+    return [float(chances[index, token].clamp(max=1.0)) for index, token in enumerate(tokens)]

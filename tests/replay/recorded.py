@@ -9,7 +9,7 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.recording import Recording
-from spec_lab.replay.trees import RecordedText, RecordedTrees, of_rows
+from spec_lab.replay.recorded_trees import RecordedText, RecordedTrees, of_rows
 from spec_lab.results.writer import replay_rows_of, rows_of
 from spec_lab.verify import Token
 from tests.propose.lab import WARM, draft_model, requests

@@ -17,9 +17,9 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.decode.recording import Recording
 from spec_lab.propose.trees import parse
 from spec_lab.replay import bounds, pseudo_tokens
-from spec_lab.replay.bounds import acceptance, best_points, bounds_of, tree_gain
+from spec_lab.replay.bounds import acceptance, best_deterministic, bounds_of, tree_gain
 from spec_lab.replay.optimum import by_rank, modelled, optimal_acceptance
-from spec_lab.replay.trees import RunVerifier
+from spec_lab.replay.recorded_trees import RunVerifier
 from spec_lab.tasks.benchmark import run
 from spec_lab.tasks.verifier_study import study_verifiers
 from spec_lab.verify import KSeq, Match, Token, Traversal
@@ -101,7 +101,7 @@ def test_points_are_accepted_as_often_as_their_tokens_by_every_lossless_verifier
     for one in arm.verifiers:
         if one.lossless:
             assert [one.share.mean, one.share_first.mean] == pytest.approx([1.0, 1.0])
-    assert arm.points.mean >= arm.optimum.mean - 1e-9
+    assert arm.deterministic.mean >= arm.optimum.mean - 1e-9
 
 
 def test_a_draft_equal_to_its_target_loses_nothing():
@@ -176,14 +176,14 @@ def test_the_best_points_are_the_likeliest_texts():
     )
     trees = by_hand(draft, p)
     full = np.concatenate([trees.p, np.zeros((whole.rows, pseudo_tokens.PSEUDO))], 1)
-    assert best_points(trees, full)[0] == pytest.approx(sum(texts))
+    assert best_deterministic(trees, full)[0] == pytest.approx(sum(texts))
     first = tree(((0,), (0, 0)))
     worst = int(np.argmin(world.p(())))
     missed = Draft(first, torch.tensor([worst, 0]))
     rows = np.array([world.p(()), world.p((worst,)), world.p((worst, 0))])
     trees = by_hand(missed, rows)
     full = np.concatenate([trees.p, np.zeros((3, pseudo_tokens.PSEUDO))], 1)
-    assert best_points(trees, full)[0] == pytest.approx(2 * world.p(()).max())
+    assert best_deterministic(trees, full)[0] == pytest.approx(2 * world.p(()).max())
 
 
 def test_truncated_rows_have_a_bound_that_is_no_smaller(target):

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from spec_lab.analysis import metrics
 from spec_lab.cli.commands import command
-from spec_lab.replay import designs, memory
+from spec_lab.replay import designs, recording_memory
 from spec_lab.replay.designs import Options, verifier_of
-from spec_lab.replay.show import replay
-from spec_lab.replay.trees import RunVerifier, read
+from spec_lab.replay.recorded_trees import RunVerifier, read
+from spec_lab.replay.replay_tables import replay
 from spec_lab.results.sweep import INTERRUPTED
 from spec_lab.tasks import benchmark
 from spec_lab.tasks.benchmark import run
@@ -229,16 +229,16 @@ def test_a_missing_table_and_one_without_rows_are_named(recorded, tmp_path, caps
 
 
 def test_a_recording_that_does_not_fit_into_memory_is_refused_before_it_is_read(recorded, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "available", lambda device: 2**10)
+    monkeypatch.setattr(recording_memory, "available", lambda device: 2**10)
     with pytest.raises(ValueError, match=r"\d+ rows, .* rough estimate.* 1 KiB are available: .*record_share"):
         read(recorded)
-    monkeypatch.setattr(memory, "available", lambda device: None)
+    monkeypatch.setattr(recording_memory, "available", lambda device: None)
     assert read(recorded)
     (tmp_path / "parts").mkdir()
     shutil.copy(recorded / "replay.parquet", tmp_path / "parts" / "replay-000000.parquet")
     (tmp_path / "parts" / "replay-000001.parquet").write_bytes(b"damaged")
-    monkeypatch.setattr(memory, "available", lambda device: 0)
-    memory.check_memory(tmp_path)  # whoever reads it says what is wrong
+    monkeypatch.setattr(recording_memory, "available", lambda device: 0)
+    recording_memory.check_memory(tmp_path)  # whoever reads it says what is wrong
     (tmp_path / "parts" / "replay-000001.parquet").unlink()
     with pytest.raises(ValueError, match="of memory"):
-        memory.check_memory(tmp_path)
+        recording_memory.check_memory(tmp_path)

@@ -11,10 +11,10 @@ import torch
 
 from spec_lab.core.draft import Draft, tree
 from spec_lab.propose.trees import parse
-from spec_lab.replay import along, pseudo_tokens
-from spec_lab.replay.along import Along, Rule
-from spec_lab.replay.shapes import Subtree
-from spec_lab.replay.trees import NeedsModel, RecordedText, RunVerifier
+from spec_lab.replay import pseudo_tokens
+from spec_lab.replay.recorded_trees import NeedsModel, RecordedText, RunVerifier
+from spec_lab.replay.steps_along_texts import Rule, TextRows, evaluate, evaluate_deterministic
+from spec_lab.replay.subtrees import Subtree
 from spec_lab.verify import KSeq, Lenient, Match, Token, Traversal
 from tests.replay.recorded import by_hand, decoded, without_nodes
 
@@ -47,7 +47,7 @@ def repeated(q, text, top=None, temperature=1.0):
         {"group": 0, "request": 0, "sequence": 0, "round": number, "position": 1 + number, "prefill": False}
     )
     texts, facts = {0: RecordedText(1, np.array(text))}, {"name": "draft_tree", "temperature": temperature}
-    return Along.of(by_hand(draft, np.tile(p, (count, 1)), top=top, texts=texts, proposer=facts, steps=steps))
+    return TextRows.of(by_hand(draft, np.tile(p, (count, 1)), top=top, texts=texts, proposer=facts, steps=steps))
 
 
 def exact_steps(verifier, choices, drawn, q=Q, sure=None):
@@ -109,7 +109,7 @@ def test_the_mean_over_texts_is_the_exact_number_of_steps(case):
     choices, total = parse(shape), 0.0
     for text in product(range(V), repeat=LENGTH):
         chance = np.prod([P[a, b] for a, b in zip([0, *text], text, strict=False)])
-        sums = along.evaluate(Along.of(recorded_text(text)), verifier, [(1.0, Rule(choices, drawn))])
+        sums = evaluate(TextRows.of(recorded_text(text)), verifier, [(1.0, Rule(choices, drawn))])
         assert sums.tokens.tolist() == [[LENGTH - 1]]
         total += chance * sums.steps.item()
     expected = float(P[0] @ exact_steps(verifier, choices, drawn))
@@ -123,12 +123,12 @@ def test_draft_temperatures_confidences_and_mixtures_are_exact_too():
     totals = np.zeros(3)
     for text in product(range(V), repeat=LENGTH):
         chance = np.prod([P[a, b] for a, b in zip([0, *text], text, strict=False)])
-        own = Along.of(recorded_text(text))
+        own = TextRows.of(recorded_text(text))
         rules = [Rule(choices, temperature=0.5), Rule(choices, confidence=0.6), Rule(parse("1")), Rule(parse("1x1"))]
-        each = [along.evaluate(own, Token(), [(1.0, rule)]).steps.item() for rule in rules]
-        both = along.evaluate(own, Token(), [(0.0, rules[2]), (1.0, rules[3])]).steps.item()
+        each = [evaluate(own, Token(), [(1.0, rule)]).steps.item() for rule in rules]
+        both = evaluate(own, Token(), [(0.0, rules[2]), (1.0, rules[3])]).steps.item()
         assert both == pytest.approx(each[3])
-        half = along.evaluate(own, Token(), [(0.5, rules[2]), (0.5, rules[3])]).steps.item()
+        half = evaluate(own, Token(), [(0.5, rules[2]), (0.5, rules[3])]).steps.item()
         assert each[3] - 1e-12 <= half <= each[2] + 1e-12
         totals += chance * np.array([each[0], each[1], each[3]])
     expected = [
@@ -140,12 +140,12 @@ def test_draft_temperatures_confidences_and_mixtures_are_exact_too():
 
 def test_a_decoded_run_s_texts_hold_every_row_but_those_of_accepted_leaves(target):
     trees, rows = decoded(target, "iid", "1x1", new=12)
-    own = Along.of(trees)
+    own = TextRows.of(trees)
     inside = np.arange(own.text.shape[1]) < own.length[:, None]
     assert (own.row[inside] >= 0).all() and own.prefill
     leaves = ~trees.expanded[own.row[inside]]
     assert leaves.sum() <= (rows["accepted"] == 2).sum()
-    exact = along.evaluate(own, Token(), [(1.0, Rule(parse("1x1")))])
+    exact = evaluate(own, Token(), [(1.0, Rule(parse("1x1")))])
     assert len(exact.tokens) == (2 if leaves.any() else 1)
     assert (exact.steps.min(0) <= exact.steps.max(0)).all()
 
@@ -153,9 +153,9 @@ def test_a_decoded_run_s_texts_hold_every_row_but_those_of_accepted_leaves(targe
 def test_rows_without_a_q_leave_an_interval_that_holds_the_value():
     text = (1, 0, 2, 1)
     trees = recorded_text(text)
-    known = along.evaluate(Along.of(trees), Token(), [(1.0, Rule(parse("1x1")))]).steps.item()
+    known = evaluate(TextRows.of(trees), Token(), [(1.0, Rule(parse("1x1")))]).steps.item()
     lacking = replace(trees, expanded=np.array([True, True, False, True]))
-    bounds = along.evaluate(Along.of(lacking), Token(), [(1.0, Rule(parse("1x1")))]).steps
+    bounds = evaluate(TextRows.of(lacking), Token(), [(1.0, Rule(parse("1x1")))]).steps
     assert bounds.min() <= known <= bounds.max() and bounds.max() > bounds.min()
 
 
@@ -187,21 +187,21 @@ def test_recorded_point_trees_are_followed_along_the_text():
         elif text[place] == tree_here[1]:
             place += 1
         place += 1
-    found = along.of_points(Along.of(trees), Token(), Subtree())
+    found = evaluate_deterministic(TextRows.of(trees), Token(), Subtree())
     assert found.steps.tolist() == [[count]] and found.tokens.tolist() == [[len(text) - 1]]
-    single = along.of_points(Along.of(trees), Traversal(), Subtree(nodes=1)).steps.item()
+    single = evaluate_deterministic(TextRows.of(trees), Traversal(), Subtree(nodes=1)).steps.item()
     assert count <= single <= len(text) - 1
-    cut = Along.of(replace(trees, proposer={"name": "ngram", "policy": {"name": "bandit"}}))
+    cut = TextRows.of(replace(trees, proposer={"name": "ngram", "policy": {"name": "bandit"}}))
     for limits in (Subtree(), Subtree(nodes=1)):
         with pytest.raises(NeedsModel, match="policy 'bandit' decided how far .* not followed along"):
-            along.of_points(cut, Token(), limits)
-    whole_tree = along.of_points(cut, Token(), Subtree.parse("0 1 0.0"))
+            evaluate_deterministic(cut, Token(), limits)
+    whole_tree = evaluate_deterministic(cut, Token(), Subtree.parse("0 1 0.0"))
     assert whole_tree.steps.tolist() == [[count]], "the policy drafted all of it in every step"
 
 
 def test_what_texts_cannot_identify_is_refused_by_name(target):
     trees, _ = decoded(target)
-    own, chain = Along.of(trees), [(1.0, Rule(parse("1x1")))]
+    own, chain = TextRows.of(trees), [(1.0, Rule(parse("1x1")))]
     for verifier, changed, rules, why in (
         (Traversal(), {}, chain, "no closed form"),
         (Lenient(0.5), {}, chain, "lossy"),
@@ -211,14 +211,14 @@ def test_what_texts_cannot_identify_is_refused_by_name(target):
         (Token(), {}, [(1.0, Rule(parse("1x1"), "without"))], "siblings drawn 'without'"),
     ):
         with pytest.raises(NeedsModel, match=why):
-            along.evaluate(replace(own, trees=replace(trees, **changed)), verifier, rules)
+            evaluate(replace(own, trees=replace(trees, **changed)), verifier, rules)
     points, _ = decoded(target, "point")
     with pytest.raises(NeedsModel, match="task.every=1"):
-        along.of_points(Along.of(points), Token(), Subtree())
+        evaluate_deterministic(TextRows.of(points), Token(), Subtree())
     with pytest.raises(NeedsModel, match="lossy verifier 'lenient'"):
-        along.of_points(Along.of(replace(points, verifier=RunVerifier("lenient", False))), Token(), Subtree())
+        evaluate_deterministic(TextRows.of(replace(points, verifier=RunVerifier("lenient", False))), Token(), Subtree())
     with pytest.raises(NeedsModel, match="texts are not known"):
-        Along.of(replace(trees, texts={}))
+        TextRows.of(replace(trees, texts={}))
 
 
 UNSEEN = [0.05, 0.05, 0.05, 0.3, 0.3, 0.25]  # the likeliest tokens are not among three that are recorded
@@ -226,9 +226,9 @@ UNSEEN = [0.05, 0.05, 0.05, 0.3, 0.3, 0.25]  # the likeliest tokens are not amon
 
 def test_a_confidence_reads_the_largest_probability_even_of_a_token_that_is_not_recorded():
     text, rule = (0, 0, 0, 0, 0), Rule(parse("1x1"), confidence=0.2)
-    full, part = (along.evaluate(repeated(UNSEEN, text, top), Token(), [(1.0, rule)]).steps for top in (None, 3))
+    full, part = (evaluate(repeated(UNSEEN, text, top), Token(), [(1.0, rule)]).steps for top in (None, 3))
     assert part.min() == pytest.approx(full.item()) and part.max() == pytest.approx(full.item())
-    stopped = along.evaluate(repeated(UNSEEN, text), Token(), [(1.0, replace(rule, confidence=0.31))]).steps
+    stopped = evaluate(repeated(UNSEEN, text), Token(), [(1.0, replace(rule, confidence=0.31))]).steps
     assert stopped.item() > full.item()
 
 
@@ -238,5 +238,5 @@ def test_a_confidence_that_the_rest_s_mass_decides_is_refused():
     exact = 0.09 / np.square(UNSEEN).sum()
     assert low < exact < high
     with pytest.raises(NeedsModel, match="at 4 of 4 rows; set a larger record_top"):
-        along.evaluate(rows, Token(), [(1.0, replace(rule, confidence=float(low + high) / 2))])
-    assert along.evaluate(rows, Token(), [(1.0, replace(rule, confidence=float(low) / 2))]).steps.min() > 0
+        evaluate(rows, Token(), [(1.0, replace(rule, confidence=float(low + high) / 2))])
+    assert evaluate(rows, Token(), [(1.0, replace(rule, confidence=float(low) / 2))]).steps.min() > 0

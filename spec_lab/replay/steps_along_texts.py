@@ -17,9 +17,9 @@ child r with token y) / p(y), which is known in closed form for
   prod over j < r of (1 - sum min(q, P_j)) times min(q(y), P_r(y)) / p(y); on chains min(1, q(y) / p(y));
 - ``kseq`` with iid siblings: (1 - beta)^r min(q(y), p(y) / rho) / p(y);
 - ``match`` with iid siblings: q(y) (1 - q(y))^r;
-- points, the likeliest tokens of q, with any lossless verifier: 1 if y is the r-th likeliest, else 0.
+- deterministic tokens, the likeliest of q, with any lossless verifier: 1 if y is the r-th likeliest, else 0.
 
-Trees of points that were recorded at every position need no q: each step accepts as long as the text was drafted.
+Deterministic trees that were recorded at every position need no q: each step accepts as long as the text was drafted.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from spec_lab.core.options import brief
 from spec_lab.propose.trees import Choices, depth_of, parse
 from spec_lab.replay import pseudo_tokens
 from spec_lab.replay.pseudo_tokens import PSEUDO
-from spec_lab.replay.shapes import MOST, Subtree, check_not_cut
-from spec_lab.replay.steps import Sums
-from spec_lab.replay.trees import NeedsModel, RecordedTrees
+from spec_lab.replay.recorded_steps import Sums
+from spec_lab.replay.recorded_trees import NeedsModel, RecordedTrees
+from spec_lab.replay.subtrees import UNLIMITED, Subtree, check_not_cut
 from spec_lab.verify import KSeq, Match, Token, Verifier
 from spec_lab.verify.kseq import least_rho
 
@@ -47,7 +47,7 @@ EVERY = "record every position: task=verifier_study task.every=1 record=replay"
 
 
 @dataclass(frozen=True, eq=False)
-class Along:
+class TextRows:
     """The rows of recorded trees that lie on the recorded texts.
 
     Args:
@@ -70,42 +70,43 @@ class Along:
     _made: dict[tuple[Any, ...], list[_Accept]] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    def of(trees: RecordedTrees) -> Along:
-        """Find the rows.
+    def of(trees: RecordedTrees) -> TextRows:
+        """Find the rows on the texts.
 
         Raises:
             NeedsModel: no text is known.
         """
         shape, steps = trees.shape, trees.steps
         asked = steps["request"].to_numpy()
-        requests = np.array([one for one in np.unique(asked) if one in trees.texts and len(trees.texts[one].tokens)])
+        known = {request for request, text in trees.texts.items() if len(text.tokens)}
+        requests = np.array([request for request in np.unique(asked) if request in known])
         if not len(requests):
             raise NeedsModel("the recorded texts are not known")
-        lengths = [len(trees.texts[one].tokens) for one in requests]
-        text = np.full((len(requests), max(lengths)), -1, dtype=np.int64)
-        for place, one in enumerate(requests):
-            text[place, : lengths[place]] = trees.texts[one].tokens
+        texts = [trees.texts[request] for request in requests]
+        text = np.full((len(texts), max(len(output.tokens) for output in texts)), -1, dtype=np.int64)
+        for index, output in enumerate(texts):
+            text[index, : len(output.tokens)] = output.tokens
         of_tree = np.searchsorted(requests, asked).clip(max=len(requests) - 1)
-        prompts = np.array([trees.texts[one].prompt for one in requests])
+        prompts = np.array([output.prompt for output in texts])
         start = steps["position"].to_numpy() - prompts[of_tree]  # the output's tokens before each tree
-        known = (requests[of_tree] == asked) & (steps["sequence"].to_numpy() == 0) & (start >= 0)
-        request, place = of_tree[shape.root], start[shape.root] + shape.depth  # of each row: the token after it
+        followed = (requests[of_tree] == asked) & (steps["sequence"].to_numpy() == 0) & (start >= 0)
+        index, position = of_tree[shape.root], start[shape.root] + shape.depth  # of each row: the token after it
         on_text = np.zeros(shape.rows, dtype=bool)
-        on_text[: shape.roots] = known
+        on_text[: shape.roots] = followed
         padded = np.concatenate([text, np.full((len(text), 1), -1)], 1)
         for level in range(1, shape.deepest + 1):
             rows = shape.roots + np.flatnonzero(shape.depth[shape.roots :] == level)
-            expected = padded[request[rows], (place[rows] - 1).clip(max=text.shape[1])]
+            expected = padded[index[rows], (position[rows] - 1).clip(max=text.shape[1])]
             on_text[rows] = on_text[shape.parent[rows - shape.roots]] & (trees.token[rows] == expected)
         row, begins = (np.full(text.shape, -1, dtype=np.int64) for _ in range(2))
-        own = np.flatnonzero(on_text & (place < text.shape[1]))
+        within = np.flatnonzero(on_text & (position < text.shape[1]))
         for expanded in (False, True):
-            some = own[trees.expanded[own] == expanded][::-1]  # a root is written last
-            row[request[some], place[some]] = some
-        roots = own[own < shape.roots]
-        begins[request[roots], place[roots]] = roots
-        prefill = bool(steps["prefill"].to_numpy(dtype=bool)[known].any())
-        return Along(trees, requests, text, row, begins, on_text, prefill)
+            rows = within[trees.expanded[within] == expanded][::-1]  # a root is written last
+            row[index[rows], position[rows]] = rows
+        roots = within[within < shape.roots]
+        begins[index[roots], position[roots]] = roots
+        prefill = bool(steps["prefill"].to_numpy(dtype=bool)[followed].any())
+        return TextRows(trees, requests, text, row, begins, on_text, prefill)
 
     @cached_property
     def length(self) -> np.ndarray:  # [N]
@@ -126,9 +127,9 @@ class Along:
         key = verifier, temperature, top_k
         if key not in self._made:
             p, q = pseudo_tokens.target(self.trees), pseudo_tokens.drafted(self.trees, temperature, top_k)
-            both = [pseudo_tokens.complete(p, q, one) for one in pseudo_tokens.variants(self.trees, p, q)]
+            both = [pseudo_tokens.complete(p, q, variant) for variant in pseudo_tokens.variants(self.trees, p, q)]
             assumed = (0.0, 1.0) if _lacks(self) else (0.0,)
-            self._made[key] = [_Accept(self, verifier, *one, missing) for one in both for missing in assumed]
+            self._made[key] = [_Accept(self, verifier, *masses, missing) for masses in both for missing in assumed]
         return self._made[key]
 
     def sums(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [N], [N]
@@ -137,16 +138,16 @@ class Along:
         Args:
             weights: ``[N, L, D + 1]`` w, the probability that a step from each position emits 1 .. D + 1 tokens.
         """
-        longest, most = weights.shape[1:]
+        longest, max_emitted = weights.shape[1:]
         live = np.arange(longest) < self.length[:, None]
-        u = np.zeros((len(self.text), longest + most + 1))
+        u = np.zeros((len(self.text), longest + max_emitted + 1))
         u[:, self.first] = 1.0
         for t in range(self.first, longest):
-            u[:, t + 1 : t + 1 + most] += (u[:, t] * live[:, t])[:, None] * weights[:, t]
+            u[:, t + 1 : t + 1 + max_emitted] += (u[:, t] * live[:, t])[:, None] * weights[:, t]
         steps = (u[:, :longest] * live)[:, 1:].sum(1)
         if not self.prefill:
             return np.maximum(self.length - 1.0, 0.0), steps
-        emitted = np.minimum(np.arange(1, most + 1), self.length[:, None])
+        emitted = np.minimum(np.arange(1, max_emitted + 1), self.length[:, None])
         return self.length - (weights[:, 0] * emitted).sum(1), steps
 
 
@@ -184,67 +185,67 @@ def static(trees: RecordedTrees, subtree: Subtree) -> Choices:
             raise NeedsModel("the recorded trees are not static; name a shape such as 1x1x1 or 3x2x1")
         choices = parse(named)
     kept = [path for path in choices if len(path) <= subtree.depth and max(path) < subtree.children]
-    if subtree.nodes != MOST:
+    if subtree.nodes != UNLIMITED:
         kept = sorted(kept, key=lambda path: (len(path), path))[: subtree.nodes]
     if not kept:
         raise NeedsModel(f"the shape {subtree} has no node")
     return tuple(kept)
 
 
-def evaluate(along: Along, verifier: Verifier, rules: Sequence[tuple[float, Rule]]) -> Sums:
-    """Return what a rule's steps add to tau; of several, each step follows one with these probabilities (shares).
+def evaluate(texts: TextRows, verifier: Verifier, rules: Sequence[tuple[float, Rule]]) -> Sums:
+    """Return the sums of a rule's steps for tau; of several, each step follows one with these probabilities (shares).
 
     Raises:
         NeedsModel: what is not identified.
     """
-    trees = along.trees
+    trees = texts.trees
     if not trees.by_prefix:
         name = trees.proposer.get("name", trees.arm)
         raise NeedsModel(f"the q of proposer {brief(name)} depends on where its step began, not on the text alone")
     if not trees.expanded.any():
-        raise NeedsModel("the recorded drafts are points, which carry no q; record drawn=iid")
+        raise NeedsModel("the recorded drafts are deterministic and carry no q; record drawn=iid")
     _check_lossless(trees, verifier)
     tokens, steps = [], []
     (temperature, top_k), *others = {(rule.temperature, rule.top_k) for _, rule in rules}
     if others:
         raise NeedsModel("the rules of a mixture have one draft temperature and width")
     certain = pseudo_tokens.certainty(trees) if any(rule.confidence for _, rule in rules) else None
-    for one in along.accepting(verifier, temperature, top_k):
-        weights = [share * one.weights(rule, certain) for share, rule in rules]
-        most = max(each.shape[2] for each in weights)
-        total = sum(np.pad(each, ((0, 0), (0, 0), (0, most - each.shape[2]))) for each in weights)
-        counted = along.sums(np.asarray(total))
+    for accept in texts.accepting(verifier, temperature, top_k):
+        weights = [share * accept.weights(rule, certain) for share, rule in rules]
+        width = max(part.shape[2] for part in weights)
+        total = sum(np.pad(part, ((0, 0), (0, 0), (0, width - part.shape[2]))) for part in weights)
+        counted = texts.sums(np.asarray(total))
         tokens.append(counted[0])
         steps.append(counted[1])
     kind = "exact" if len(tokens) == 1 else "spread"
-    return Sums(along.requests, np.array(tokens), np.array(steps), float(np.min(steps, 0).sum()), kind)
+    return Sums(texts.requests, np.array(tokens), np.array(steps), float(np.min(steps, 0).sum()), kind)
 
 
-def of_points(along: Along, verifier: Verifier, subtree: Subtree) -> Sums:
-    """Return what the steps of a subtree of recorded point trees add to tau. Exact for the recorded texts.
+def evaluate_deterministic(texts: TextRows, verifier: Verifier, subtree: Subtree) -> Sums:
+    """Return the sums of the steps of a subtree of recorded deterministic trees for tau. Exact for the recorded texts.
 
     Raises:
         NeedsModel: what is not identified.
     """
-    trees, shape = along.trees, along.trees.shape
+    trees, shape = texts.trees, texts.trees.shape
     _check_lossless(trees, verifier)
     if trees.policy and subtree.choices is None:
         raise _followed(trees)
     check_not_cut(trees, subtree)
     if not trees.ways <= {"point"}:
-        raise NeedsModel("sampled drafts differ from step to step; given the text, only those of points are known")
-    inside = np.arange(along.text.shape[1]) < along.length[:, None]
-    inside[:, : along.first] = False
-    if (along.begins[inside] < 0).any():
+        raise NeedsModel("sampled drafts differ from step to step; given the text, only deterministic ones are known")
+    inside = np.arange(texts.text.shape[1]) < texts.length[:, None]
+    inside[:, : texts.first] = False
+    if (texts.begins[inside] < 0).any():
         raise NeedsModel(f"a step of the design may begin where no tree was recorded; {EVERY}")
-    keep = np.append(np.ones(shape.roots, dtype=bool), subtree.keeps(shape)) & along.on_text
+    keep = np.append(np.ones(shape.roots, dtype=bool), subtree.keeps(shape)) & texts.on_text
     deepest = np.zeros(shape.roots, dtype=np.int64)
     rows = np.flatnonzero(keep)
     np.maximum.at(deepest, shape.root[rows], shape.depth[rows])
-    accepted = np.where(along.begins >= 0, deepest[along.begins], 0)
+    accepted = np.where(texts.begins >= 0, deepest[texts.begins], 0)
     weights = (accepted[:, :, None] == np.arange(int(accepted.max(initial=0)) + 1)).astype(float)
-    tokens, steps = along.sums(weights)
-    return Sums(along.requests, tokens[None], steps[None], float(steps.sum()))
+    tokens, steps = texts.sums(weights)
+    return Sums(texts.requests, tokens[None], steps[None], float(steps.sum()))
 
 
 def _followed(trees: RecordedTrees) -> NeedsModel:
@@ -261,47 +262,47 @@ def _check_lossless(trees: RecordedTrees, verifier: Verifier) -> None:
     Raises:
         NeedsModel: the recorded texts are not the target's, or the verifier's are not.
     """
-    own = trees.verifier
-    if trees.emitted and own is not None and not own.lossless:
-        if own.lossless is None:
-            what = f"it is not known whether verifier {brief(own.name)}, which emitted the recorded texts, is lossless"
+    used = trees.verifier
+    if trees.emitted and used is not None and not used.lossless:
+        if used.lossless is None:
+            what = f"it is not known whether verifier {brief(used.name)}, which emitted the recorded texts, is lossless"
         else:
-            what = f"the recorded texts are those of the lossy verifier {brief(own.name)}, not the target's"
+            what = f"the recorded texts are those of the lossy verifier {brief(used.name)}, not the target's"
         raise NeedsModel(f"{what}; record a run of a lossless verifier, or task=verifier_study, to follow texts")
     if not verifier.lossless:
         raise NeedsModel(f"verifier '{verifier.name}' is lossy: it emits other texts than the recorded ones")
 
 
-def _lacks(along: Along) -> bool:
+def _lacks(texts: TextRows) -> bool:
     """Whether the q of some token of a text is not recorded."""
-    inside = np.arange(along.text.shape[1]) < along.length[:, None]
-    inside[:, : along.first] = False
-    row = along.row[inside]
-    return bool((row < 0).any() or not along.trees.expanded[row].all())
+    inside = np.arange(texts.text.shape[1]) < texts.length[:, None]
+    inside[:, : texts.first] = False
+    row = texts.row[inside]
+    return bool((row < 0).any() or not texts.trees.expanded[row].all())
 
 
 class _Accept:
     """Probabilities that drafted children are accepted, given the text.
 
     Args:
-        along: the texts.
-        verifier: ``token``, ``kseq`` or ``match``; any lossless one for points.
+        texts: the texts.
+        verifier: ``token``, ``kseq`` or ``match``; any lossless one for deterministic trees.
         p, q: ``[R, W + PSEUDO]``.
         missing: what is assumed where no q is recorded: the first child is accepted with this probability.
     """
 
-    def __init__(self, along: Along, verifier: Verifier, p: np.ndarray, q: np.ndarray, missing: float) -> None:
-        self.along, self.verifier, self.missing = along, verifier, missing
+    def __init__(self, texts: TextRows, verifier: Verifier, p: np.ndarray, q: np.ndarray, missing: float) -> None:
+        self.texts, self.verifier, self.missing = texts, verifier, missing
         self._tables: dict[tuple[int, str], np.ndarray] = {}
-        trees = along.trees
-        known = (along.row >= 0) & (np.arange(along.text.shape[1]) < along.length[:, None])
-        known &= trees.expanded[along.row]
+        trees = texts.trees
+        known = (texts.row >= 0) & (np.arange(texts.text.shape[1]) < texts.length[:, None])
+        known &= trees.expanded[texts.row]
         self.known = known
-        rows = along.row[known]
+        rows = texts.row[known]
         self.rows, self.p, self.q = rows, p[rows], q[rows]
-        found = trees.ids[rows] == along.text[known][:, None]
+        matches = trees.ids[rows] == texts.text[known][:, None]
         width = trees.ids.shape[1]
-        self.y = np.where(found.any(1), found.argmax(1), width)  # of others the pseudo token of p
+        self.y = np.where(matches.any(1), matches.argmax(1), width)  # of others the pseudo token of p
 
     def weights(self, rule: Rule, certain: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:  # [N, L, D + 1]
         """Return w of a rule.
@@ -310,18 +311,18 @@ class _Accept:
             rule: the drafting rule.
             certain: as of ``pseudo_tokens.certainty``; None for rules without a confidence.
         """
-        depth, (count, longest) = depth_of(rule.choices), self.along.text.shape
+        depth, (count, longest) = depth_of(rule.choices), self.texts.text.shape
         sure = np.ones((count, longest + depth), dtype=bool)
         if rule.confidence:
             assert certain is not None
-            least, most = (one[self.rows] for one in certain)
-            if open_ := int(((least < rule.confidence) & (most >= rule.confidence)).sum()):
+            lower, upper = (bound[self.rows] for bound in certain)
+            if open_ := int(((lower < rule.confidence) & (upper >= rule.confidence)).sum()):
                 raise NeedsModel(
                     f"the mass at temperature 1 of tokens that are not recorded decides whether confidence="
-                    f"{rule.confidence:g} stops, at {open_} of {len(least)} rows; set a larger record_top"
+                    f"{rule.confidence:g} stops, at {open_} of {len(lower)} rows; set a larger record_top"
                 )
             here = np.ones((count, longest), dtype=bool)
-            here[self.known] = least >= rule.confidence
+            here[self.known] = lower >= rule.confidence
             sure[:, :longest] = here
         children: dict[tuple[int, ...], int] = {}
         for path in rule.choices:
@@ -330,7 +331,7 @@ class _Accept:
         weights = np.zeros((count, longest, depth + 1))
         reach: dict[tuple[int, ...], np.ndarray] = {(): np.ones((count, longest))}
         grows: dict[tuple[int, ...], np.ndarray] = {(): np.ones((count, longest), dtype=bool)}
-        for path in ((), *sorted(rule.choices, key=lambda one: (len(one), one))):
+        for path in ((), *sorted(rule.choices, key=lambda path: (len(path), path))):
             level = len(path)
             rest = np.ones((count, longest))
             if width := children.get(path, 0):
@@ -350,9 +351,9 @@ class _Accept:
 
     def _padded(self, accept: np.ndarray, depth: int) -> np.ndarray:  # [N, L + depth, k]
         """Acceptance at every token of the texts; nothing beyond their ends."""
-        count, longest = self.along.text.shape
+        count, longest = self.texts.text.shape
         full = np.zeros((count, longest + depth, accept.shape[1]))
-        inside = np.arange(longest) < self.along.length[:, None]
+        inside = np.arange(longest) < self.texts.length[:, None]
         full[:, :longest, 0] = np.where(inside, self.missing, 0.0)
         full[:, :longest][self.known] = accept
         return full
@@ -379,9 +380,9 @@ class _Accept:
             for _ in range(k):
                 w = np.maximum(p - theta[:, None] * q, 0.0)
                 s = w.sum(1)
-                own = np.divide(w, s[:, None], out=np.zeros_like(w), where=s[:, None] > 0)
-                chance.append(left * np.minimum(q_y, own[here, self.y]) / p_y)
-                left = left * np.maximum(1.0 - np.minimum(q, own).sum(1), 0.0)
+                p_rank = np.divide(w, s[:, None], out=np.zeros_like(w), where=s[:, None] > 0)
+                chance.append(left * np.minimum(q_y, p_rank[here, self.y]) / p_y)
+                left = left * np.maximum(1.0 - np.minimum(q, p_rank).sum(1), 0.0)
                 theta = theta + s
         else:
             name = self.verifier.name
@@ -397,10 +398,10 @@ class _Accept:
         Raises:
             NeedsModel: a token that is not recorded may be one of the k, and the text's may be it or come after it.
         """
-        own, most = self.along.trees.q[self.rows], self.along.trees.rest[self.rows, 3]
-        least, kept = own[np.arange(len(order)), order[:, -1]], self.q[:, -PSEUDO:].sum(1) > 0
-        q_y = np.append(own, np.zeros((len(own), 1)), 1)[np.arange(len(own)), self.y]
-        open_ = kept & (least <= most) & (q_y <= most)
+        recorded_q, max_rest = self.texts.trees.q[self.rows], self.texts.trees.rest[self.rows, 3]
+        least, kept = recorded_q[np.arange(len(order)), order[:, -1]], self.q[:, -PSEUDO:].sum(1) > 0
+        q_y = np.append(recorded_q, np.zeros((len(recorded_q), 1)), 1)[np.arange(len(recorded_q)), self.y]
+        open_ = kept & (least <= max_rest) & (q_y <= max_rest)
         if open_.any():
             raise NeedsModel(
                 f"the {order.shape[1]} likeliest draft tokens may include some that are not recorded, at "
@@ -412,7 +413,7 @@ def _rho(p: np.ndarray, q: np.ndarray, k: int) -> np.ndarray:  # [n]
     """The rho of K-SEQ for k siblings at each row."""
     shape = Shape(len(p), np.repeat(np.arange(len(p)), k))
     token = torch.from_numpy(q.argmax(1)).repeat_interleave(k)
-    place = np.append(np.arange(len(p)), np.full(shape.nodes, -1))
-    draft = Draft(shape, token, "iid", torch.from_numpy(q), place)
+    q_row = np.append(np.arange(len(p)), np.full(shape.nodes, -1))
+    draft = Draft(shape, token, "iid", torch.from_numpy(q), q_row)
     rows = torch.from_numpy(np.concatenate([p, np.zeros((shape.nodes, p.shape[1]))]))
     return np.asarray(least_rho(draft, rows))[: len(p)]

@@ -1,7 +1,7 @@
 """Subtrees of recorded trees: which nodes a shape or limits keep.
 
 A subtree is closed under parents and earlier siblings, so that its nodes were drawn, and are verified, as if no other
-had been drafted. What is kept follows from depth, sibling rank and place alone, never from a token.
+had been drafted. What is kept follows from depth, sibling rank and number alone, never from a token.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from spec_lab.core.draft import Shape
 from spec_lab.core.options import brief
 from spec_lab.propose.trees import Choices, depth_of, parse, write
-from spec_lab.replay.trees import NeedsModel, RecordedTrees
+from spec_lab.replay.recorded_trees import NeedsModel, RecordedTrees
 
-MOST = 2**31
+UNLIMITED = 2**31
 """A limit that limits nothing."""
 
 
@@ -34,9 +34,9 @@ class Subtree:
     """
 
     choices: Choices | None = None
-    depth: int = MOST
-    children: int = MOST
-    nodes: int = MOST
+    depth: int = UNLIMITED
+    children: int = UNLIMITED
+    nodes: int = UNLIMITED
 
     @staticmethod
     def parse(text: str) -> Subtree:
@@ -50,8 +50,8 @@ class Subtree:
         if "=" not in text:
             return Subtree(parse(text))
         limits: dict[str, Any] = {}
-        for one in text.split(","):
-            name, _, value = one.strip().partition("=")
+        for limit in text.split(","):
+            name, _, value = limit.strip().partition("=")
             if name not in ("depth", "children", "nodes") or not value.isdecimal():
                 raise ValueError(
                     f"a shape is 'all', limits such as depth=3,children=2,nodes=8, or a tree such as 3x2x1 (got "
@@ -61,7 +61,7 @@ class Subtree:
         return Subtree(**limits)
 
     def __str__(self) -> str:
-        limits = [f"{name}={value}" for name, value in self.limits.items() if value != MOST]
+        limits = [f"{name}={value}" for name, value in self.limits.items() if value != UNLIMITED]
         tree = [] if self.choices is None else [_short(self.choices)]
         return ",".join([*tree, *limits]) or "all"
 
@@ -74,7 +74,7 @@ class Subtree:
     def trie(self) -> np.ndarray:  # [S, K]
         """For each state, the root's or a node's, the state of its child of each rank; -1 for none."""
         assert self.choices is not None
-        number = {(): 0} | {path: place for place, path in enumerate(self.choices, start=1)}
+        number = {(): 0} | {path: state for state, path in enumerate(self.choices, start=1)}
         width = max((path[-1] + 1 for path in self.choices), default=1)
         table = np.full((len(number), width), -1, dtype=np.int64)
         for path in self.choices:

@@ -2,7 +2,7 @@
 
 Given a recorded tree, a subtree's p and q are recorded as well, so the expected number of accepted tokens is exact (up
 to what ``pseudo_tokens`` bounds). tau is then the mean over the recorded steps: what the design does where the
-recorded run's steps began. A design's own steps begin elsewhere; ``along`` follows them.
+recorded run's steps began. A design's own steps begin elsewhere; ``steps_along_texts`` follows them.
 
 Where tokens are not recorded, two completions of each row (``pseudo_tokens``) bound the acceptance of each of its
 children. For ``token``, ``lenient`` and ``kseq`` the value of a tree is linear in each of them, so that the least and
@@ -29,8 +29,8 @@ from spec_lab.core.draft import GUMBEL, POINT, WAYS, WITHOUT, Draft, Shape
 from spec_lab.core.probabilities import Sampling
 from spec_lab.replay import pseudo_tokens
 from spec_lab.replay.pseudo_tokens import PSEUDO, Reduced
-from spec_lab.replay.shapes import Subtree, check_not_cut
-from spec_lab.replay.trees import NeedsModel, RecordedTrees
+from spec_lab.replay.recorded_trees import NeedsModel, RecordedTrees
+from spec_lab.replay.subtrees import Subtree, check_not_cut
 from spec_lab.verify import (
     Cascade,
     Gumbel,
@@ -56,14 +56,14 @@ INTERVALS = (Token, Lenient, KSeq, Match)
 
 
 KINDS = ("exact", "proved", "estimate", "spread")
-"""What the variants of sums are, from what is known best: "exact" (one), "proved" (the value lies between them),
+"""How well the variants of sums are known, best first: "exact" (one), "proved" (the value lies between them),
 "estimate" (of drafts at another temperature, by weights: it has a sampling error however the rows are completed) or
 "spread" (they differ by so much, and the value may lie outside)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """What each cluster of steps adds to tau's numerator and denominator.
+    """The sums over each cluster of steps in tau's numerator and denominator.
 
     Args:
         clusters: ``[N]`` the requests.
@@ -87,7 +87,7 @@ class _TypicalOfRest(Verifier):
     The last column of p holds the entropy of the rest given that the token is one of it; the column before, its mass.
     """
 
-    own: Typical
+    verifier: Typical
 
     name = "typical"
     accepts = Typical.accepts
@@ -100,14 +100,14 @@ class _TypicalOfRest(Verifier):
 
     def _bound(self, p: Tensor) -> Tensor:
         entropy = torch.special.entr(p[:, :-1]).sum(-1) + p[:, -2] * p[:, -1]
-        return (self.own.delta * torch.exp(-entropy)).clamp_max(self.own.epsilon)
+        return (self.verifier.delta * torch.exp(-entropy)).clamp_max(self.verifier.epsilon)
 
 
 def as_draft(trees: RecordedTrees, q: np.ndarray) -> Draft:
     """Return the recorded forest as a draft, tokens numbered within their rows.
 
     Args:
-        trees: the recorded trees. Races are drawn as points: their noise is not recorded.
+        trees: the recorded trees. Races count as deterministic: their noise is not recorded.
         q: ``[R, W + PSEUDO]``.
     """
     codes = np.where(trees.codes == GUMBEL, POINT, trees.codes).astype(np.int8)
@@ -115,10 +115,10 @@ def as_draft(trees: RecordedTrees, q: np.ndarray) -> Draft:
     if not len(codes) or (ways == POINT).all():
         return Draft(trees.shape, token)
     rows = np.flatnonzero(trees.expanded)
-    place = np.full(trees.shape.rows, -1, dtype=np.int64)
-    place[rows] = np.arange(len(rows))
+    q_row = np.full(trees.shape.rows, -1, dtype=np.int64)
+    q_row[rows] = np.arange(len(rows))
     drawn = codes if len(ways) > 1 else WAYS[int(ways[0])]
-    return Draft(trees.shape, token, drawn, torch.from_numpy(q[rows]), place)
+    return Draft(trees.shape, token, drawn, torch.from_numpy(q[rows]), q_row)
 
 
 def check(trees: RecordedTrees, verifier: Verifier) -> None:
@@ -174,22 +174,22 @@ def conditional(trees: RecordedTrees, reach: np.ndarray) -> np.ndarray:  # [M]
     """
     shape = trees.shape
     left = np.concatenate([np.ones(shape.roots), reach])  # of each row, what its children tried so far have left
-    found = np.zeros(shape.nodes)
+    chances = np.zeros(shape.nodes)
     for rank in range(int(shape.rank.max(initial=-1)) + 1):
         nodes = np.flatnonzero(shape.rank == rank)
         above = left[shape.parent[nodes]]
-        found[nodes] = np.divide(reach[nodes], above, out=np.zeros(len(nodes)), where=above > 1e-300).clip(0.0, 1.0)
+        chances[nodes] = np.divide(reach[nodes], above, out=np.zeros(len(nodes)), where=above > 1e-300).clip(0.0, 1.0)
         left[shape.parent[nodes]] = above - reach[nodes]
-    return found
+    return chances
 
 
-def extremes(shape: Shape, keep: np.ndarray, least: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def extremes(shape: Shape, keep: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the least and the largest expected number of accepted tokens of each tree, ``[B]`` each.
 
     Args:
         shape: the forest.
         keep: ``[M]`` the nodes of the subtree.
-        least, most: ``[M]`` bounds of each node's acceptance, once its parent is and its earlier siblings are not.
+        lower, upper: ``[M]`` bounds of each node's acceptance, once its parent is and its earlier siblings are not.
     """
     low, high = np.zeros(shape.rows), np.zeros(shape.rows)
     depth = shape.depth[shape.roots :]
@@ -199,10 +199,10 @@ def extremes(shape: Shape, keep: np.ndarray, least: np.ndarray, most: np.ndarray
             nodes = np.flatnonzero(here & (shape.rank == rank))
             above, rows = shape.parent[nodes], shape.roots + nodes
             value, other = 1 + low[rows], low[above]
-            a = np.where(value > other, least[nodes], most[nodes])
+            a = np.where(value > other, lower[nodes], upper[nodes])
             low[above] = a * value + (1 - a) * other
             value, other = 1 + high[rows], high[above]
-            a = np.where(value > other, most[nodes], least[nodes])
+            a = np.where(value > other, upper[nodes], lower[nodes])
             high[above] = a * value + (1 - a) * other
     return low[: shape.roots], high[: shape.roots]
 
@@ -215,9 +215,9 @@ def tempered_weights(trees: RecordedTrees, q: np.ndarray) -> np.ndarray:  # [M]
         q: ``[R, W + PSEUDO]``, q'.
     """
     shape, parent = trees.shape, trees.shape.parent
-    own = trees.q / np.maximum((trees.q.sum(1) + trees.rest[:, 1])[:, None], 1e-300)
+    recorded_q = trees.q / np.maximum((trees.q.sum(1) + trees.rest[:, 1])[:, None], 1e-300)
     logs = []
-    for x in (q, own):
+    for x in (q, recorded_q):
         chance = x[parent, trees.local]
         left = np.ones(shape.nodes)  # the mass that earlier siblings drawn without replacement have left
         taken = np.zeros(shape.rows)
@@ -234,7 +234,7 @@ def check_reweighted(trees: RecordedTrees) -> None:
     """Refuse another draft temperature or width where the recorded drafts do not identify it.
 
     Raises:
-        NeedsModel: points, mixed ways of drawing, or trees whose shape follows from q.
+        NeedsModel: deterministic drafts, mixed ways of drawing, or trees whose shape follows from q.
     """
     if not trees.ways <= {"iid"} and not trees.ways <= {"without"}:
         drawn = ", ".join(sorted(trees.ways))
@@ -251,7 +251,7 @@ def evaluate(
     draft_temperature: float | None = None,
     draft_top_k: int = 0,
 ) -> Iterator[Sums | NeedsModel]:
-    """Yield what each subtree's steps add to tau, or why the recorded rows do not identify it.
+    """Yield the sums of each subtree's steps, or why the recorded rows do not identify it.
 
     Args:
         trees: the recorded trees.
@@ -271,8 +271,8 @@ def evaluate(
         for _ in subtrees:
             yield why
         return
-    found = pseudo_tokens.variants(trees, p, q)
-    both = [pseudo_tokens.complete(p, q, one) for one in found]
+    variants = pseudo_tokens.variants(trees, p, q)
+    both = [pseudo_tokens.complete(p, q, variant) for variant in variants]
     logs = [tempered_weights(trees, mass) for _, mass in both] if other else []
     if other:
         both = [(target, _possible(trees, mass)) for target, mass in both]
@@ -293,13 +293,13 @@ def evaluate(
             continue
         weights = [np.ones(trees.shape.roots)]
         if other:
-            sums = [np.bincount(root[keep], one[keep], minlength=trees.shape.roots) for one in logs]
-            weights = [np.exp(one - max(one[decode].max(initial=-np.inf), -700.0)) for one in sums]
-        each = [(weight[decode], mean[decode]) for mean in verdicts.means(keep) for weight in weights]
-        tokens = [np.bincount(cluster, weight * (1 + mean), minlength=len(clusters)) for weight, mean in each]
-        steps = [np.bincount(cluster, weight, minlength=len(clusters)) for weight, _ in each]
+            sums = [np.bincount(root[keep], node_logs[keep], minlength=trees.shape.roots) for node_logs in logs]
+            weights = [np.exp(total - max(total[decode].max(initial=-np.inf), -700.0)) for total in sums]
+        weighted = [(weight[decode], mean[decode]) for mean in verdicts.means(keep) for weight in weights]
+        tokens = [np.bincount(cluster, weight * (1 + mean), minlength=len(clusters)) for weight, mean in weighted]
+        steps = [np.bincount(cluster, weight, minlength=len(clusters)) for weight, _ in weighted]
         kind = "estimate" if other and verdicts.kind != "spread" else verdicts.kind
-        size = min(weight.sum() ** 2 / max(np.square(weight).sum(), 1e-300) for weight, _ in each)
+        size = min(weight.sum() ** 2 / max(np.square(weight).sum(), 1e-300) for weight, _ in weighted)
         yield Sums(clusters, np.array(tokens), np.array(steps), float(size), kind)
 
 
@@ -325,7 +325,7 @@ class _Verdicts:
         both: Sequence[tuple[np.ndarray, np.ndarray]],
         known: bool,
     ) -> None:
-        rest = bool((p.most > 0).any())
+        rest = bool((p.upper > 0).any())
         if isinstance(verifier, Cascade) and (rest or (trees.rest[:, 1] > 0).any()):
             raise NeedsModel("verifier 'cascade' compares whole rows; record with record_top of the vocabulary's size")
         if isinstance(verifier, Relaxed) and rest:
@@ -339,18 +339,20 @@ class _Verdicts:
         proved = known if not chains else known or isinstance(verifier, Token | Match)
         proved = proved and (chains or not isinstance(verifier, Traversal))
         self.kind = "exact" if len(both) == 1 else "proved" if proved else "spread"
-        self.once = [reached(trees, verifier, *one) for one in both] if isinstance(verifier, TOP_DOWN) else []
+        top_down = isinstance(verifier, TOP_DOWN)
+        self.once = [reached(trees, verifier, *completion) for completion in both] if top_down else []
 
     def means(self, keep: np.ndarray) -> list[np.ndarray]:
         """Return the expected numbers of accepted tokens, ``[B]`` each, of the nodes marked in ``keep`` ``[M]``."""
         shape = self.trees.shape
         if self.once and not self.proves:
-            return [np.bincount(shape.root[shape.roots :][keep], one[keep], minlength=shape.roots) for one in self.once]
+            root = shape.root[shape.roots :][keep]
+            return [np.bincount(root, node_reach[keep], minlength=shape.roots) for node_reach in self.once]
         if not self.proves:
-            return [accepted(self.trees, self.verifier, *one, keep) for one in self.both]
-        reach = self.once or [self._reached(*one, keep) for one in self.both]
-        each = np.array([conditional(self.trees, one) for one in reach])
-        return [*extremes(shape, keep, each.min(0), each.max(0))]
+            return [accepted(self.trees, self.verifier, *completion, keep) for completion in self.both]
+        reach = self.once or [self._reached(*completion, keep) for completion in self.both]
+        chances = np.array([conditional(self.trees, node_reach) for node_reach in reach])
+        return [*extremes(shape, keep, chances.min(0), chances.max(0))]
 
     def _reached(self, p: np.ndarray, q: np.ndarray, keep: np.ndarray) -> np.ndarray:  # [M]
         """Return the probability that each node of the subtree is accepted; 0 of others."""
@@ -371,7 +373,7 @@ def _without_rest(p: Reduced, verifier: Relaxed, trees: RecordedTrees) -> np.nda
     """
     if not p.exact or verifier.top > p.top.shape[1]:
         raise NeedsModel("verifier 'relaxed' ranks tokens that are not recorded; set a larger record_top")
-    full = p.complete("most", 0)
+    full = p.complete("upper", 0)
     share = np.divide(full[:, :-PSEUDO].sum(1), p.top.sum(1), out=np.zeros(len(full)), where=p.top.sum(1) > 0)
     last = -np.sort(-full[:, :-PSEUDO], axis=1)[:, verifier.top - 1]
     if ((trees.rest[:, 0] > 0) & (last < trees.rest[:, 2] * share)).any():
@@ -382,15 +384,15 @@ def _without_rest(p: Reduced, verifier: Relaxed, trees: RecordedTrees) -> np.nda
 
 def _with_entropy(p: np.ndarray, trees: RecordedTrees) -> list[np.ndarray]:  # [R, W + PSEUDO] each
     """P with the least and the largest entropy of the rest: as many tokens as can have the largest mass; all equal."""
-    mass, most = trees.rest[:, 0], trees.rest[:, 2]
+    mass, largest = trees.rest[:, 0], trees.rest[:, 2]
     others = np.maximum(trees.vocabulary - (trees.ids >= 0).sum(1), 1)
-    peaked = np.log(np.maximum(np.divide(mass, most, out=np.ones_like(mass), where=most > 0), 1.0))
-    found = []
+    peaked = np.log(np.maximum(np.divide(mass, largest, out=np.ones_like(mass), where=largest > 0), 1.0))
+    completions = []
     for entropy in (peaked, np.log(others)):
         full = p.copy()
         full[:, -1] = entropy
-        found.append(full)
-    return found
+        completions.append(full)
+    return completions
 
 
 def _possible(trees: RecordedTrees, q: np.ndarray) -> np.ndarray:  # [R, W + PSEUDO]

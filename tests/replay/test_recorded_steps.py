@@ -11,7 +11,7 @@ from rich.console import Console
 from spec_lab.core.draft import Draft, Shape, chain, forest, tree
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.propose.trees import parse
-from spec_lab.replay import pseudo_tokens, steps
+from spec_lab.replay import pseudo_tokens, recorded_steps
 from spec_lab.replay.designs import (
     Design,
     Options,
@@ -25,9 +25,9 @@ from spec_lab.replay.designs import (
     table,
     verifier_of,
 )
-from spec_lab.replay.shapes import Subtree
-from spec_lab.replay.show import print_table
-from spec_lab.replay.trees import NeedsModel
+from spec_lab.replay.recorded_trees import NeedsModel
+from spec_lab.replay.replay_tables import print_table
+from spec_lab.replay.subtrees import Subtree
 from spec_lab.verify import Cascade, KSeq, Lenient, Match, Relaxed, Token, Traversal, Typical
 from tests.propose.lab import WARM
 from tests.replay.recorded import by_hand, decoded, without_nodes
@@ -62,7 +62,7 @@ def drawn_tree(generator, drawn, shape="2x2", vocabulary=7, peak=1.5):
 @pytest.mark.parametrize("sampling", [WARM, Sampling(0.7, top_p=0.8), Sampling(1.3, top_k=9)], ids=str)
 def test_with_full_rows_the_recorded_run_s_expectation_is_replayed(target, drawn, sampling):
     trees, rows = decoded(target, drawn, "2x1", sampling)
-    (sums,) = steps.evaluate(trees, Token(), [Subtree()])
+    (sums,) = recorded_steps.evaluate(trees, Token(), [Subtree()])
     own = rows[~rows["prefill"]].groupby("request")["expected_accepted"].agg(["sum", "count"])
     assert len(sums.tokens) == 1, "all is recorded: one evaluation"
     np.testing.assert_allclose(sums.tokens[0], own["sum"] + own["count"], rtol=2e-6)
@@ -82,7 +82,7 @@ def test_every_subtree_has_the_expectation_of_its_own_verdict(drawn):
         for _ in range(4):
             draft, p = drawn_tree(generator, drawn)
             trees = by_hand(draft, p.numpy())
-            for subtree, sums in zip(shapes, steps.evaluate(trees, verifier, shapes), strict=True):
+            for subtree, sums in zip(shapes, recorded_steps.evaluate(trees, verifier, shapes), strict=True):
                 keep = np.append([True], subtree.keeps(draft.shape))
                 smaller, rows = draft.keep(keep)
                 expected = verifier(smaller, p[rows]).expected_accepted(smaller.shape)[0]
@@ -99,7 +99,8 @@ def test_the_value_of_full_rows_lies_within_its_bounds(drawn, shape, subtree, pe
         draft, p = drawn_tree(generator, drawn, shape, 9, peak)
         full, part = by_hand(draft, p.numpy()), by_hand(draft, p.numpy(), top=4)
         for verifier in fits(drawn):
-            both = (next(iter(steps.evaluate(one, verifier, [Subtree.parse(subtree)]))) for one in (full, part))
+            wanted = [Subtree.parse(subtree)]
+            both = (next(iter(recorded_steps.evaluate(trees, verifier, wanted))) for trees in (full, part))
             exact, bounds = both
             if isinstance(bounds, NeedsModel):
                 assert isinstance(verifier, Cascade | Relaxed) and "record_top" in str(bounds)
@@ -120,9 +121,9 @@ def test_another_temperature_of_the_target_follows_from_the_recorded_probabiliti
         draft, p = drawn_tree(generator, "iid", "1x1", 9)
         warm = logits_to_probs(p.log(), [Sampling(temperature)])
         expected = 1 + Token()(draft, warm).expected_accepted(draft.shape)[0]
-        (sums,) = steps.evaluate(by_hand(draft, p.numpy()), Token(), [Subtree()], Sampling(temperature))
+        (sums,) = recorded_steps.evaluate(by_hand(draft, p.numpy()), Token(), [Subtree()], Sampling(temperature))
         assert sums.tokens.item() == pytest.approx(expected)
-        (sums,) = steps.evaluate(by_hand(draft, p.numpy(), top=4), Token(), [Subtree()], Sampling(temperature))
+        (sums,) = recorded_steps.evaluate(by_hand(draft, p.numpy(), top=4), Token(), [Subtree()], Sampling(temperature))
         assert sums.tokens.min() - 1e-9 <= expected <= sums.tokens.max() + 1e-9
 
 
@@ -133,7 +134,7 @@ def test_the_rest_s_mass_at_another_temperature_lies_within_its_bounds():
     for power in (0.4, 0.8, 1.2, 3.0):
         found = pseudo_tokens.target(trees, Sampling(1 / power))
         exact = (x**power).sum(1) - found.top.sum(1)
-        assert (found.least <= exact + 1e-9).all() and (exact <= found.most + 1e-9).all()
+        assert (found.lower <= exact + 1e-9).all() and (exact <= found.upper + 1e-9).all()
 
 
 def test_truncation_follows_where_the_recorded_tokens_settle_it():
@@ -142,7 +143,7 @@ def test_truncation_follows_where_the_recorded_tokens_settle_it():
     trees = by_hand(Draft(without_nodes(20), torch.empty(0, dtype=torch.long)), x, top=25)
     for sampling in (Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.7), Sampling(1.0, min_p=0.2), Sampling(0.0)):
         expected = logits_to_probs(torch.from_numpy(x).log(), [sampling]).numpy()
-        found = pseudo_tokens.target(trees, sampling).complete("least", 0)[:, :-2]
+        found = pseudo_tokens.target(trees, sampling).complete("lower", 0)[:, :-2]
         np.testing.assert_allclose(found, np.take_along_axis(expected, trees.ids.astype(np.int64), 1), atol=1e-9)
     few = by_hand(Draft(without_nodes(20), torch.empty(0, dtype=torch.long)), x, top=2)
     for sampling in (Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.99), Sampling(1.0, min_p=0.01)):
@@ -168,9 +169,9 @@ def test_weights_turn_recorded_drafts_into_those_of_another_temperature(drawn):
         place = np.array([0, -1, -1])
         draft = Draft(shape, torch.tensor(pair), drawn, q[:1], place)
         trees = by_hand(draft, p.numpy(), proposer={"temperature": 1.0, "tree": "0 1", "confidence": 0.0})
-        changed = pseudo_tokens.drafted(trees, temperature).complete("least", 0)
-        weight = float(np.exp(steps.tempered_weights(trees, changed).sum()))
-        (sums,) = steps.evaluate(trees, Token(), [Subtree()], None, temperature)
+        changed = pseudo_tokens.drafted(trees, temperature).complete("lower", 0)
+        weight = float(np.exp(recorded_steps.tempered_weights(trees, changed).sum()))
+        (sums,) = recorded_steps.evaluate(trees, Token(), [Subtree()], None, temperature)
         assert sums.ess == pytest.approx(1) and sums.kind == "estimate"
         value = sums.tokens.item() / sums.steps.item()
         own = Draft(shape, torch.tensor(pair), drawn, other[:1], place)
@@ -190,15 +191,15 @@ def test_what_recorded_rows_cannot_identify_is_refused_by_name(target):
         (points, Token(), Subtree(), {"draft_temperature": 0.5}, "sampled drafts only"),
         (sampled, Token(), Subtree(), {"draft_temperature": 0.0}, "at temperature 1 do not show"),
     ):
-        (found,) = steps.evaluate(trees, verifier, [subtree], **more)
+        (found,) = recorded_steps.evaluate(trees, verifier, [subtree], **more)
         assert isinstance(found, NeedsModel) and why in str(found) and str(found).startswith("needs the model: ")
     with pytest.raises(NeedsModel, match="noise"):
-        steps.check(sampled, __import__("spec_lab.verify", fromlist=["Gumbel"]).Gumbel())
+        recorded_steps.check(sampled, __import__("spec_lab.verify", fromlist=["Gumbel"]).Gumbel())
 
 
 def test_a_mixture_of_trees_has_the_mixed_expectation(target):
     trees, _ = decoded(target)
-    first, second = steps.evaluate(trees, Token(), [Subtree(depth=1), Subtree()])
+    first, second = recorded_steps.evaluate(trees, Token(), [Subtree(depth=1), Subtree()])
     both = mixed([(0.25, first), (0.75, second)])
     taus = [one.tokens.sum() / one.steps.sum() for one in (first, second, both)]
     assert taus[2] == pytest.approx(0.25 * taus[0] + 0.75 * taus[1])
@@ -259,7 +260,7 @@ def test_drafts_stopped_by_q_are_not_weighted_as_those_of_another_temperature():
         ({"policy": {"name": "bandit", "bandit": "ucb"}}, False),
     ):
         trees = by_hand(draft, p.numpy(), proposer=facts | changed)
-        (found,) = steps.evaluate(trees, Token(), [Subtree()], None, 0.6)
+        (found,) = recorded_steps.evaluate(trees, Token(), [Subtree()], None, 0.6)
         assert trees.stops_by_q == stops == isinstance(found, NeedsModel), changed
         if stops:
             assert "the shape of the recorded trees follows from q" in str(found)
@@ -273,7 +274,7 @@ def test_weighted_drafts_are_an_estimate_even_with_whole_rows(top, shape, kinds)
     trees = by_hand(draft, p.numpy(), top=top, proposer={"temperature": 1.0, "tree": shape, "confidence": 0.0})
     verifier, every = Traversal() if kinds[0] == "spread" else Token(), Shares.parse("all")
     for temperature, kind in zip((None, 0.6), kinds, strict=True):
-        (sums,) = steps.evaluate(trees, verifier, [Subtree()], None, temperature)
+        (sums,) = recorded_steps.evaluate(trees, verifier, [Subtree()], None, temperature)
         assert sums.kind == mixed([(0.5, sums), (0.5, sums)]).kind == kind
         frame = table([estimate(Design("token", every, temperature), "steps", sums)])
         frame.insert(0, "arm", "speculative")

@@ -1,7 +1,7 @@
 """Recorded draft trees, read from the table ``replay`` of a run or of a verifier study.
 
 Every row has a vocabulary of its own: the tokens that were recorded for it. Verifiers compare tokens only with those of
-the same row and of its children, so a node's token is given by its place among its parent's recorded tokens.
+the same row and of its children, so a node's token is given by its index among its parent's recorded tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pandas as pd
 from spec_lab.core.draft import WAYS, Drawn, Shape
 from spec_lab.core.probabilities import Sampling
 from spec_lab.decode.recording import ID_BYTES, unpack_ids
-from spec_lab.replay.memory import check_memory
+from spec_lab.replay.recording_memory import check_memory
 from spec_lab.results import study, sweep
 from spec_lab.results.manifest import begun
 from spec_lab.results.schema import REPLAY
@@ -87,11 +87,11 @@ class RunVerifier:
     @staticmethod
     def of(manifest: Mapping[str, Any]) -> RunVerifier | None:
         """Return that of a run; None where its manifest states none."""
-        own = (manifest.get("config") or {}).get("verifier")
-        if not isinstance(own, Mapping):
+        config = (manifest.get("config") or {}).get("verifier")
+        if not isinstance(config, Mapping):
             return None
-        path = str(own.get("_target_", ""))
-        options = {str(key): value for key, value in own.items() if not str(key).startswith("_")}
+        path = str(config.get("_target_", ""))
+        options = {str(key): value for key, value in config.items() if not str(key).startswith("_")}
         name = KNOWN.get(path, "")
         try:
             verifier = MAKERS[name](**options)
@@ -109,8 +109,8 @@ class RecordedTrees:
         arm: its name.
         shape: the forest.
         token: ``[R]`` the token of every row.
-        local: ``[M]`` the place of each node's token among the recorded tokens of its parent.
-        codes: ``[M]`` int8, how each node was drawn, as its place in ``WAYS``.
+        local: ``[M]`` the index of each node's token among the recorded tokens of its parent.
+        codes: ``[M]`` int8, how each node was drawn, as its index in ``WAYS``.
         ids: ``[R, W]`` int32, the recorded tokens of each row; -1 fills up.
         p: ``[R, W]`` float64, their target probabilities at temperature 1; 0 fills up.
         q: ``[R, W]`` float64, their draft probabilities as drawn from; 0 fills up, and where ``expanded`` is False.
@@ -120,7 +120,7 @@ class RecordedTrees:
         vocabulary: V.
         sampling: of the target; all requests of a run have the same.
         texts: by request; empty where none is known.
-        proposer: what the manifest records of the arm's proposer.
+        proposer: the manifest's facts on the arm's proposer.
         verifier: of the run; None where its manifest states none.
         emitted: whether the run's verifier emitted the texts; else the target alone did, as in a verifier study.
     """
@@ -153,8 +153,8 @@ class RecordedTrees:
         """The temperature at which the drafter sampled; None where the manifest does not state it."""
         if "temperature" not in self.proposer:
             return None
-        own = self.proposer["temperature"]
-        return self.sampling.temperature if own is None else float(own)
+        temperature = self.proposer["temperature"]
+        return self.sampling.temperature if temperature is None else float(temperature)
 
     @property
     def by_prefix(self) -> bool:
@@ -164,14 +164,14 @@ class RecordedTrees:
     @property
     def policy(self) -> str:
         """The name of the policy that decided how far was drafted; empty for none."""
-        own = self.proposer.get("policy")
-        return str(own.get("name") or "policy") if isinstance(own, Mapping) else ""
+        policy = self.proposer.get("policy")
+        return str(policy.get("name") or "policy") if isinstance(policy, Mapping) else ""
 
     @property
     def stops_by_q(self) -> bool:
         """Whether the shape of a tree follows from the q of its tokens: by confidence, a policy's rule, or the best."""
-        own = self.proposer.get("policy")
-        ruled = isinstance(own, Mapping) and ("rule" in own or self.policy not in DEPTH_POLICIES)
+        policy = self.proposer.get("policy")
+        ruled = isinstance(policy, Mapping) and ("rule" in policy or self.policy not in DEPTH_POLICIES)
         best = self.proposer.get("tree") in ("best first", "reranked")
         return ruled or best or bool(self.proposer.get("confidence"))
 
@@ -205,20 +205,20 @@ def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
     texts: dict[str, dict[int, RecordedText]] = {}
     studied = (folder / "texts.parquet").exists() or any((folder / "parts").glob("texts-*.parquet"))
     if studied:
-        found = study.parts(folder, replay=True).load()
-        frame = found["replay"]
-        own = {
-            int(one.request): RecordedText(int(one.prompt_tokens), np.asarray(one.tokens)[int(one.prompt_tokens) :])
-            for one in found["texts"].itertuples()
+        tables = study.parts(folder, replay=True).load()
+        frame = tables["replay"]
+        outputs = {
+            int(row.request): RecordedText(int(row.prompt_tokens), np.asarray(row.tokens)[int(row.prompt_tokens) :])
+            for row in tables["texts"].itertuples()
         }
-        texts = dict.fromkeys(frame["arm"].unique(), own)
+        texts = dict.fromkeys(frame["arm"].unique(), outputs)
     else:
         frame = load_replay(folder)
-        for name, each in load(folder).requests.groupby("arm"):
-            first = each[each["sequence"] == 0]
+        for name, requests in load(folder).requests.groupby("arm"):
+            first = requests[requests["sequence"] == 0]
             rows = zip(first["request"], first["prompt_tokens"], first["tokens"], strict=True)
             texts[str(name)] = {int(n): RecordedText(int(length), np.asarray(tokens)) for n, length, tokens in rows}
-    gathered = any((folder / one).exists() for one in ("requests.parquet", "texts.parquet"))
+    gathered = any((folder / file).exists() for file in ("requests.parquet", "texts.parquet"))
     if frame.empty and gathered and not (folder / "replay.parquet").exists():
         raise ValueError(f"{folder}/replay.parquet is missing: {AGAIN}")
     if wrong := [name for name in REPLAY if frame[name].isna().any()]:
@@ -229,12 +229,12 @@ def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
             raise ValueError(f"{folder} has no recorded arm '{name}'; it has {', '.join(known) or 'none'}")
     facts, verifier = manifest.get("proposers") or {}, RunVerifier.of(manifest)
     try:
-        found = {
+        trees = {
             name: of_rows(frame[frame["arm"] == name], name, texts.get(name, {}), facts.get(name, {}))
             for name in known
             if not arms or name in arms
         }
-        return {name: replace(one, verifier=verifier, emitted=not studied) for name, one in found.items()}
+        return {name: replace(recorded, verifier=verifier, emitted=not studied) for name, recorded in trees.items()}
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
 
@@ -262,14 +262,14 @@ def of_rows(
     if frame["sampling"].nunique() > 1:
         raise ValueError(f"the requests of the arm '{arm}' have different sampling parameters")
     name = frame["id"].to_numpy()
-    place, above, way = (frame[column].to_numpy() for column in ("row", "parent", "way"))
-    _refuse(place < 0, name, "row", "it is negative")
-    first = np.flatnonzero(place == 0)
-    tree = np.cumsum(place == 0) - 1  # of each row
-    if not len(first) or tree[0] < 0 or (place != np.arange(len(frame)) - first[tree]).any():
+    row, above, way = (frame[column].to_numpy() for column in ("row", "parent", "way"))
+    _refuse(row < 0, name, "row", "it is negative")
+    first = np.flatnonzero(row == 0)
+    tree = np.cumsum(row == 0) - 1  # of each row
+    if not len(first) or tree[0] < 0 or (row != np.arange(len(frame)) - first[tree]).any():
         raise ValueError(f"a recorded tree of the arm '{arm}' lacks a row; {AGAIN}")
-    is_node = place > 0
-    _refuse(is_node & ((above < 0) | (above >= place)), name, "parent", "it is no earlier row of the tree")
+    is_node = row > 0
+    _refuse(is_node & ((above < 0) | (above >= row)), name, "parent", "it is no earlier row of the tree")
     _refuse(is_node & ~np.isin(way, WAYS), name, "way", f"it is none of {', '.join(WAYS)}")
     try:
         sampling = Sampling(**json.loads(frame["sampling"].iloc[0]))
@@ -288,16 +288,16 @@ def of_rows(
     _check_mass(name, ids, p, q, rest, vocabulary)
     ids, p, q, rest = ids[order], p[order], q[order], rest[order]
     token = frame["token"].to_numpy()[order]
-    found = ids[parent] == token[roots:, None]
-    if not found.any(1).all():
+    matches = ids[parent] == token[roots:, None]
+    if not matches.any(1).all():
         raise ValueError(f"a recorded row of the arm '{arm}' lacks the token of one of its children; {AGAIN}")
     keys = ["group", "request", "sequence", "round", "position", "prefill"]
     return RecordedTrees(
         arm,
         Shape(roots, parent),
         token,
-        found.argmax(1) if len(found) else np.empty(0, dtype=np.int64),
-        np.array([WAYS.index(one) for one in way[is_node]], dtype=np.int8),
+        matches.argmax(1) if len(matches) else np.empty(0, dtype=np.int64),
+        np.array([WAYS.index(drawn) for drawn in way[is_node]], dtype=np.int8),
         ids,
         p,
         q,
@@ -335,7 +335,7 @@ def _unpacked(frame: pd.DataFrame, vocabulary: int) -> tuple[np.ndarray, np.ndar
     """
     name = frame["id"].to_numpy()
     packed = {column: frame[column].to_numpy() for column in ("ids", "p", "q")}
-    size = {column: np.array([len(one) for one in own], dtype=np.int64) for column, own in packed.items()}
+    size = {column: np.array([*map(len, cells)], dtype=np.int64) for column, cells in packed.items()}
     count = size["p"] // 4
     _refuse((size["p"] % 4 > 0) | (count == 0), name, "p", "it is no list of float32")
     _refuse(count > vocabulary, name, "p", f"it has more tokens than the vocabulary, {vocabulary}")
@@ -344,8 +344,8 @@ def _unpacked(frame: pd.DataFrame, vocabulary: int) -> tuple[np.ndarray, np.ndar
     _refuse((size["q"] > 0) & (size["q"] != size["p"]), name, "q", "its length differs from that of p")
     ids = np.full((len(frame), int(count.max())), -1, dtype=np.int32)
     p, q = np.zeros(ids.shape), np.zeros(ids.shape)
-    for row, (own, top, drafted) in enumerate(zip(*packed.values(), strict=True)):
-        ids[row, : count[row]] = unpack_ids(own) if own else np.arange(count[row])
+    for row, (id_bytes, top, drafted) in enumerate(zip(*packed.values(), strict=True)):
+        ids[row, : count[row]] = unpack_ids(id_bytes) if id_bytes else np.arange(count[row])
         p[row, : count[row]] = np.frombuffer(top, dtype="<f4")
         if drafted:
             q[row, : count[row]] = np.frombuffer(drafted, dtype="<f4")
@@ -361,16 +361,16 @@ def _check_mass(
         ValueError: a row; names row and column.
     """
     _refuse(np.asarray((ids >= vocabulary).any(1)), name, "ids", f"a token is not below the vocabulary, {vocabulary}")
-    each = np.sort(ids, 1)
-    _refuse(((each[:, 1:] == each[:, :-1]) & (each[:, 1:] >= 0)).any(1), name, "ids", "a token occurs twice")
-    for place, (column, mass) in enumerate((("p", p), ("q", q))):
+    ordered = np.sort(ids, 1)
+    _refuse(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1), name, "ids", "a token occurs twice")
+    for index, (column, mass) in enumerate((("p", p), ("q", q))):
         _refuse(
             np.any(~np.isfinite(mass) | (mass < 0), axis=1), name, column, "a probability is negative or not finite"
         )
-        other, most = rest[:, place], rest[:, place + 2]
-        for end, values in (("rest", other), ("most", most)):
+        other, largest = rest[:, index], rest[:, index + 2]
+        for end, values in (("rest", other), ("most", largest)):
             _refuse(~(np.isfinite(values) & (values >= 0)), name, f"{column}_{end}", "it is negative or not finite")
-        _refuse(most > other + 1e-6, name, f"{column}_most", f"it is larger than {column}_rest")
+        _refuse(largest > other + 1e-6, name, f"{column}_most", f"it is larger than {column}_rest")
         total = mass.sum(1) + other
         wrong = (abs(total - 1) > TOLERANCE) & (total != 0)
         _refuse(wrong, name, column, f"with {column}_rest it does not sum to 1")

@@ -16,12 +16,12 @@ from spec_lab.core.files import read_text
 from spec_lab.core.progress import Progress
 from spec_lab.replay import designs, traces
 from spec_lab.replay.bounds import ArmBounds
-from spec_lab.replay.trees import NOTHING, read
+from spec_lab.replay.recorded_trees import NOTHING, read
 from spec_lab.results.manifest import finite
 from spec_lab.results.result import Cell, DataTable, cell, interval
 from spec_lab.verify import Lenient
 
-MOST = 40
+MAX_ROWS = 40
 """Rows of the table on the screen."""
 
 OPTIONAL = {
@@ -52,13 +52,13 @@ def replay(folder: Path, options: designs.Options, arms: Sequence[str] = ()) -> 
     frames = []
     with Progress(total=sum(map(len, wanted.values())), desc="replay", unit="design") as bar:
         for name, trees in recorded.items():
-            found, last = [], None
-            for one in designs.evaluate(trees, wanted[name]):
-                found.append(one)
-                if one.design is not last:
+            estimates, last = [], None
+            for estimate in designs.evaluate(trees, wanted[name]):
+                estimates.append(estimate)
+                if estimate.design is not last:
                     bar.update(1)
-                last = one.design
-            frame = designs.table(found)
+                last = estimate.design
+            frame = designs.table(estimates)
             frame.insert(0, "arm", name)
             frames.append(frame)
     return designs.ordered(pd.concat(frames))
@@ -76,8 +76,8 @@ def trace(file: Path, written: str = "jsonl", verifiers: Sequence[str] = ()) -> 
         ValueError: it is not of that format, or an unknown verifier.
         OSError: it cannot be read.
     """
-    named = [designs.verifier_of(one) for one in verifiers]
-    lenience = [one.lenience for one in named if isinstance(one, Lenient)]
+    named = map(designs.verifier_of, verifiers)
+    lenience = [verifier.lenience for verifier in named if isinstance(verifier, Lenient)]
     if written == "jsonl":
         return traces.taus(traces.read_trace(file), lenience=lenience)
     if written == "sglang":
@@ -105,7 +105,7 @@ def print_table(frame: pd.DataFrame, console: Console) -> None:
     known = frame[frame["needs"] == ""]
     varied = [name for name in ("arm", *OPTIONAL) if known[name].nunique(dropna=False) > 1]
     rows = []
-    for row in known.head(MOST).to_dict("records"):
+    for row in known.head(MAX_ROWS).to_dict("records"):
         left_open = f"±{(row['bound_high'] - row['bound_low']) / 2:.2g} {row['bound_kind']}"
         parts = [row["method"], _label(row["verifier"], row["lossless"]), _design(row, varied)]
         rows.append([*map(Cell, parts), _tau(row, ".2f"), Cell(left_open), cell(row["effective_steps"], ".0f")])
@@ -117,10 +117,10 @@ def print_table(frame: pd.DataFrame, console: Console) -> None:
             "tau: tokens per step [95 %, over requests]. open: what tokens that were not recorded leave open of it. "
             "steps: as many as the estimate weighs. See docs/replay.md.",
         )
-    if len(known) > MOST:
-        say(console, f"The first {MOST} of {len(known)}; --csv FILE writes all.")
-    for why, each in frame[frame["needs"] != ""].groupby("needs", sort=False):
-        say(console, f"{len(each)} design{'s' * (len(each) > 1)}: {why}", wrap=False)
+    if len(known) > MAX_ROWS:
+        say(console, f"The first {MAX_ROWS} of {len(known)}; --csv FILE writes all.")
+    for why, group in frame[frame["needs"] != ""].groupby("needs", sort=False):
+        say(console, f"{len(group)} design{'s' * (len(group) > 1)}: {why}", wrap=False)
 
 
 def _tau(row: Mapping[str, Any], form: str) -> Cell:
@@ -136,24 +136,24 @@ def _design(row: Mapping[str, Any], varied: Sequence[str]) -> str:
     return ", ".join([*arm, shape, *options])
 
 
-def print_bounds(found: Mapping[str, ArmBounds], console: Console) -> None:
+def print_bounds(bounds: Mapping[str, ArmBounds], console: Console) -> None:
     """Print each arm's shares of the optimum, and where its tokens are lost.
 
     Raises:
         ValueError: there is no arm.
     """
-    if not found:
+    if not bounds:
         raise ValueError(NOTHING)
-    for name, arm in found.items():
+    for name, arm in bounds.items():
         if arm.needs:
             say(console, f"{name}: {arm.needs}", wrap=False)
             continue
-        most = {"exact": "optimum", "bound": "at most", "estimate": "estimated optimum"}[arm.kind]
+        kind = {"exact": "optimum", "bound": "at most", "estimate": "estimated optimum"}[arm.kind]
         summary = arm.summary()
         say(
             console,
             f"{name}: drawn {arm.drawn}, {arm.nodes:.3g} nodes, depth {arm.depth:.3g}, {arm.steps} steps; "
-            f"{most} {interval(summary['optimum'])} tokens a step, of at most {arm.depth + 1:.3g}",
+            f"{kind} {interval(summary['optimum'])} tokens a step, of at most {arm.depth + 1:.3g}",
             "bold",
         )
         table = bounds_table({name: finite(summary)}, ".2f", _label)
@@ -161,12 +161,12 @@ def print_bounds(found: Mapping[str, ArmBounds], console: Console) -> None:
         rows = [[row[at] if table.columns[at][0] == "tau" else replace(row[at], ends="") for at in columns]
                 for row in table.rows]  # fmt: skip
         show_table("", DataTable([table.columns[at] for at in columns], rows), console)
-    if any(not arm.needs for arm in found.values()):
+    if any(not arm.needs for arm in bounds.values()):
         say(console, NOTE)
 
 
 def _label(verifier: str, lossless: bool) -> str:
     """Return a verifier's name and options in words that lines can break between; long options break after =."""
     name, _, options = verifier.partition(":")
-    each = [one if len(one) < 14 else one.replace("=", "= ", 1) for one in options.split(",") if one]
-    return ", ".join([" ".join([name, *each[:1]]), *each[1:], *([] if lossless else ["lossy"])])
+    words = [option if len(option) < 14 else option.replace("=", "= ", 1) for option in options.split(",") if option]
+    return ", ".join([" ".join([name, *words[:1]]), *words[1:], *([] if lossless else ["lossy"])])
