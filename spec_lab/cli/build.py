@@ -539,7 +539,7 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
     work = task(config)
     resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     shown, identity = written(config), digest(resolved)
-    given = None if overrides is None else sweep.own(overrides)
+    given = None if overrides is None else sweep.identifying(overrides)
     scalars = {name: resolved[name] for name in Settings.names()}
     settings = Settings(output_dir=out, overrides=given, config_sha256=identity, **scalars)
     settings.use_threads()

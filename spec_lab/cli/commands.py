@@ -62,8 +62,8 @@ def complete(line: str) -> tuple[list[str], bool]:
         return explain.complete(others[-1]), False
     folder, _, begins = others[-1].rpartition("/")
     above = f"{folder}/" if folder or others[-1].startswith("/") else ""
-    found = sorted(one.name for one in Path(above or ".").glob("*/") if one.name.startswith(begins))
-    return [f"{above}{name}/" for name in found if name[0] != "." or begins], False
+    folders = sorted(path.name for path in Path(above or ".").glob("*/") if path.name.startswith(begins))
+    return [f"{above}{name}/" for name in folders if name[0] != "." or begins], False
 
 
 TRAIN, PREFIX = "train", "train_"
@@ -106,11 +106,11 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
         return which.add_parser(name, help=what, description=what)
 
     collect = add("collect")
-    for one in (add("state"), collect):
-        one.add_argument("folder", type=Path, metavar="SWEEP", help="a sweep's directory")
+    for sub in (add("state"), collect):
+        sub.add_argument("folder", type=Path, metavar="SWEEP", help="a sweep's directory")
     compare = add("compare")
-    for one, what in ((collect, "print the figures as well, with all columns"), (compare, "print further tables")):
-        one.add_argument("-v", "--verbose", action="store_true", help=what)
+    for sub, what in ((collect, "print the figures as well, with all columns"), (compare, "print further tables")):
+        sub.add_argument("-v", "--verbose", action="store_true", help=what)
     collect.add_argument("--latex", type=Path, metavar="FILE", help="also write the main figures as a LaTeX table")
     compare.add_argument(
         "folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps; the first is the reference"
@@ -123,18 +123,18 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
     replay = add("replay")
     what = "a run with record=replay; or a file: a trace of another system (--format)"
     replay.add_argument("folder", type=Path, metavar="DIR", help=what)
-    own = replay.add_argument
-    own("--arms", nargs="+", default=[], metavar="ARM", help="arms of the run (all)")
-    own("--verifiers", nargs="+", default=[], metavar="NAME", help="such as token lenient:lenience=0.5 (all that fit)")
+    flag = replay.add_argument
+    flag("--arms", nargs="+", default=[], metavar="ARM", help="arms of the run (all)")
+    flag("--verifiers", nargs="+", default=[], metavar="NAME", help="such as token lenient:lenience=0.5 (all that fit)")
     more = "all, depth=3,children=2,nodes=8, 3x2x1, or shares: 0.5*1x1+0.5*3x2x1 (all limits of depth and children)"
-    own("--shapes", nargs="+", default=[], metavar="SHAPE", help=more)
-    own("--temperatures", nargs="+", type=float, default=[], metavar="T", help="of the drafter (as recorded)")
-    own("--top-k", nargs="+", type=int, default=[], metavar="K", help="tokens that the drafter draws from (all)")
-    own("--confidence", nargs="+", type=float, default=[], metavar="C", help="below which a draft ends (as recorded)")
-    own("--drawn", nargs="+", choices=("iid", "point"), default=[], help="how trees are drawn (as recorded)")
+    flag("--shapes", nargs="+", default=[], metavar="SHAPE", help=more)
+    flag("--temperatures", nargs="+", type=float, default=[], metavar="T", help="of the drafter (as recorded)")
+    flag("--top-k", nargs="+", type=int, default=[], metavar="K", help="tokens that the drafter draws from (all)")
+    flag("--confidence", nargs="+", type=float, default=[], metavar="C", help="below which a draft ends (as recorded)")
+    flag("--drawn", nargs="+", choices=("iid", "point"), default=[], help="how trees are drawn (as recorded)")
     formats = "of a file: jsonl (docs/replay.md), vllm (the text of /metrics), sglang (JSON lines of responses)"
-    own("--format", choices=("jsonl", "vllm", "sglang"), default="jsonl", help=formats)
-    own("--csv", type=Path, metavar="FILE", help="also write all designs to a CSV file")
+    flag("--format", choices=("jsonl", "vllm", "sglang"), default="jsonl", help=formats)
+    flag("--csv", type=Path, metavar="FILE", help="also write all designs to a CSV file")
     bounds = add("bounds")
     bounds.add_argument("folder", type=Path, metavar="DIR", help="a run with record=replay")
     bounds.add_argument("--arms", nargs="+", default=[], metavar="ARM", help="arms of the run (all)")
@@ -143,9 +143,9 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
     track = add("track")
     track.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps")
     dashboard = add("dashboard")
-    for one, default in ((track, None), (dashboard, ...)):
-        one.add_argument("--project", default="spec_lab", help="project on Weights & Biases (spec_lab)")
-        one.add_argument("--entity", required=default is ..., help="user or team that owns the project")
+    for sub, default in ((track, None), (dashboard, ...)):
+        sub.add_argument("--project", default="spec_lab", help="project on Weights & Biases (spec_lab)")
+        sub.add_argument("--entity", required=default is ..., help="user or team that owns the project")
     track.add_argument(
         "--mode", choices=("auto", "online", "offline"), default="auto", help="auto: online with a login, else offline"
     )

@@ -28,7 +28,7 @@ def job(config: DictConfig) -> None:
         if OmegaConf.is_missing(HydraConfig.get().job, "num"):
             alone(config)
         else:
-            one_of_many(config)
+            run_of_sweep(config)
     except Exception:
         if interrupt.interrupted():  # some libraries turn a KeyboardInterrupt into another error
             raise KeyboardInterrupt from None
@@ -61,7 +61,7 @@ def alone(config: DictConfig) -> None:
         sys.exit(code)
 
 
-def one_of_many(config: DictConfig) -> None:
+def run_of_sweep(config: DictConfig) -> None:
     """Run one run of a sweep: a finished run is skipped, a stopped one resumed.
 
     A failure is recorded in the run's folder and does not end the sweep.
@@ -74,7 +74,7 @@ def one_of_many(config: DictConfig) -> None:
     out, overrides, began = Path(facts.runtime.output_dir), overrides_of(facts), time.perf_counter()
 
     def say(what: str) -> None:
-        print(f"{sweep.place(out)}: {what}", file=sys.stderr, flush=True)
+        print(f"{sweep.which_run(out)}: {what}", file=sys.stderr, flush=True)
 
     try:
         # On a cluster the run's previous job may not have released the lock yet.
@@ -92,7 +92,7 @@ def one_of_many(config: DictConfig) -> None:
                     raise KeyboardInterrupt from None
                 said = without_values(config, reason(error).removeprefix("spec_lab: "))
                 if done:  # with another configuration: its files stay
-                    raise Refused(f"spec_lab: {sweep.place(out)}: {said}") from error
+                    raise Refused(f"spec_lab: {sweep.which_run(out)}: {said}") from error
                 try:
                     hide = partial(without_values, config)
                     sweep.fail(out, overrides, error, said, time.perf_counter() - began, hide)
@@ -131,7 +131,7 @@ def carry_out(config: DictConfig, out: Path, overrides: Sequence[str] | None = N
         raise Refused(
             f"spec_lab: a part ended the run by {described(error)}{place(error, __name__)}: let it raise another error"
         ) from error
-    if code != sweep.INTERRUPTED and any(one.name != ".lock" for one in out.iterdir()):  # some tasks write no files
+    if code != sweep.INTERRUPTED and any(file.name != ".lock" for file in out.iterdir()):  # some tasks write no files
         sweep.end(out, overrides or (), identity(config), code, time.perf_counter() - began)
     return code
 

@@ -28,10 +28,10 @@ from spec_lab.core.options import Folder, accept, brief, whole
 from spec_lab.models import ranks
 from spec_lab.results import sweep
 
-MOST_RUNS = 100_000
+MAX_RUNS = 100_000
 """Maximum number of runs of a sweep."""
 
-MOST_WORKERS = 1024
+MAX_WORKERS = 1024
 """Maximum number of processes of ``hydra/launcher=joblib``."""
 
 SUBDIR = "${folder_name:${hydra:overrides.task}}"
@@ -60,8 +60,8 @@ class Preflight(Callback):
         check_sweeper(config)
         check_name(config.get("name"))
         out, jobs = Path(config.hydra.sweep.dir), asked(config)
-        for option in sweep.PLACES:
-            if len({one for job in jobs for one in job if sweep.key(one) == option}) > 1:
+        for option in sweep.UNIDENTIFYING:
+            if len({override for job in jobs for override in job if sweep.key(override) == option}) > 1:
                 raise SystemExit(f"spec_lab: {option} cannot be swept: it does not distinguish runs")
         if ranks.size() > 1 and not str(config.hydra.launcher["_target_"]).endswith(".BasicLauncher"):
             raise SystemExit(
@@ -69,11 +69,11 @@ class Preflight(Callback):
             )
         _check_folders(config, "hydra.sweep.dir")
         files = {*groups(), "experiment"}
-        chosen = {one: job for job in jobs for one in job if sweep.key(one).partition("@")[0] in files}
+        chosen = {override: job for job in jobs for override in job if sweep.key(override).partition("@")[0] in files}
         try:
             search.check(config)
-            for each in [*chosen.values(), *jobs[:1]]:
-                check_composed(config, each)
+            for overrides in [*chosen.values(), *jobs[:1]]:
+                check_composed(config, overrides)
             sweep.plan(out, jobs)
         except HydraException as error:
             raise SystemExit(f"spec_lab: {str(error).strip()}") from error
@@ -99,9 +99,9 @@ class Preflight(Callback):
         atexit.unregister(print_resume_hint)
         out, code = Path(config.hydra.sweep.dir), 1
         try:
-            names = {sweep.folder_name(one) for one in asked(config)}
-            mine = [one for one in sweep.runs(out) if one.folder.name in names or not names]
-            code = int(len(mine) < len(names) or any(one.state != "done" or one.code for one in mine))
+            names = {sweep.folder_name(overrides) for overrides in asked(config)}
+            mine = [run for run in sweep.runs(out) if run.folder.name in names or not names]
+            code = int(len(mine) < len(names) or any(run.state != "done" or run.code for run in mine))
             print_results(out, verbose=bool(config.get("verbose")))
             print_sweep(out)
             search.print_best(config)
@@ -154,14 +154,14 @@ def check_workers(values: Iterable[Any]) -> None:
     """Check values of ``hydra.launcher.n_jobs``; a text with an interpolation passes, since it is not resolved yet.
 
     Raises:
-        ValueError: one is not a number of processes from 1 to ``MOST_WORKERS``, or its negative.
+        ValueError: one is not a number of processes from 1 to ``MAX_WORKERS``, or its negative.
     """
     for value in values:
         if isinstance(value, str) and "${" in value:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= abs(value) <= MOST_WORKERS:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= abs(value) <= MAX_WORKERS:
             raise ValueError(
-                f"hydra.launcher.n_jobs must be a number of processes up to {MOST_WORKERS}, or -1 for one per core, "
+                f"hydra.launcher.n_jobs must be a number of processes up to {MAX_WORKERS}, or -1 for one per core, "
                 f"not {'null' if value is None else brief(value)}"
             )
 
@@ -183,24 +183,24 @@ def asked(config: DictConfig) -> list[list[str]]:
     given = [f"{name}={value}" for name, value in params.items()] + overrides_of(config.hydra)
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # glob(*) lists a group's options
     overrides, number = parser.parse_overrides(given), 1
-    for one in overrides:
-        if one.is_sweep_override():
-            number *= _values(one)
-    if number > MOST_RUNS:
-        raise SystemExit(f"spec_lab: the sweep has more than {MOST_RUNS} runs; name fewer values")
+    for override in overrides:
+        if override.is_sweep_override():
+            number *= _values(override)
+    if number > MAX_RUNS:
+        raise SystemExit(f"spec_lab: the sweep has more than {MAX_RUNS} runs; name fewer values")
     batches = BasicSweeper.split_arguments(overrides, None)
-    return [one for batch in batches for one in batch]
+    return [job for batch in batches for job in batch]
 
 
 def _values(override: Override) -> int:
-    """Return the number of values of a swept option, counted up to ``MOST_RUNS`` + 1."""
+    """Return the number of values of a swept option, counted up to ``MAX_RUNS`` + 1."""
     if not override.is_discrete_sweep():
         raise SystemExit(
             f"spec_lab: {override.input_line}: an interval requires a search (hydra/sweeper=search); a sweep requires "
             "a list of values, such as range(1,9) or 1,2,4"
         )
     try:
-        number = sum(1 for _ in islice(override.sweep_iterator(), MOST_RUNS + 1))
+        number = sum(1 for _ in islice(override.sweep_iterator(), MAX_RUNS + 1))
     except (HydraException, ValueError) as error:
         raise SystemExit(f"spec_lab: {override.input_line}: {reason(error)}") from error
     if not number:

@@ -33,7 +33,7 @@ from spec_lab.cli.redaction import overrides_of
 from spec_lab.core.options import one_of, whole
 from spec_lab.results import sweep
 
-GIVEN, RETRIES = "given", "retries"
+SHARED_OVERRIDES, RETRIES = "given", "retries"
 """User attributes of a trial: the overrides that all trials share, and the number of the trial that it repeats."""
 
 
@@ -45,10 +45,10 @@ def result(objective: str, out: Path) -> float | None:
     how = sweep.ended(out)
     if how is None or how["state"] != "done" or how["code"]:
         return None
-    found: Any = sweep.left_behind(out)
+    figure: Any = sweep.left_behind(out)
     for name in objective.split("."):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return float(found) if isinstance(found, int | float) else None
+        figure = figure.get(name) if isinstance(figure, Mapping) else None
+    return float(figure) if isinstance(figure, int | float) else None
 
 
 def figures() -> list[str]:
@@ -131,10 +131,10 @@ def _check_comparable(study: Any, searched: Mapping[str, Any], given: Sequence[s
         f"(this one is {study.study_name})"
     )
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-        was, now = sweep.own(trial.user_attrs[GIVEN]), sweep.own(given)
+        was, now = sweep.identifying(trial.user_attrs[SHARED_OVERRIDES]), sweep.identifying(given)
         if was != now:
             there, here = (
-                " ".join(sorted({*one} - {*another})) or "nothing" for one, another in ((was, now), (now, was))
+                " ".join(sorted({*run} - {*other_run})) or "nothing" for run, other_run in ((was, now), (now, was))
             )
             raise ValueError(f"the search began with {there}, not with {here}: {other}")
         for name in searched.keys() & trial.distributions.keys():
@@ -157,17 +157,17 @@ def _space(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
     params = [f"{name}={value}" for name, value in (config.hydra.sweeper.params or {}).items()]
     searched: dict[str, Any] = {}
     given: dict[str, str] = {}
-    for one in OverridesParser.create().parse_overrides([*params, *overrides_of(config.hydra)]):
-        name = one.get_key_element()
-        if one.is_sweep_override():
-            searched[name] = _distribution(one)
+    for override in OverridesParser.create().parse_overrides([*params, *overrides_of(config.hydra)]):
+        name = override.get_key_element()
+        if override.is_sweep_override():
+            searched[name] = _distribution(override)
         else:
-            given[name] = f"{name}={one.get_value_element_as_str()}"
-    searched = {name: one for name, one in searched.items() if name not in given}
+            given[name] = f"{name}={override.get_value_element_as_str()}"
+    searched = {name: distribution for name, distribution in searched.items() if name not in given}
     if not searched:
         ranges = "'proposer.max_nodes=int(interval(1,64))' or proposer.max_depth=1,2,3"
         raise ValueError(f"a search requires an option with a range or with choices, such as {ranges}")
-    if wrong := [name for name in searched if not sweep.own([name])]:
+    if wrong := [name for name in searched if not sweep.identifying([name])]:
         raise ValueError(f"{wrong[0]} cannot be searched: it does not distinguish runs")
     return searched, list(given.values())
 
@@ -188,7 +188,7 @@ def _distribution(override: Override) -> Any:
             return kind(value.start, value.end, log="log" in value.tags)
         if isinstance(value, RangeSweep) and not value.shuffle:  # without its end, as in a sweep
             ends: Any = (value.start, value.stop, value.step)
-            if all(isinstance(one, int) for one in ends):
+            if all(isinstance(end, int) for end in ends):
                 values = range(*ends)
                 return IntDistribution(min(values), max(values), step=abs(value.step))
         choices = override.sweep_iterator()
@@ -223,9 +223,9 @@ def search(context: HydraContext, task: TaskFunction, config: DictConfig) -> Non
             while left > 0:
                 trials = [study.ask(searched) for _ in range(min(left, options.n_jobs))]
                 for trial in trials:
-                    trial.set_user_attr(GIVEN, given)
+                    trial.set_user_attr(SHARED_OVERRIDES, given)
                 values = launch(launcher, config, [_overrides(trial.params, given) for trial in trials], number)
-                exhausted = [_tell(study, *one) for one in zip(trials, values, strict=True)]
+                exhausted = [_tell(study, *pair) for pair in zip(trials, values, strict=True)]
                 number += len(trials)
                 left = 0 if any(exhausted) else left - len(trials)
             best = _best(study)
@@ -233,8 +233,8 @@ def search(context: HydraContext, task: TaskFunction, config: DictConfig) -> Non
                 raise ValueError(
                     f"no trial has a value for {options.objective}: spec-lab state {out} prints what failed"
                 )
-            found = {"name": "optuna", "best_params": best.params, "best_value": best.value}
-            OmegaConf.save(OmegaConf.create(found), out / "optimization_results.yaml")
+            results = {"name": "optuna", "best_params": best.params, "best_value": best.value}
+            OmegaConf.save(OmegaConf.create(results), out / "optimization_results.yaml")
     except ValueError as error:
         raise Refused(f"spec_lab: {reason(error)}") from error
 
@@ -252,14 +252,14 @@ def launch(launcher: Launcher, config: DictConfig, trials: Sequence[Sequence[str
         The value of each trial, from its run's files; None where the run failed.
     """
     out, objective = Path(config.hydra.sweep.dir), str(config.hydra.sweeper.objective)
-    runs = list(dict.fromkeys(tuple(one) for one in trials))
+    runs = list(dict.fromkeys(tuple(trial) for trial in trials))
     sweep.plan(out, runs)
     returns = dict(zip(runs, launcher.launch(runs, initial_job_idx=number), strict=True))
     values = {
-        run: None if one.status is JobStatus.FAILED else result(objective, out / sweep.folder_name(run))
-        for run, one in returns.items()
+        run: None if returned.status is JobStatus.FAILED else result(objective, out / sweep.folder_name(run))
+        for run, returned in returns.items()
     }
-    return [values[tuple(one)] for one in trials]
+    return [values[tuple(trial)] for trial in trials]
 
 
 def _overrides(params: Mapping[str, Any], given: Sequence[str]) -> list[str]:
@@ -299,7 +299,7 @@ def _requeue(study: Any, config: DictConfig, out: Path) -> int:
         if trial.state is TrialState.COMPLETE:
             ended += 1
         elif trial.state is TrialState.FAIL and trial.params and trial.number not in replaced:
-            folder = out / sweep.folder_name(_overrides(trial.params, trial.user_attrs.get(GIVEN, ())))
+            folder = out / sweep.folder_name(_overrides(trial.params, trial.user_attrs.get(SHARED_OVERRIDES, ())))
             how = sweep.ended(folder)
             failed = how is not None and how["state"] == "failed"
             if (

@@ -20,7 +20,7 @@ FIGURES = ("speedup", "tokens_per_second", "tau_pooled", "expected_tau")
 
 MORE_FIGURES = ("draft_token_rate", "time_to_first_token", "time_per_output_token", "overhead")
 
-MOST = 40
+MAX_ROWS = 40
 """Maximum number of rows of that table."""
 
 
@@ -38,10 +38,10 @@ def print_sweep(folder: Path, console: Console | None = None, every: bool = Fals
     from spec_lab.analysis.metrics import sweeps
 
     console = console or Console(markup=False)
-    found = sweep.runs(folder)
-    label = sweeps.run_labels(found)
+    runs = sweep.runs(folder)
+    label = sweeps.run_labels(runs)
     rows = []
-    for run in found:
+    for run in runs:
         if every or run.state != "done" or run.code:
             groups = f"{run.groups}/{'?' if run.of is None else run.of}"
             note = run.error or (f"exit code {run.code}" if run.code else "")
@@ -51,10 +51,10 @@ def print_sweep(folder: Path, console: Console | None = None, every: bool = Fals
             rows.append([*map(Cell, texts)])
     columns = [("run", False), ("state", False), ("groups", True), ("seconds", True), ("", False)]
     show_table("", DataTable(columns, rows), console)
-    count = {state: sum(one.state == state for one in found) for state in ("done", "running", "failed", "pending")}
+    count = {state: sum(run.state == state for run in runs) for state in ("done", "running", "failed", "pending")}
     said = ", ".join(f"{number} {state}" for state, number in count.items() if number)
     say(console, f"{folder}: {said or 'no runs'}", wrap=False)
-    for name, values in sweep.mixed(found).items():
+    for name, values in sweep.mixed(runs).items():
         console.print(visible(f"Its runs differ in {name}: {' | '.join(values)}; do not compare their figures."))
     if count["pending"]:
         console.print("The same command resumes the pending runs.", highlight=False)
@@ -63,7 +63,7 @@ def print_sweep(folder: Path, console: Console | None = None, every: bool = Fals
 
 
 def print_results(folder: Path, console: Console | None = None, verbose: bool = False) -> None:
-    """Print the main figures of each arm but the baseline, of a sweep's runs that are done; at most ``MOST`` rows.
+    """Print the main figures of each arm but the baseline, of a sweep's runs that are done; at most ``MAX_ROWS`` rows.
 
     Rows are told apart by the options that vary, a column for each; where these do not fit the terminal's width, by
     numbers that are explained below the table. With ``verbose``, and on a terminal of ``WIDE`` columns or more, a
@@ -86,7 +86,7 @@ def print_results(folder: Path, console: Console | None = None, verbose: bool = 
     varied = sweeps.varied(table, keys)
     heads = [*(sweeps.short_names(varied)[key] for key in varied)] or ["run"]
     heads += ["arm"] * (shown["arm"].nunique() > 1)
-    rows = shown.head(MOST).to_dict("records")
+    rows = shown.head(MAX_ROWS).to_dict("records")
     names = [
         [*(sweeps.text(row[key]) for key in varied or ["run"]), *[str(row["arm"])] * (heads[-1] == "arm")]
         for row in rows
@@ -101,8 +101,8 @@ def print_results(folder: Path, console: Console | None = None, verbose: bool = 
     if len(base):
         known = base.dropna()
         console.print(baselines_in_words(*(list(known[name]) for name in known)), highlight=False)
-    if len(shown) > MOST:
-        console.print(f"The first {MOST} of {len(shown)}; collect writes all to a file.")
+    if len(shown) > MAX_ROWS:
+        console.print(f"The first {MAX_ROWS} of {len(shown)}; collect writes all to a file.")
 
 
 def _print_rows(
@@ -115,19 +115,19 @@ def _print_rows(
     """Print a table of figures; rows are told apart by ``names``, or by numbers where these do not fit."""
     cells = [[_figure(row, name) for name in figures] for row in rows]
     headings = [COLUMNS[name].heading for name in figures]
-    texts = ([*map(visible, own), *(figure.whole for figure in row)] for own, row in zip(names, cells, strict=True))
+    texts = [[*map(visible, labels), *(cell.whole for cell in row)] for labels, row in zip(names, cells, strict=True)]
     lines = [[*heads, *headings], *texts]
     fits = sum(max(map(cell_len, column)) + 1 for column in zip(*lines, strict=True)) + 1 <= console.width
     shown = [
-        [*map(Cell, own if fits else [str(number)]), *found]
-        for number, (own, found) in enumerate(zip(names, cells, strict=True), start=1)
+        [*map(Cell, labels if fits else [str(number)]), *row]
+        for number, (labels, row) in enumerate(zip(names, cells, strict=True), start=1)
     ]
     columns = [*((head, False) for head in (heads if fits else [""])), *((heading, True) for heading in headings)]
     show_table("", DataTable(columns, shown), console)
     if not fits:
-        for place, own in enumerate(names, start=1):
-            parts = (f"{head}={value}" for head, value in zip(heads, own, strict=True) if value)
-            console.print(visible(f"{place}: {', '.join(parts)}"), highlight=False)
+        for number, labels in enumerate(names, start=1):
+            parts = (f"{head}={value}" for head, value in zip(heads, labels, strict=True) if value)
+            console.print(visible(f"{number}: {', '.join(parts)}"), highlight=False)
 
 
 def _with_accuracy(figures: Sequence[str], table: Any) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from spec_lab.core.process_cache import ProcessCache
 from spec_lab.models import ranks
 from spec_lab.results import sources
 from spec_lab.results.redact import without_secrets
-from spec_lab.results.sweep import PLACES
+from spec_lab.results.sweep import UNIDENTIFYING
 
 PACKAGES = ("spec-lab", "torch", "transformers", "numpy", "hydra-core", "tokenizers", "safetensors")
 MEDUSA = "spec_lab.drafters.medusa.propose.Medusa.load"
@@ -93,7 +93,7 @@ def manifest(
             package's own, which decides where git tells no commit.
         cache: what this process has hashed before; None starts with nothing.
     """
-    made_of = {key: value for key, value in config.items() if key not in PLACES}
+    made_of = {key: value for key, value in config.items() if key not in UNIDENTIFYING}
     cache = ProcessCache() if cache is None else cache
     return {
         "config": without_secrets(config),
@@ -278,7 +278,7 @@ def same_code(facts: Mapping[str, Any], config: Mapping[str, Any], cache: Proces
     """
     if "code" not in facts:
         return True
-    made_of = {key: value for key, value in config.items() if key not in PLACES}
+    made_of = {key: value for key, value in config.items() if key not in UNIDENTIFYING}
     code = sources.foreign(facts["code"])
     known = {**code, **sources.code(made_of, (), cache)}
     same = all(sources.source(name, cache) == code.get(name) for name in known)
@@ -292,8 +292,8 @@ def digest(config: Mapping[str, Any]) -> str:
 
 
 def _configuration(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration without ``PLACES`` and without ``MEASURING`` of Medusa proposers: what must agree."""
-    kept = {key: value for key, value in config.items() if key not in PLACES}
+    """Return the part of the configuration that must agree: without ``UNIDENTIFYING``, and Medusa's ``MEASURING``."""
+    kept = {key: value for key, value in config.items() if key not in UNIDENTIFYING}
     if "proposer" in kept:
         kept["proposer"] = _without_measuring(kept["proposer"])
     if isinstance(arms := kept.get("arms"), Mapping):

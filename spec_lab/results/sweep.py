@@ -36,7 +36,7 @@ State = Literal["done", "running", "failed", "pending"]
 
 Known = TypeVar("Known")
 
-PLACES = ("output_dir", "tracker", "retry", "verbose")
+UNIDENTIFYING = ("output_dir", "tracker", "retry", "verbose")
 """Options about where results go, what is printed and retries: they do not make it another run."""
 
 INTERRUPTED = 130
@@ -48,7 +48,7 @@ BY_DEPTH = ("survival", "conditional", "eagle_alpha", "vllm_per_position_accepta
 MAX_NAME = 120  # characters of a folder's name
 
 NAME = r"(?!\.+$)[\w.,=+@~-]{1,255}"
-"""What ``folder_name`` returns: the name of one folder inside the sweep's."""
+"""The pattern of ``folder_name``: the name of one folder inside the sweep's."""
 
 ENDED = {
     "state": {"done", "failed"},
@@ -84,7 +84,7 @@ class Run:
 
     Args:
         folder: of its files.
-        overrides: its options on the command line, without ``PLACES``.
+        overrides: its options on the command line, without ``UNIDENTIFYING``.
         state: done, running, failed or pending.
         groups: number of finished groups on disk.
         of: number of groups in total; None while it is not known.
@@ -108,10 +108,10 @@ class Run:
 # Requested runs ----------------------------------------------------------------------------------------------------
 
 
-def own(overrides: Iterable[str]) -> tuple[str, ...]:
+def identifying(overrides: Iterable[str]) -> tuple[str, ...]:
     """Return the overrides that identify a run, sorted, with secrets blanked."""
-    kept = (redacted(one) for one in overrides if key(one).partition(".")[0].partition("@")[0] not in PLACES)
-    return tuple(sorted(kept, key=lambda one: one.lstrip("+")))
+    kept = (redacted(text) for text in overrides if key(text).partition(".")[0].partition("@")[0] not in UNIDENTIFYING)
+    return tuple(sorted(kept, key=lambda override: override.lstrip("+")))
 
 
 def key(override: str) -> str:
@@ -121,7 +121,7 @@ def key(override: str) -> str:
 
 def folder_name(overrides: Iterable[str]) -> str:
     """Return the folder name of a run: no slashes, bounded length, different for different overrides."""
-    text = ",".join(one.lstrip("+") for one in own(overrides)) or "default"
+    text = ",".join(override.lstrip("+") for override in identifying(overrides)) or "default"
     plain = sub(r"[^\w.,=+@~-]", "_", text, flags=ASCII)
     if len(plain) <= MAX_NAME and plain == text:
         return plain
@@ -137,21 +137,22 @@ def plan(sweep: Path, jobs: Iterable[Sequence[str]]) -> None:
     """
     sweep.mkdir(parents=True, exist_ok=True)
     with file_lock(sweep / ".sweep.lock"):
-        asked = _asked(sweep) | {folder_name(one): own(one) for one in jobs}
-        write_json(sweep / "sweep.json", {"runs": [{"folder": name, "overrides": one} for name, one in asked.items()]})
+        asked = _asked(sweep) | {folder_name(job): identifying(job) for job in jobs}
+        listed = [{"folder": name, "overrides": given} for name, given in asked.items()]
+        write_json(sweep / "sweep.json", {"runs": listed})
 
 
 def _asked(sweep: Path) -> dict[str, tuple[str, ...]]:
     """Return the overrides of each run in ``sweep.json``, by folder."""
     file = sweep / "sweep.json"
     try:
-        found = read_json(file) or {"runs": []}
-        expect(found, {"runs": [{"folder": str, "overrides": [str]}]}, "")
-        if bad := [one["folder"] for one in found["runs"] if not fullmatch(NAME, one["folder"], flags=ASCII)]:
+        listed = read_json(file) or {"runs": []}
+        expect(listed, {"runs": [{"folder": str, "overrides": [str]}]}, "")
+        if bad := [run["folder"] for run in listed["runs"] if not fullmatch(NAME, run["folder"], flags=ASCII)]:
             raise ValueError(f"{bad[0]!r} is not the name of a run's folder")
     except ValueError as error:
         raise Unreadable(f"{file} is not a list of runs ({error}); remove it and sweep again") from error
-    return {one["folder"]: tuple(one["overrides"]) for one in found["runs"]}
+    return {run["folder"]: tuple(run["overrides"]) for run in listed["runs"]}
 
 
 def is_sweep(folder: Path) -> bool:
@@ -166,11 +167,11 @@ def is_run(folder: Path) -> bool:
 
 def labels(asked: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Return the overrides of each run that not all runs share, by folder."""
-    shared = set.intersection(*(set(one) for one in asked.values())) if len(asked) > 1 else set()
-    return {name: " ".join(one for one in given if one not in shared) or name for name, given in asked.items()}
+    shared = set.intersection(*(set(given) for given in asked.values())) if len(asked) > 1 else set()
+    return {name: " ".join(text for text in given if text not in shared) or name for name, given in asked.items()}
 
 
-def place(folder: Path) -> str:
+def which_run(folder: Path) -> str:
     """Return which run of its sweep the one in ``folder`` is, such as "2 of 6, proposer.depth=5"."""
     asked = _asked(folder.parent)
     if folder.name not in asked:
@@ -249,7 +250,7 @@ def queued(folder: Path) -> dict[str, Any] | None:
 
 
 def _queued(folder: Path) -> dict[str, Any] | None:
-    """Return what ``queued`` returns.
+    """Return the record that ``queued`` returns.
 
     Raises:
         Unreadable: the file is not what ``queue`` writes.
@@ -259,21 +260,21 @@ def _queued(folder: Path) -> dict[str, Any] | None:
 
 
 def _shaped(file: Path, shape: Mapping[str, Any], what: str = "is not readable") -> dict[str, Any] | None:
-    """Return what a JSON file holds; None if there is no file.
+    """Return the contents of a JSON file; None if there is no file.
 
     Raises:
         Unreadable: its contents have another shape; names the file, with ``what`` as the reason.
     """
     try:
-        if (found := read_json(file)) is not None:
-            expect(found, shape, "")
+        if (contents := read_json(file)) is not None:
+            expect(contents, shape, "")
     except Unreadable:
         raise
     except OSError as error:
         raise Unreadable(f"{file} is not readable ({error.strerror})") from error
     except ValueError as error:
         raise Unreadable(f"{file} {what} ({error})") from error
-    return found
+    return contents
 
 
 def end(folder: Path, overrides: Sequence[str], config: str, code: int, seconds: float) -> None:
@@ -297,11 +298,7 @@ def fail(
 
 
 def _when(overrides: Sequence[str], seconds: float) -> dict[str, Any]:
-    return {
-        "overrides": own(overrides),
-        "seconds": round(seconds, 3),
-        "at": _now(),
-    }
+    return {"overrides": identifying(overrides), "seconds": round(seconds, 3), "at": _now()}
 
 
 def _now() -> str:
@@ -350,7 +347,7 @@ def reading(*folders: Path) -> Iterator[None]:
     except (OSError, Unreadable, Locked):
         raise
     except Exception as error:
-        named = isinstance(error, ValueError) and any(str(one) in str(error) for one in folders)
+        named = isinstance(error, ValueError) and any(str(folder) in str(error) for folder in folders)
         if named or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
@@ -370,11 +367,10 @@ def runs(sweep: Path) -> list[Run]:
         what = "holds a single run" if is_run(sweep) else "holds no sweep" if sweep.is_dir() else "does not exist"
         raise ValueError(f"{sweep} {what}; a sweep is created by --multirun with output_dir=DIR and has a sweep.json")
     asked = _asked(sweep)
-    others = (one for one in sorted(sweep.iterdir()) if one.name not in asked and one.is_dir())
-    found = [
-        one for one in others if is_run(one) or (one / "ended.json").is_file()
-    ]  # from a sweeper that plans while it runs
-    return [look(sweep / name, given) for name, given in asked.items()] + [look(one) for one in found]
+    others = (path for path in sorted(sweep.iterdir()) if path.name not in asked and path.is_dir())
+    # from a sweeper that plans while it runs
+    unlisted = [path for path in others if is_run(path) or (path / "ended.json").is_file()]
+    return [look(sweep / name, given) for name, given in asked.items()] + [look(path) for path in unlisted]
 
 
 def look(folder: Path, overrides: tuple[str, ...] = ()) -> Run:
@@ -396,7 +392,7 @@ def look(folder: Path, overrides: tuple[str, ...] = ()) -> Run:
     job = "" if how or running else known(_on_cluster, "")
     groups = begun.get("groups")
     done = groups or 0 if how and how["state"] == "done" else known(_groups, 0)
-    given = overrides or tuple((how or {}).get("overrides", ())) or own(begun.get("overrides") or ())
+    given = overrides or tuple((how or {}).get("overrides", ())) or identifying(begun.get("overrides") or ())
     state: State = how["state"] if how else "running" if running else "pending"
     error = how["error"] if how else "; ".join([*broken_files, *([job] if job else [])])
     code, seconds = (how["code"], how.get("seconds")) if how else (0, None)
@@ -404,7 +400,7 @@ def look(folder: Path, overrides: tuple[str, ...] = ()) -> Run:
 
 
 def _begun(folder: Path) -> dict[str, Any]:
-    """Return what a sweep reads of the manifest; empty if there is none.
+    """Return the part of the manifest that a sweep reads; empty if there is none.
 
     Raises:
         Unreadable: the file is not readable.
@@ -426,12 +422,12 @@ def _groups(folder: Path) -> int:
 
     from spec_lab.core.tables import read_table
 
-    names = (one.stem.partition("-")[2] for one in folder.glob("parts/requests-*.parquet"))
-    found = {int(one) for one in names if one.isdecimal()}
+    names = (file.stem.partition("-")[2] for file in folder.glob("parts/requests-*.parquet"))
+    numbers = {int(text) for text in names if text.isdecimal()}
     file = folder / "requests.parquet"
     with suppress(pa.ArrowException, OSError, ValueError, KeyError):  # is reported by the reader of its rows
-        found |= set(read_table(file, ["group"])["group"].to_pylist())
-    return len(found)
+        numbers |= set(read_table(file, ["group"])["group"].to_pylist())
+    return len(numbers)
 
 
 def collect(sweep: Path) -> pd.DataFrame:
@@ -450,7 +446,7 @@ def collect(sweep: Path) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for run in runs(sweep):
         if run.state == "done":
-            options = {key(one): _value(one.partition("=")[2]) for one in run.overrides}
+            options = {key(override): _value(override.partition("=")[2]) for override in run.overrides}
             with suppress(Unreadable):  # since ``runs`` has read it
                 facts = _provenance(run.folder) | {"job_seconds": run.seconds, "code": run.code}
                 rows += [options | figures | facts | {"run": run.folder.name} for figures in _rows(run.folder)]
@@ -461,7 +457,7 @@ def collect(sweep: Path) -> pd.DataFrame:
     for name in table:
         if table[name].dtype == object and f"?{name}" in NUMBERS:  # no run has a number in this column
             table[name] = table[name].astype(float)
-        elif table[name].dtype == object and len({type(one) for one in table[name].dropna()}) > 1:
+        elif table[name].dtype == object and len({type(value) for value in table[name].dropna()}) > 1:
             # A column of numbers and texts cannot be written to a file.
             table[name] = table[name].map(str, na_action="ignore")
     return table
@@ -522,16 +518,17 @@ def _provenance(folder: Path) -> dict[str, Any]:
     return {name: known.get(name) for name in PROVENANCE}
 
 
-def mixed(found: Iterable[Run]) -> dict[str, list[str]]:
-    """Return what finished runs should share and do not, by name with the values: commit, processor and GPUs; threads
-    and prompts among runs with the same options for them.
+def mixed(runs: Iterable[Run]) -> dict[str, list[str]]:
+    """Return the facts that finished runs should share and do not, by name with the values.
+
+    They are commit, processor and GPUs; threads and prompts among runs with the same options for them.
     """
     values: dict[tuple[str, tuple[str, ...]], set[str]] = {}
-    for one in found:
-        if one.state == "done":
+    for run in runs:
+        if run.state == "done":
             try:
-                known = _provenance(one.folder)
-            except Unreadable:  # since ``found`` was read
+                known = _provenance(run.folder)
+            except Unreadable:  # since ``runs`` was read
                 continue
             for name, group in (
                 ("commit", ""),
@@ -540,7 +537,7 @@ def mixed(found: Iterable[Run]) -> dict[str, list[str]]:
                 ("threads", "threads"),
                 ("prompts_sha256", "prompts"),
             ):
-                chosen = (own for own in one.overrides if key(own).partition(".")[0] in (group, "experiment"))
+                chosen = (text for text in run.overrides if key(text).partition(".")[0] in (group, "experiment"))
                 values.setdefault((name, tuple(chosen) if group else ()), set()).add(str(known[name]))
     return {name: sorted(seen) for (name, _), seen in values.items() if len(seen) > 1}
 
@@ -550,8 +547,8 @@ def _arms(summary: Mapping[str, Any]) -> Iterator[tuple[str | None, dict[str, An
     shared = {name: value for name, value in summary.items() if not isinstance(value, dict | list)}
     if reasons := summary.get("verdict_reasons"):
         shared["verdict_reasons"] = "; ".join(map(str, reasons))
-    found = summary.get("arms")  # a task without arms may use the name for a list
-    arms: dict[str | None, dict[str, Any]] = found if isinstance(found, dict) and found else {None: {}}
+    by_arm = summary.get("arms")  # a task without arms may use the name for a list
+    arms: dict[str | None, dict[str, Any]] = by_arm if isinstance(by_arm, dict) and by_arm else {None: {}}
     for arm, figures in arms.items():
         both = shared | figures if arm else shared
         parts = ("proposer", "verifier", "constraint", "target")  # options too

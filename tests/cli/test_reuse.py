@@ -128,13 +128,13 @@ def _sweep(options: list[str], order: list[str]) -> None:
     random.seed(3)
     np.random.seed(3)
     torch.manual_seed(3)
-    notes, plain = [{what: look() for what, look in LEFT.items()}], jobs.one_of_many
+    notes, plain = [{what: look() for what, look in LEFT.items()}], jobs.run_of_sweep
 
-    def one_of_many(config):
+    def run_of_sweep(config):
         plain(config)
         notes.append({what: look() for what, look in LEFT.items()})
 
-    jobs.one_of_many = one_of_many
+    jobs.run_of_sweep = run_of_sweep
     sys.argv = ["spec-lab", *options, f"+experiment={','.join(order)}"]
     with suppress(SystemExit):
         main.main()

@@ -24,7 +24,7 @@ from tests import checkpoints
 # Names -------------------------------------------------------------------------------------------------------------
 
 KEYS = st.from_regex(r"\A[a-z][a-z_]{0,9}(\.[a-z_]{1,9}){0,2}\Z").filter(
-    lambda key: key.partition(".")[0] not in sweep.PLACES
+    lambda key: key.partition(".")[0] not in sweep.UNIDENTIFYING
 )
 VALUES = st.text(st.characters(exclude_categories=["C"], exclude_characters=","), max_size=80)
 OVERRIDES = st.dictionaries(KEYS, VALUES, max_size=4).map(lambda one: [f"{key}={value}" for key, value in one.items()])
@@ -61,9 +61,9 @@ def test_a_name_is_readable_where_it_can_be():
 def test_output_dir_does_not_identify_a_run():
     places = ["output_dir=there", "tracker=wandb", "tracker.mode=offline", "+tracker.notes=x", "retry=true"]
     overrides = [*places, "seed=1"]
-    assert sweep.own(overrides) == ("seed=1",)
+    assert sweep.identifying(overrides) == ("seed=1",)
     assert sweep.folder_name(overrides) == sweep.folder_name(["seed=1"]) == "seed=1"
-    assert sweep.own(["outer=1", "retry_twice=1"]) == ("outer=1", "retry_twice=1")
+    assert sweep.identifying(["outer=1", "retry_twice=1"]) == ("outer=1", "retry_twice=1")
 
 
 def test_labels_omit_options_that_all_runs_share():
@@ -82,7 +82,7 @@ def test_plans_add_up_in_order_and_each_run_is_once(tmp_path):
     assert [one.overrides for one in found] == [("seed=2",), ("seed=1",), ("seed=3",)]
     assert [one.folder for one in found] == [tmp_path / "new" / f"seed={seed}" for seed in (2, 1, 3)]
     assert {one.state for one in found} == {"pending"}
-    assert sweep.place(found[1].folder) == "2 of 3, seed=1"
+    assert sweep.which_run(found[1].folder) == "2 of 3, seed=1"
 
 
 def test_concurrent_plans_lose_nothing(tmp_path):

@@ -160,7 +160,7 @@ def setting_values(
         of code, machine, weights and prompts, as far as all runs have them.
     """
     configuration = {
-        label: {key: value for key, value in manifest["config"].items() if key not in sweep.PLACES}
+        label: {key: value for key, value in manifest["config"].items() if key not in sweep.UNIDENTIFYING}
         for label, manifest in manifests.items()
     }
     options = {one.key: one for one in _differing(configuration)}

@@ -33,7 +33,7 @@ def config(manifest: Mapping[str, Any]) -> dict[str, Any]:
         manifest: the contents of ``manifest.json``.
     """
     given = without_secrets(dict(manifest["config"]))
-    options = {name: value for name, value in given.items() if name not in (*sweep.PLACES, "name")}
+    options = {name: value for name, value in given.items() if name not in (*sweep.UNIDENTIFYING, "name")}
     proposers = manifest.get("proposers", {})
     options["arms"] = {
         arm: {"name": proposers.get(arm, {}).get("name"), **_mapping(own)}

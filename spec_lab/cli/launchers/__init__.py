@@ -28,21 +28,21 @@ from spec_lab.results import sweep
 
 @dataclass(frozen=True)
 class Common:
-    """What all jobs of a sweep share, as Hydra passes it to a launcher.
+    """Shared by all jobs of a sweep, as Hydra passes it to a launcher.
 
     Args:
         context: Hydra's config loader and callbacks.
         task: runs a composed config.
         config: the sweep's config.
         state: Hydra's singletons.
-        place: the command's working directory, to which paths are relative.
+        directory: the command's working directory, to which paths are relative.
     """
 
     context: HydraContext
     task: TaskFunction
     config: DictConfig
     state: Any
-    place: Path
+    directory: Path
 
     def compose(self, overrides: Sequence[str], number: int) -> DictConfig:
         """Return the config of the sweep's ``number``-th run, which has these overrides."""
@@ -69,11 +69,11 @@ class Job:
             Exception: as the task.
         """
         try:
-            os.chdir(self.common.place)
+            os.chdir(self.common.directory)
         except OSError as error:
             raise Refused(
-                f"spec_lab: {self.common.place}, where the sweep was started, does not exist on {gethostname()}: start "
-                "it on a disk that all nodes share"
+                f"spec_lab: {self.common.directory}, where the sweep was started, does not exist on {gethostname()}: "
+                "start it on a disk that all nodes share"
             ) from error
         Singleton.set_state(self.common.state)
         setup_globals()
@@ -143,7 +143,7 @@ def launch(
         Refused: an unknown or invalid option; the engine is not installed, or does not accept the jobs.
     """
     out = Path(common.config.hydra.sweep.dir)
-    jobs = [Job(common, tuple(one), first + n) for n, one in enumerate(job_overrides)]
+    jobs = [Job(common, tuple(overrides), first + n) for n, overrides in enumerate(job_overrides)]
     folders = [out / sweep.folder_name(job.overrides) for job in jobs]
     ended = {n: _ended(job, folder) for n, (job, folder) in enumerate(zip(jobs, folders, strict=True))}
     if left := [n for n, known in ended.items() if known is None]:
@@ -151,15 +151,15 @@ def launch(
         queued = len({*names} & {*made.living()})
         known = f"{len(jobs) - len(left)} ended before, {queued} are queued already"
         _say(out, f"{len(jobs)} runs, of which {known}: submitting {len(left) - queued} to {engine}")
-        for one in made.launch([jobs[n] for n in left], names):
-            n = left[one.number]
-            if isinstance(one, Queued):
-                sweep.queue(folders[n], engine, one.id)
+        for reported in made.launch([jobs[n] for n in left], names):
+            n = left[reported.number]
+            if isinstance(reported, Queued):
+                sweep.queue(folders[n], engine, reported.id)
                 continue
-            ended[n] = one
-            if one.error is None and sweep.ended(folders[n]) is None:
-                sweep.fail_job(folders[n], engine, failure := one.failure or "its job ended without a result")
-                _say(out, f"{sweep.place(folders[n])}: its job failed ({failure}); the same command resumes it")
+            ended[n] = reported
+            if reported.error is None and sweep.ended(folders[n]) is None:
+                sweep.fail_job(folders[n], engine, failure := reported.failure or "its job ended without a result")
+                _say(out, f"{sweep.which_run(folders[n])}: its job failed ({failure}); the same command resumes it")
     return [_returned(job, ended[n]) for n, job in enumerate(jobs)]
 
 

@@ -79,12 +79,12 @@ def engine(
     """
     where = address or os.environ.get("RAY_ADDRESS")
     if not ray.is_initialized():
-        own = {} if where else {"include_dashboard": False}
+        more = {} if where else {"include_dashboard": False}
         try:
             if where and where != "auto" and "://" not in where:  # Ray itself would try for minutes
                 host, _, port = where.rpartition(":")
                 socket.create_connection((host, int(port)), SECONDS).close()
-            ray.init(address=where, logging_level="warning", runtime_env={"env_vars": env or {}}, **own)
+            ray.init(address=where, logging_level="warning", runtime_env={"env_vars": env or {}}, **more)
         except (OSError, ValueError, RuntimeError) as error:
             raise Refused(
                 f"spec_lab: hydra.launcher.address={where}: no Ray cluster answers there ({error}); start one, or "
@@ -96,14 +96,14 @@ def engine(
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
     def fits() -> bool:
-        return grows or any(all(node.get(one, 0) >= least for one, least in needs.items()) for node in nodes())
+        return grows or any(all(node.get(kind, 0) >= least for kind, least in needs.items()) for node in nodes())
 
     if not fits():
-        most = {one: max((node.get(one, 0) for node in nodes()), default=0) for one in ("CPU", "GPU")}
+        largest = {kind: max((node.get(kind, 0) for node in nodes()), default=0) for kind in ("CPU", "GPU")}
         raise Refused(
             f"spec_lab: hydra/launcher=ray: no node is large enough for a job of {cpus:g} CPU, {gpus:g} GPU and "
-            f"{memory_gb or 0:g} GB; the largest have {most['CPU']:g} CPU, {most['GPU']:g} GPU; request less, or set "
-            "hydra.launcher.grows=true"
+            f"{memory_gb or 0:g} GB; the largest have {largest['CPU']:g} CPU, {largest['GPU']:g} GPU; request less, or "
+            "set hydra.launcher.grows=true"
         )
     options = {"num_cpus": cpus, "num_gpus": gpus, "memory": needs["memory"] or None, "max_retries": restarts}
     return Ray(options, fits)

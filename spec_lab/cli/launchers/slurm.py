@@ -84,15 +84,15 @@ class Slurm:
 
     def living(self) -> dict[str, str]:
         """See ``Backend``."""
-        found = {}
+        job_ids = {}
         for job_id, known in self.queue.items():
             array = Path(known.comment)
             if array.parent == self.folder:
                 runs = (read_json(array / "runs.json") or {"runs": []})["runs"]
-                found.update(
-                    {runs[place]: job_id for place in [int(job_id.partition("_")[2] or 0)] if place < len(runs)}
+                job_ids.update(
+                    {runs[index]: job_id for index in [int(job_id.partition("_")[2] or 0)] if index < len(runs)}
                 )
-        return found
+        return job_ids
 
     def launch(self, jobs: Sequence[Job], names: Sequence[str]) -> Iterator[Queued | JobEnded]:
         """See ``Backend``."""
@@ -100,16 +100,16 @@ class Slurm:
         waiting = {n: self._job(living[name]) for n, name in enumerate(names) if name in living}
         new = [n for n, name in enumerate(names) if name not in living]
         for first in range(0, len(new), ARRAY):
-            some = new[first : first + ARRAY]
+            batch = new[first : first + ARRAY]
             try:
-                handed = self._handed([jobs[n] for n in some], [names[n] for n in some])
+                handed = self._handed([jobs[n] for n in batch], [names[n] for n in batch])
             except (FailedJobError, FailedSubmissionError) as error:
                 said = "; ".join(line.removeprefix("sbatch: error: ") for line in str(error).strip().splitlines())
                 if not waiting:
                     raise Refused(f"spec_lab: hydra/launcher=slurm: Slurm does not accept the jobs: {said}") from error
                 yield from (JobEnded(n, failure=f"not accepted by Slurm: {said}") for n in new[first:])
                 break
-            for n, job in zip(some, handed, strict=True):
+            for n, job in zip(batch, handed, strict=True):
                 waiting[n] = job
                 yield Queued(n, job.job_id)
         try:
@@ -129,9 +129,9 @@ class Slurm:
         executor = submitit.SlurmExecutor(array / "%j", max_num_timeout=self.restarts)
         more = self.parameters["additional_parameters"] | {"comment": str(array)}
         executor.update_parameters(**self.parameters | {"additional_parameters": more})
-        own = {name: os.environ[name] for name in os.environ if name == "SLURM_CONF" or name.startswith("SBATCH_")}
+        settings = {name: os.environ[name] for name in os.environ if name == "SLURM_CONF" or name.startswith("SBATCH_")}
         with submitit.helpers.clean_env():  # this process may itself run in a Slurm job or under torchrun
-            os.environ.update(own)  # the user's settings of the cluster
+            os.environ.update(settings)  # the user's settings of the cluster
             with executor.batch():
                 return [executor.submit(_Again(job)) for job in jobs]
 
@@ -198,9 +198,9 @@ class _Again:
         self.job = job
 
     def __call__(self) -> Any:
-        for one in (signal.SIGUSR1, signal.SIGUSR2):
-            if callable(handler := signal.getsignal(one)):
-                signal.signal(one, partial(_handle, handler))
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            if callable(handler := signal.getsignal(number)):
+                signal.signal(number, partial(_handle, handler))
         return self.job()
 
     def checkpoint(self) -> Any:
@@ -289,14 +289,14 @@ def _why(ids: Collection[str]) -> dict[str, str]:
     said = _asks("sacct", *shown, f"--jobs={','.join(ids)}")
     if said is None:
         return dict.fromkeys(ids, "left the queue without a result, and sacct does not answer")
-    found = {}
+    states = {}
     for job_id, state, exit_code, nodes in (line.split("|") for line in said.splitlines()):
         code, _, signal = exit_code.partition(":")
         how = f", exit code {code}" * (code != "0") + f", signal {signal}" * (signal != "0")
-        found[job_id] = state + how + f", on {nodes}" * (nodes != "None assigned")
+        states[job_id] = state + how + f", on {nodes}" * (nodes != "None assigned")
     # sacct is some seconds behind squeue and may still list an ended job as running
     still = ("PENDING", "RUNNING", "REQUEUED")
-    return {job_id: what for job_id, what in found.items() if not what.startswith(still)}
+    return {job_id: what for job_id, what in states.items() if not what.startswith(still)}
 
 
 def _result(n: int, job: submitit.Job[Any]) -> JobEnded:
