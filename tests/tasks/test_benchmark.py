@@ -405,12 +405,12 @@ def test_incompatible_parts_are_refused_before_anything_runs(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch_size": 1.5}, "batch_size .*1 or more.* 1.5"),
+        ({"batch_size": 1.5}, "batch_size .*from 1.* 1.5"),
         ({"batch_size": 0}, "batch_size "),
-        ({"max_new_tokens": "many"}, "max_new_tokens .*1 or more.*'many'"),
-        ({"warmup": -1}, "warmup .*0 or more"),
+        ({"max_new_tokens": "many"}, "max_new_tokens .*from 1.*'many'"),
+        ({"warmup": -1}, "warmup .*from 0"),
         ({"seed": None}, "seed "),
-        ({"seed": 2**63}, r"seed .*2\*\*63.* 9223372036854775808"),
+        ({"seed": 2**63}, r"seed .* 9223372036854775808"),
         ({"threads": 0}, "threads .*1 or more"),
         ({"baseline": "maybe"}, "baseline "),
         ({"name": ""}, "name "),

@@ -272,7 +272,7 @@ def test_closing_early_frees_every_cell(target):
         ([Prompt("x", "a"), Prompt("x", "b")], {}, "same name"),
         (Prompt("x", "a", later=("b",)), {}, "checks none, and prompt 'x' has later turns or a checker"),
         (Prompt("x", "a", checker="exact", answer="b"), {}, "checks none, and prompt 'x' has later turns or a checker"),
-        ("a", {"max_new_tokens": 0}, "max_new_tokens .*1 or more"),
+        ("a", {"max_new_tokens": 0}, "max_new_tokens .*from 1"),
         ("a", {"stop_strings": "x"}, "stop_strings .*list"),
         ("a" * 300, {}, "context .*256"),
         ("a", {"vocabulary": Vocabulary.plain(PIECES[:5], 4)}, "bytes .*61 tokens"),
