@@ -111,9 +111,9 @@ def check_sizes(folder: Path) -> None:
             continue
         if not file.is_file():
             raise ValueError(f"{file} is not a regular file: a checkpoint holds files only; remove it")
-        most = MAX_TOKENIZER if file.name in VOCABULARIES else MAX_BYTES
-        if (size := file.stat().st_size) > most:
-            raise ValueError(f"{file} has {size} bytes, more than the {most} that are read of such a file")
+        max_bytes = MAX_TOKENIZER if file.name in VOCABULARIES else MAX_BYTES
+        if (size := file.stat().st_size) > max_bytes:
+            raise ValueError(f"{file} has {size} bytes, more than the {max_bytes} that are read of such a file")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -143,13 +143,13 @@ def read_quantization(folder: Path) -> dict[str, Any] | None:
         ValueError: not a JSON mapping within the bounds, or a value that no config has.
     """
     file = folder / "config.json"
-    found = (read_json(file, any_number=True) or {}).get("quantization_config")
-    if found in (None, False, {}):
+    quantization = (read_json(file, any_number=True) or {}).get("quantization_config")
+    if quantization in (None, False, {}):
         return None
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: quantization_config must be a mapping, not {brief(found)}")
-    _check_values(file, "quantization_config", found)
-    return found
+    if not isinstance(quantization, dict):
+        raise ValueError(f"{file}: quantization_config must be a mapping, not {brief(quantization)}")
+    _check_values(file, "quantization_config", quantization)
+    return quantization
 
 
 def read_drafter_config(path: str, what: str, converts: bool = True) -> tuple[Path, dict[str, Any]]:
@@ -171,7 +171,7 @@ def read_drafter_config(path: str, what: str, converts: bool = True) -> tuple[Pa
     if config is None:
         where = "" if folder.is_dir() else ", as is the folder"
         raise OSError(f"no {what} at {folder}: config.json is missing{where}")
-    old = sorted(one.name for pattern in ("*.bin", "*.pt", "*.pth") for one in folder.glob(pattern))
+    old = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if old and not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         advice = f"spec-lab convert {folder} OUT writes them as safetensors" if converts else "save them as safetensors"
         raise ValueError(
@@ -192,9 +192,9 @@ def stop_tokens(folder: Path, default: Any) -> tuple[str, list[int]]:
         ValueError: the file is no JSON mapping, or a value is no token id.
     """
     file = folder / "generation_config.json"
-    found = read_json(file)
-    value = default if found is None else found.get("eos_token_id")
-    where = str(folder / "config.json" if found is None else file)
+    generation = read_json(file)
+    value = default if generation is None else generation.get("eos_token_id")
+    where = str(folder / "config.json" if generation is None else file)
     tokens = value if isinstance(value, list) else [] if value is None else [value]
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
@@ -265,8 +265,8 @@ def mtp_prefixes(tensors: Iterable[str], layers: int = 0) -> list[str]:
         layers: number of layers of the language model; modules are layers of this number and above.
     """
     names = list(tensors)
-    found = [match for name in names if (match := MTP_LAYER.fullmatch(name)) and int(match[2]) >= layers]
-    further = [match[1] for match in sorted(found, key=lambda match: int(match[2]))]
+    modules = [match for name in names if (match := MTP_LAYER.fullmatch(name)) and int(match[2]) >= layers]
+    further = [match[1] for match in sorted(modules, key=lambda match: int(match[2]))]
     return further + [MTP] * (f"{MTP}fc.weight" in names)
 
 
@@ -296,7 +296,7 @@ def open_weights(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
 def misfits_of(report: Mapping[str, Any]) -> list[str]:
     """Name each tensor that is missing, surplus or misshapen in transformers' report of loading."""
     wrong = [f"{name} is missing" for name in report["missing_keys"]]
-    wrong += [f"{name} is {list(shape)}, not {list(own)}" for name, shape, own in report["mismatched_keys"]]
+    wrong += [f"{name} is {list(shape)}, not {list(expected)}" for name, shape, expected in report["mismatched_keys"]]
     return wrong + [f"{name} is in no layer of the model" for name in report["unexpected_keys"]]
 
 
@@ -311,19 +311,19 @@ def refuse_misfits(path: Path | str, problems: Iterable[str]) -> None:
         raise ValueError(f"the weights of {path} do not fit its config.json: {'; '.join(wrong[:3])}{more}")
 
 
-def check_described(path: Path | str, what: str, described: int, held: int, most: int = 4) -> None:
+def check_described(path: Path | str, what: str, described: int, held: int, max_quotient: int = 4) -> None:
     """Refuse a config of much larger weights than are held; exact sizes are compared where they are read.
 
     Args:
         path: of the checkpoint.
         what: is described, for messages; ends with the kind of the numbers.
         described, held: how many numbers.
-        most: largest quotient of both.
+        max_quotient: largest quotient of both.
 
     Raises:
         ValueError: states both.
     """
-    if described > most * held + 2**26:
+    if described > max_quotient * held + 2**26:
         raise ValueError(
             f"the weights of {path} do not fit its config.json, which describes {what.format(described)}; the weight "
             f"files hold {held} parameters"
@@ -362,9 +362,9 @@ def _check_values(file: Path, name: str, value: Any) -> None:
         ValueError: names the field.
     """
     if isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else ((name, one) for one in value)
-        for key, one in items:
-            _check_values(file, key, one)
+        items = value.items() if isinstance(value, dict) else ((name, item) for item in value)
+        for key, item in items:
+            _check_values(file, key, item)
     elif isinstance(value, float) and not math.isfinite(value) and not (name in UNBOUNDED and math.isinf(value)):
         raise ValueError(f"{file}: {name} must be a finite number, not {value}")
     elif isinstance(value, int) and abs(value) > MAX_WHOLE:

@@ -20,7 +20,7 @@ from spec_lab.models.text_part import KINDS, has_text_part, text_config
 class Config(NamedTuple):
     """The config of a checkpoint."""
 
-    own: Any
+    loaded: Any
     """Of the causal LM that is loaded."""
     whole: Any
     """Of the checkpoint: another one where it is multimodal. transformers chooses the tokenizer by it."""
@@ -28,7 +28,7 @@ class Config(NamedTuple):
     @property
     def multimodal(self) -> bool:
         """Whether only a part of the checkpoint is loaded."""
-        return self.own is not self.whole
+        return self.loaded is not self.whole
 
 
 def read_model_config(path: str, folder: Path) -> Config:
@@ -57,9 +57,9 @@ def read_model_config(path: str, folder: Path) -> Config:
         whole = kind.from_dict(_with_infinities(_fields_of(kind, fields)) | {"name_or_path": path})
         if getattr(whole, "is_encoder_decoder", False):
             refuse_by_name(whole)
-        own = text_config(whole) if has_text_part(whole) else whole
-        refuse_by_name(own)
-        return Config(own, whole)
+        loaded = text_config(whole) if has_text_part(whole) else whole
+        refuse_by_name(loaded)
+        return Config(loaded, whole)
     except Unsupported:
         raise
     except Exception as error:  # transformers raises errors of many types
@@ -72,7 +72,7 @@ OTHER_CONFIGS = ("vision_config", "audio_config")
 
 def _fields_of(kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config's fields without those that would replace a method or a plan of its class, at every level."""
-    known = {one.name for one in dataclass_fields(kind)} if is_dataclass(kind) else {*signature(kind).parameters}
+    known = {field.name for field in dataclass_fields(kind)} if is_dataclass(kind) else {*signature(kind).parameters}
     return {
         name: _fields_of(_kind_of(value), value) if name.endswith("_config") and isinstance(value, dict) else value
         for name, value in fields.items()
@@ -85,8 +85,8 @@ def _with_infinities(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity"):
             return float(value["__float__"])
-        return {name: _with_infinities(one) for name, one in value.items()}
-    return [_with_infinities(one) for one in value] if isinstance(value, list) else value
+        return {name: _with_infinities(item) for name, item in value.items()}
+    return [_with_infinities(item) for item in value] if isinstance(value, list) else value
 
 
 def _kind_of(fields: Mapping[str, Any]) -> type[PreTrainedConfig]:

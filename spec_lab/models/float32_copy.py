@@ -14,17 +14,17 @@ from spec_lab.runners.layer_ranges import find_layers
 from spec_lab.runners.model_work import parameters_of
 from spec_lab.runners.quantized import is_quantized
 
-WHOLE = 2**28
-"""Most parameters of a model on a CPU that is copied as a whole: the forwards of a self-check then take seconds."""
-FEWEST = 4
-"""Fewest layers of a copy of the first ones."""
+MAX_COPIED = 2**28
+"""Maximum parameters of a model on a CPU that is copied as a whole: the forwards of a self-check then take seconds."""
+MIN_LAYERS = 4
+"""Minimum layers of a copy of the first ones."""
 
 
 def comparable(model: Any, whole: bool = False) -> tuple[Any, Any]:
     """Return what a self-check compares: a model, or its first layers, and the same in float32.
 
     A model is represented by its first layers, at least one of each kind, where a copy of the whole does not fit, and
-    on a CPU where it has more than ``WHOLE`` parameters. They share its weights.
+    on a CPU where it has more than ``MAX_COPIED`` parameters. They share its weights.
 
     Args:
         model: the model.
@@ -34,7 +34,7 @@ def comparable(model: Any, whole: bool = False) -> tuple[Any, Any]:
         MemoryError: the copy does not fit, or takes too long.
         Exception: of many types; the model cannot be copied.
     """
-    slow = model.device.type == "cpu" and parameters_of(model) > WHOLE
+    slow = model.device.type == "cpu" and parameters_of(model) > MAX_COPIED
     if not whole and (slow or not _fits(model)) and (short := _needed(model)):
         model, slow = _copy(model, {}, short), False
     if (slow and whole) or not _fits(model):
@@ -114,7 +114,7 @@ def _needed(model: Any) -> int | None:
     types = getattr(model.config, "layer_types", None) or [""] * len(layers)
     kinds = [(kind, _signature(layer)) for kind, layer in zip(types, layers, strict=True)]
     first = {kind: layer for layer, kind in reversed([*enumerate(kinds)])}
-    needed = max(FEWEST, 1 + max(first.values()))
+    needed = max(MIN_LAYERS, 1 + max(first.values()))
     return needed if needed < len(layers) else None
 
 

@@ -65,21 +65,22 @@ class CheckpointSampling:
         Raises:
             ValueError: it has no generation_config.json; a field that spec_lab does not support, or an invalid value.
         """
-        found = None if folder is None else read_json(folder / FILE)
-        if found is None:
+        recommended = None if folder is None else read_json(folder / FILE)
+        if recommended is None:
             raise ValueError(
                 f"sampling=checkpoint requires a {FILE} in the target's checkpoint, and there is none"
                 f"{'' if folder is None else f' in {folder}'}: set sampling=greedy, or sampling.temperature and others"
             )
         file = f"{folder}/{FILE}"
         for name, neutral in NEUTRAL.items():
-            if found.get(name) not in (None, neutral, []):
+            if recommended.get(name) not in (None, neutral, []):
                 raise ValueError(
-                    f"{file} sets {name}={brief(found[name])}, which sampling=checkpoint does not support: set "
+                    f"{file} sets {name}={brief(recommended[name])}, which sampling=checkpoint does not support: set "
                     "sampling=greedy, or other parameters of sampling"
                 )
-        named = {field.name: found[field.name] for field in fields(Sampling) if found.get(field.name) is not None}
-        if found.get("do_sample") is not True:
+        names = [field.name for field in fields(Sampling)]
+        named = {name: recommended[name] for name in names if recommended.get(name) is not None}
+        if recommended.get("do_sample") is not True:
             named = {name: value for name, value in named.items() if name == "repetition_penalty"}
         elif "temperature" not in named:
             named["temperature"] = 1.0

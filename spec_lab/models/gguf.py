@@ -42,21 +42,17 @@ allows at most while the model's own rounding is smaller, in standard deviations
 SNAPSHOTS = 10
 """Number of recurrent states where the option is null: as many as ``proposer=ngram`` drafts tokens."""
 
-MOST_THREADS = 1024
-MOST_CHUNK = 2**15
-MOST_GPU_LAYERS = 9999
-
 
 @check_arguments
 def load(
     path: str,
     tokenizer: str | None = None,
     context: Count | None = None,
-    threads: Annotated[int, Whole(1, MOST_THREADS)] | None = None,
-    gpu_layers: Annotated[int, Whole(-1, MOST_GPU_LAYERS)] = 0,
+    threads: Annotated[int, Whole(1, 1024)] | None = None,
+    gpu_layers: Annotated[int, Whole(-1, 9999)] = 0,
     dtype: Literal["float32"] | None = None,
     kv_dtype: Annotated[str, OneOf(KV_DTYPES)] | None = None,
-    chunk: Annotated[int, Whole(1, MOST_CHUNK)] = 512,
+    chunk: Annotated[int, Whole(1, 2**15)] = 512,
     cells: Count | None = None,
     snapshots: Annotated[int, Whole(1, MOST_SNAPSHOTS)] | None = None,
     cache: ProcessCache | None = None,
@@ -71,17 +67,16 @@ def load(
         threads: CPU threads of llama.cpp; None: as many as torch.
         gpu_layers: layers on a GPU, where llama.cpp was built for one; -1: all. The target has no roofline then: which
             limits apply to which part of a forward is not known.
-        dtype: float32: all in float32, if the weights are; None, or other weights: as llama.cpp does. "float32"
-            computes a file whose weights are all float32 in float32, keys and values as well. Other files are computed
-            as they are, which a warning states: llama.cpp chooses the data types of its products by those of the
-            weights. None computes any file so.
-        kv_dtype: of keys and values: f16, f32 (exact, without flash attention), bf16, q8_0; None: f16, or f32. With
-            f32 flash attention is off, whose float16 parts cost 1e-3 standard deviations of the logits.
+        dtype: float32: all in float32, if the weights are; None, or other weights: as llama.cpp does. It
+            chooses the data types of its products by those of the weights, which a warning states.
+        kv_dtype: of keys and values: f16, f32 (exact, without flash attention), bf16, q8_0; None: f16, or f32. None is
+            f32 only for weights in float32 with ``dtype`` "float32". The float16 parts of flash attention cost 1e-3
+            standard deviations of the logits.
         chunk: maximum rows computed at once.
-        cells: maximum tokens of the KV cache, draft trees included; None: no limit. It is allocated as it is needed;
-            ``max_kv_tokens`` lets requests wait for free cells.
-        snapshots: of recurrent states, for models that have them: maximum draft tokens of a step; None: 10. Less than
-            ``chunk``. Each takes the memory of one more state.
+        cells: maximum tokens of the KV cache, draft trees included; None: no limit. They are allocated as they are
+            needed; ``max_kv_tokens`` lets requests wait for free cells.
+        snapshots: of recurrent states, for models that have them: maximum draft tokens of a step; None: 10. It is less
+            than ``chunk``; each takes the memory of one more state of each sequence.
         cache: facts that this process found before; None starts with none.
         library: llama.cpp; None imports it.
 
@@ -133,10 +128,9 @@ def load(
         lm = LlamaRecurrent(model, settings)
     else:
         lm = LlamaCpp(model, settings, work_of(file, kv_dtype) if gpu_layers == 0 else None)
-    services = GGUFServices(file)
     return Target(
-        lm, read, path, context or limit, sha256, measured.error, cache, parts=services, stops=model.ends | file.ends,
-        source_sha256=file.source_sha256, tolerance=measured.allowed,
+        lm, read, path, context or limit, sha256, measured.error, cache, stops=model.ends | file.ends,
+        parts=GGUFServices(file), source_sha256=file.source_sha256, tolerance=measured.allowed,
         checked_in_float32=measured.in_float32,
     )  # fmt: skip
 
@@ -157,23 +151,23 @@ def work_of(file: GGUFFile, kv_dtype: str) -> ForwardWork | None:
             "attention.sliding_window", "expert_count", "expert_used_count",
         )
     }  # fmt: skip
-    if fields["attention.sliding_window"] or not all(one is None or isinstance(one, int) for one in fields.values()):
+    if fields["attention.sliding_window"] or not all(isinstance(value, int | None) for value in fields.values()):
         return None
     heads = fields["attention.head_count"]
     if not heads:
         return None
     weights, flops, head = 0.0, 0.0, "token_embd.weight" if file.tied else "output.weight"
-    for name, one in file.tensors.items():
+    for name, tensor in file.tensors.items():
         if name == "token_embd.weight" and not file.tied:
             continue
         share = 1.0
-        if len(one.shape) > 2:
+        if len(tensor.shape) > 2:
             if not fields["expert_count"] or not fields["expert_used_count"]:
                 return None
             share = fields["expert_used_count"] / fields["expert_count"]
-        weights += share * one.nbytes
-        if name != head and len(one.shape) > 1:
-            flops += share * 2 * one.parameters
+        weights += share * tensor.nbytes
+        if name != head and len(tensor.shape) > 1:
+            flops += share * 2 * tensor.parameters
     width = file.hidden_size // heads
     both = (fields["attention.key_length"] or width) + (fields["attention.value_length"] or width)
     kv_heads = fields["attention.head_count_kv"] or heads
@@ -193,12 +187,12 @@ def load_draft(path: str, target: Target) -> Target:
         OSError, ValueError: as of ``load``.
         Unsupported: the draft model has recurrent layers.
     """
-    own, gpu_layers = LlamaSettings(torch.get_num_threads()), 0
+    settings, gpu_layers = LlamaSettings(torch.get_num_threads()), 0
     if isinstance(target.lm, LlamaCpp | LlamaRecurrent):
-        own, gpu_layers = target.lm.settings, target.lm.model.gpu_layers
+        settings, gpu_layers = target.lm.settings, target.lm.model.gpu_layers
     draft = load(
-        path, threads=own.threads, gpu_layers=gpu_layers, kv_dtype=own.kv_dtype, chunk=own.batch, cells=own.cells,
-        cache=target.cache,
+        path, threads=settings.threads, gpu_layers=gpu_layers, kv_dtype=settings.kv_dtype, chunk=settings.batch,
+        cells=settings.cells, cache=target.cache,
     )  # fmt: skip
     if isinstance(draft.lm, LlamaRecurrent):
         raise Unsupported(
@@ -237,11 +231,11 @@ def llama_of(target: Target, tokens: int, path: str | None = None, **more: Any) 
     lm = require_llama_cpp(target)
     from llama_cpp import Llama
 
-    own = lm.settings
+    batch, threads, kv_dtype = lm.settings.batch, lm.settings.threads, lm.settings.kv_dtype
     return Llama(
-        path or lm.model.path, n_ctx=tokens, n_batch=own.batch, n_ubatch=own.batch, n_threads=own.threads,
-        n_threads_batch=own.threads, n_gpu_layers=lm.model.gpu_layers, type_k=KV_DTYPES[own.kv_dtype],
-        type_v=KV_DTYPES[own.kv_dtype], flash_attn=own.kv_dtype != "f32", verbose=False, **more,
+        path or lm.model.path, n_ctx=tokens, n_batch=batch, n_ubatch=batch, n_threads=threads, n_threads_batch=threads,
+        n_gpu_layers=lm.model.gpu_layers, type_k=KV_DTYPES[kv_dtype], type_v=KV_DTYPES[kv_dtype],
+        flash_attn=kv_dtype != "f32", verbose=False, **more,
     )  # fmt: skip
 
 

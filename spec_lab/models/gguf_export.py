@@ -100,31 +100,31 @@ def convert(path: str, out: Path, dtype: str | None = None, overwrite: bool = Fa
             f"{path} is a file: spec-lab convert reads the folder of a checkpoint of transformers, or a hub name; a "
             "GGUF file is a target as it is (target=gguf target.path=FILE)"
         )
-    found = describe(path)
-    if checkpoint.read_quantization(found.folder) is not None:
+    checked = describe(path)
+    if checkpoint.read_quantization(checked.folder) is not None:
         raise Unsupported(f"{path} is quantized: llama.cpp's formats are written from an unquantized checkpoint")
-    config = found.model.config
-    _refuse_by_name(found.folder / "config.json", config)
-    tokenizer, stops = read_texts(path, found)
-    with checkpoint.open_weights(checkpoint.weight_files(found.folder)) as held:
-        tensors = found.own(held)
+    config = checked.model.config
+    _refuse_by_name(checked.folder / "config.json", config)
+    tokenizer, stops = read_texts(path, checked)
+    with checkpoint.open_weights(checkpoint.weight_files(checked.folder)) as held:
+        tensors = checked.model_tensors(held)
         dtype = dtype or _own_dtype(path, tensors)
-        planned = _plan(path, found.model, tensors, dtype)
+        planned = _plan(path, checked.model, tensors, dtype)
         writer = gguf.GGUFWriter(None, ARCHITECTURES[config.model_type])
         writer.add_name(Path(path).name)
         writer.add_string(SOURCE, checkpoint.weights_hash(path))
         writer.add_file_type(FILE_TYPES[dtype])
         if dtype.startswith("q"):
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        vocabulary = next(one.shape[0] for one in planned if one.name == "token_embd.weight")
+        vocabulary = next(tensor.shape[0] for tensor in planned if tensor.name == "token_embd.weight")
         _write_model(writer, config, vocabulary)
         described = write_tokenizer(writer, tokenizer, vocabulary, stops)
         factors = _rope_factors(config)
         if factors is not None:
             writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
-        for one in planned:
-            shape = gguf.quant_shape_to_byte_shape(one.shape, one.kind)
-            writer.add_tensor_info(one.name, shape, np.dtype(np.uint8), math.prod(shape), one.kind)
+        for tensor in planned:
+            shape = gguf.quant_shape_to_byte_shape(tensor.shape, tensor.kind)
+            writer.add_tensor_info(tensor.name, shape, np.dtype(np.uint8), math.prod(shape), tensor.kind)
         with replacing(out) as stream:
             writer.fout, writer.state = [stream], gguf.gguf_writer.WriterState.EMPTY
             writer.write_header_to_file()
@@ -137,7 +137,7 @@ def convert(path: str, out: Path, dtype: str | None = None, overwrite: bool = Fa
                 writer.write_padding(stream, data.nbytes)
     return Written(
         ARCHITECTURES[config.model_type], dtype, len(planned) + (factors is not None),
-        sum(math.prod(one.shape) for one in planned), out.stat().st_size, described,
+        sum(math.prod(tensor.shape) for tensor in planned), out.stat().st_size, described,
     )  # fmt: skip
 
 
@@ -242,21 +242,21 @@ def _numbers(path: str, planned: list[_Planned], tensors: Mapping[str, Any]) -> 
         ValueError: a number is not finite in it.
     """
     gguf = gguf_package()
-    for one in planned:
-        full = tensors[one.source][:].to(torch.float32)
-        if one.heads:
-            full = permuted(full, one.heads)
-        if one.kind == gguf.GGMLQuantizationType.BF16:  # torch rounds to nearest even, as llama.cpp does
+    for tensor in planned:
+        full = tensors[tensor.source][:].to(torch.float32)
+        if tensor.heads:
+            full = permuted(full, tensor.heads)
+        if tensor.kind == gguf.GGMLQuantizationType.BF16:  # torch rounds to nearest even, as llama.cpp does
             data = full.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint8)
             finite = bool(full.isfinite().all())
         else:
             with np.errstate(all="ignore"):
-                data = gguf.quants.quantize(full.numpy(), one.kind)
+                data = gguf.quants.quantize(full.numpy(), tensor.kind)
             finite = bool(np.isfinite(data).all()) if data.dtype != np.uint8 else bool(full.isfinite().all())
         if not finite:
             raise ValueError(
-                f"{one.source} of {path} holds a number that is not finite in {one.kind.name.lower()}: choose another "
-                "--dtype, or check the checkpoint"
+                f"{tensor.source} of {path} holds a number that is not finite in {tensor.kind.name.lower()}: choose "
+                "another --dtype, or check the checkpoint"
             )
         yield data
 

@@ -142,10 +142,10 @@ class GGUFFile:
     def ends(self) -> frozenset[int]:
         """The end-of-text tokens that the file names. (llama.cpp adds those that it knows by their text.)"""
         named = [self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        own = self.metadata.get(STOPS)
-        if isinstance(own, np.ndarray) and own.dtype.kind in "iu":
-            named += own[:MAX_STOPS].tolist()
-        return frozenset(one for one in named if isinstance(one, int) and 0 <= one < self.vocabulary)
+        stops = self.metadata.get(STOPS)
+        if isinstance(stops, np.ndarray) and stops.dtype.kind in "iu":
+            named += stops[:MAX_STOPS].tolist()
+        return frozenset(token for token in named if isinstance(token, int) and 0 <= token < self.vocabulary)
 
     @property
     def source_sha256(self) -> str:
@@ -161,16 +161,16 @@ class GGUFFile:
     def _head(self) -> TensorInfo:
         return self.info("token_embd.weight" if self.tied else "output.weight")
 
-    def count(self, name: str, most: int, least: int = 1) -> int:
+    def count(self, name: str, maximum: int, minimum: int = 1) -> int:
         """Return a whole number of the architecture's metadata.
 
         Raises:
-            ValueError: the file lacks it, or it is not a whole number from ``least`` to ``most``.
+            ValueError: the file lacks it, or it is not a whole number from ``minimum`` to ``maximum``.
         """
         value = self.metadata.get(f"{self.architecture}.{name}")
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
             raise Unreadable(
-                f"{self.path}: {self.architecture}.{name} must be a whole number from {least} to {most}, not "
+                f"{self.path}: {self.architecture}.{name} must be a whole number from {minimum} to {maximum}, not "
                 f"{brief(value)}"
             )
         return value
@@ -256,15 +256,15 @@ class _Cursor:
     def number(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
-    def count(self, what: str, code: str, most: int) -> int:
+    def count(self, what: str, code: str, maximum: int) -> int:
         number: int = self.number(code)
-        if number > most:
-            raise _Malformed(f"it declares {number} {what}; at most {most} are read")
+        if number > maximum:
+            raise _Malformed(f"it declares {number} {what}; at most {maximum} are read")
         return number
 
-    def text(self, most: int) -> str:
+    def text(self, maximum: int) -> str:
         # llama.cpp takes any bytes; a byte that is not UTF-8 is kept, so that different texts stay different.
-        return self.take(self.count("bytes of a string", "Q", most)).decode("utf-8", "surrogateescape")
+        return self.take(self.count("bytes of a string", "Q", maximum)).decode("utf-8", "surrogateescape")
 
     def value(self) -> Any:
         kind = self.number("I")
@@ -357,10 +357,10 @@ def _checked(path: Path, metadata: dict[str, Any], tensors: dict[str, TensorInfo
     for name, info in (("the LM head", head), ("token_embd.weight", embedding)):
         if len(info.shape) != 2 or info.shape[1] != file.hidden_size:
             raise Unreadable(f"{path}: {name} has the shape {list(info.shape)}, not [V, {file.hidden_size}]")
-    for name, most in (("context_length", MAX_CONTEXT), ("block_count", MAX_LAYERS)):
-        file.count(name, most)
+    for name, maximum in (("context_length", MAX_CONTEXT), ("block_count", MAX_LAYERS)):
+        file.count(name, maximum)
     _check_kinds(file)
-    experts = f"{file.architecture}.expert_count" in metadata and file.count("expert_count", MAX_EXPERTS, least=0)
+    experts = f"{file.architecture}.expert_count" in metadata and file.count("expert_count", MAX_EXPERTS, minimum=0)
     used = metadata.get(f"{file.architecture}.expert_used_count", 0)
     if isinstance(used, int) and not (experts > 1) <= used <= experts:
         raise Unreadable(

@@ -67,7 +67,7 @@ PRE_TOKENIZERS = {
 CONVERTED = ("llama", "t5", "gemma4")
 """Values of ``tokenizer.ggml.model`` that transformers converts."""
 
-MOST_DEFAULT = 11
+MAX_DEFAULT = 11
 """Largest id of a token that llama.cpp adds to texts where a file names none."""
 
 ALIASES = {
@@ -113,18 +113,18 @@ def write_tokenizer(writer: Any, tokenizer: Any, vocabulary: int, stops: Sequenc
     writer.add_string(HF_JSON, json.dumps(settings, ensure_ascii=False, separators=(",", ":")))
     if tokenizer.chat_template and isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
-    for one, add in (
+    for token, add in (
         (tokenizer.bos_token_id, writer.add_bos_token_id), (tokenizer.unk_token_id, writer.add_unk_token_id),
         (tokenizer.pad_token_id, writer.add_pad_token_id),
     ):  # fmt: skip
-        if one is not None and one < vocabulary:
-            add(one)
-    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ends = [one for one in dict.fromkeys([*own, *stops]) if one < vocabulary]
-    for one, add in zip(
+        if token is not None and token < vocabulary:
+            add(token)
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ends = [token for token in dict.fromkeys([*eos, *stops]) if token < vocabulary]
+    for token, add in zip(
         ends, (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id), strict=False
     ):
-        add(one)
+        add(token)
     writer.add_array(STOPS, ends)  # the format names three
     given = tokenizer("a")["input_ids"]
     writer.add_add_bos_token(bool(given) and given[0] == tokenizer.bos_token_id)
@@ -141,7 +141,8 @@ def write_tokenizer(writer: Any, tokenizer: Any, vocabulary: int, stops: Sequenc
         else CONTROL if added[number].special else USER_DEFINED
         for number in range(vocabulary)
     ])  # fmt: skip
-    writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in settings["model"]["merges"]])
+    merges = settings["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
     name = pre_tokenizer_name(settings)
     if name is None:
         return "llama.cpp has no pre-tokenizer of this kind and splits some texts differently: give it token ids"
@@ -168,8 +169,8 @@ _BYTES = "bytes"
 def pre_tokenizer_name(settings: Mapping[str, Any]) -> str | None:
     """Return llama.cpp's name of the pre-tokenizer of a ``tokenizer.json``; None if it has none."""
     *patterns, last = _steps(settings["pre_tokenizer"]) or [""]
-    found = PreTokenizer(tuple(map(str, patterns)), bool(settings["model"].get("ignore_merges")))
-    names = [name for name, one in PRE_TOKENIZERS.items() if one == found]
+    described = PreTokenizer(tuple(map(str, patterns)), bool(settings["model"].get("ignore_merges")))
+    names = [name for name, known in PRE_TOKENIZERS.items() if known == described]
     return names[0] if names and last == _BYTES else None
 
 
@@ -178,7 +179,7 @@ def _steps(pre: Mapping[str, Any] | None) -> list[str | None]:
     if pre is None:
         return []
     if pre["type"] == "Sequence":
-        return [step for one in pre["pretokenizers"] for step in _steps(one)]
+        return [step for inner in pre["pretokenizers"] for step in _steps(inner)]
     if pre["type"] == "Split" and pre["behavior"] == "Isolated" and not pre["invert"] and "Regex" in pre["pattern"]:
         return [pre["pattern"]["Regex"]]
     if pre["type"] == "Digits" and pre["individual_digits"]:
@@ -203,7 +204,7 @@ def reads_as_llama_cpp(file: GGUFFile) -> bool:
         named = isinstance(number, int) and 0 <= number < len(tokens)
         if kind == "gemma4" and name == "bos":
             adds = True  # whatever the file says
-        if not named and (adds or (adds is None and len(tokens) <= MOST_DEFAULT)):
+        if not named and (adds or (adds is None and len(tokens) <= MAX_DEFAULT)):
             return False
     return True
 
@@ -287,17 +288,19 @@ def _of_file(file: GGUFFile) -> Any:
 def _byte_level_tokenizer(file: GGUFFile, pre: PreTokenizer) -> Tokenizer:
     """Build byte-level BPE from a file's tokens and merges."""
     fields, tokens = file.metadata, file.tokens or []
-    kind = dict(enumerate(_token_types(file)))
-    vocabulary = {token: number for number, token in enumerate(tokens) if kind.get(number) != UNUSED}
-    merges = [tuple(one.split(" ", 1)) for one in fields["tokenizer.ggml.merges"]]
+    types = dict(enumerate(_token_types(file)))
+    vocabulary = {token: number for number, token in enumerate(tokens) if types.get(number) != UNUSED}
+    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre.ignore_merges))
     backend.pre_tokenizer = pre_tokenizers.Sequence([
-        *(pre_tokenizers.Split(Regex(one), "isolated") for one in pre.patterns),
+        *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])  # fmt: skip
     backend.decoder = decoders.ByteLevel()
-    added = {number: one == CONTROL for number, one in kind.items() if one in (CONTROL, USER_DEFINED)}
-    backend.add_tokens([AddedToken(tokens[one], special=special, normalized=False) for one, special in added.items()])
+    backend.add_tokens([
+        AddedToken(tokens[number], special=kind == CONTROL, normalized=False)
+        for number, kind in types.items() if kind in (CONTROL, USER_DEFINED)
+    ])  # fmt: skip
     begin = fields.get("tokenizer.ggml.bos_token_id")
     if fields.get("tokenizer.ggml.add_bos_token", pre.ignore_merges) and isinstance(begin, int) and begin < len(tokens):
         special, sequence = [(tokens[begin], begin)], f"{tokens[begin]}:0 $A:0"
@@ -308,7 +311,7 @@ def _byte_level_tokenizer(file: GGUFFile, pre: PreTokenizer) -> Tokenizer:
 def _token_types(file: GGUFFile) -> list[int]:
     """Return the types of a file's tokens; an empty list if it names none."""
     types = file.metadata.get("tokenizer.ggml.token_type")
-    return [int(one) for one in types] if isinstance(types, np.ndarray) else []
+    return types.astype(int).tolist() if isinstance(types, np.ndarray) else []
 
 
 def _check_tokens(file: GGUFFile, tokenizer: Any, source: str) -> None:

@@ -38,8 +38,8 @@ def loaded_folder(path: str) -> Path | None:
     """Return the folder of a checkpoint that was loaded; in the cache for a hub name. None if it is not there."""
     if Path(path).exists():
         return Path(path)
-    found = try_to_load_from_cache(path, "config.json")
-    return Path(found).parent if isinstance(found, str) else None
+    config = try_to_load_from_cache(path, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def _fetched(path: str, name: str, revision: str) -> bool:

@@ -136,39 +136,34 @@ def _compared(lm: Runner, decode: Callable[[Runner], list[Rows]]) -> Checked:
 
 def _whole(lm: Runner) -> list[Rows]:
     """The rows of ``FOREST`` by a forward that computes everything."""
-    pending, _, draft = _example(lm)
-    sequences = [lm.open() for _ in pending]
-    try:
+    with _example(lm) as (sequences, pending, _, draft):
         return rows_of(pending, draft, lm.run(lm.prepare(sequences, pending, draft)).logits.clone())
-    finally:
-        for sequence in sequences:
-            sequence.close()
-        lm.clock.take()
 
 
 def _continued(lm: Runner, end: int) -> list[Rows]:
     """The rows of ``FOREST`` by a forward that continues from a draft pass."""
-    pending, token, draft = _example(lm)
     timed, rows = lm.clock.phase("propose_forward"), np.flatnonzero(FOREST.depth == 1)
-    sequences = [lm.open() for _ in pending]
-    try:
+    with _example(lm) as (sequences, pending, token, draft):
         early = lm.draft_pass(Route(0, end))
         early.forward(sequences, pending, timed)
         early.extend(sequences, FOREST, rows, token[rows - FOREST.roots], timed)
         early.finish(draft.token, token)
         return rows_of(pending, draft, lm.run(lm.prepare(sequences, pending, draft)).logits.clone())
+
+
+@contextmanager
+def _example(lm: Runner) -> Iterator[tuple[list[Any], list[list[int]], np.ndarray, Draft]]:
+    """Open two sequences; yield them, random pending tokens of each, and the tokens ``[M]`` and draft below them."""
+    generator = np.random.default_rng(0)
+    pending = [generator.integers(0, lm.vocabulary, count).tolist() for count in PENDING]
+    token = generator.integers(0, lm.vocabulary, FOREST.nodes)
+    sequences = [lm.open() for _ in pending]
+    try:
+        yield sequences, pending, token, Draft(FOREST, torch.from_numpy(token).to(lm.device))
     finally:
         for sequence in sequences:
             sequence.close()
         lm.clock.take()
-
-
-def _example(lm: Runner) -> tuple[list[list[int]], np.ndarray, Draft]:
-    """Return random pending tokens of two sequences, and the tokens ``[M]`` of a draft below them."""
-    generator = np.random.default_rng(0)
-    pending = [generator.integers(0, lm.vocabulary, count).tolist() for count in PENDING]
-    token = generator.integers(0, lm.vocabulary, FOREST.nodes)
-    return pending, token, Draft(FOREST, torch.from_numpy(token).to(lm.device))
 
 
 @torch.inference_mode()
@@ -187,7 +182,7 @@ def check_skipping(lm: Runner, sublayers: frozenset[Sublayer], name: str) -> Non
     """
     with _supported(f"target '{name}' cannot skip sublayers"):
         try:
-            _compared(lm, _whole_draft)
+            _compared(lm, partial(_drafted, left_out=frozenset()))
         except Mismatch as wrong:
             what = (
                 "cannot be checked" if wrong.plain else "drafts wrongly on its own KV cache without skipped sublayers"
@@ -200,30 +195,19 @@ def check_skipping(lm: Runner, sublayers: frozenset[Sublayer], name: str) -> Non
 def skipped_to_check(sublayers: frozenset[Sublayer]) -> list[frozenset[Sublayer]]:
     """Return sets of sublayers that are skipped in different ways; see ``check_skipping``."""
     layers = {kind: {sublayer.layer for sublayer in sublayers if sublayer.kind == kind} for kind in ("attn", "mlp")}
-    sets = [frozenset({Sublayer(kind, min(own))}) for kind, own in layers.items() if own]  # type: ignore[arg-type]
+    sets = [frozenset({Sublayer(kind, min(numbers))}) for kind, numbers in layers.items() if numbers]  # type: ignore[arg-type]
     if both := layers["attn"] & layers["mlp"]:
         sets.append(frozenset({Sublayer("attn", min(both)), Sublayer("mlp", min(both))}))
     return [*dict.fromkeys([*sets, sublayers])]
 
 
-def _whole_draft(lm: Runner) -> list[Rows]:
-    """The roots and first nodes of ``FOREST`` by a draft pass without skipped sublayers."""
-    return _drafted(lm, frozenset())
-
-
 def _drafted(lm: Runner, left_out: frozenset[Sublayer]) -> list[Rows]:
     """The roots and first nodes of ``FOREST`` by a draft pass, after a forward over the whole forest."""
-    pending, token, draft = _example(lm)
     timed, nodes = lm.clock.phase("propose_forward"), np.flatnonzero(FOREST.depth == 1)
-    sequences = [lm.open() for _ in pending]
-    try:
+    with _example(lm) as (sequences, pending, token, draft):
         drafts = lm.draft_pass(Route(skipped=left_out))
         roots = drafts.forward(sequences, pending, timed).logits
         first = drafts.extend(sequences, FOREST, nodes, token[nodes - FOREST.roots], timed).logits
         drafts.drop()
         assert roots is not None and first is not None
         return rows_of(pending, Draft(FIRST, draft.token[nodes - FOREST.roots]), torch.cat([roots, first]))
-    finally:
-        for sequence in sequences:
-            sequence.close()
-        lm.clock.take()

@@ -75,30 +75,31 @@ def load_model(
     else:
         computes = where
     asked = chosen(quantization, group_size, computes, dtype)
-    found = describe(path, lambda folder: _quantization(folder, asked, computes, dtype, tensor_parallel))
+    checked = describe(path, lambda folder: _quantization(folder, asked, computes, dtype, tensor_parallel))
     if device_map is not None or tensor_parallel:
         gc.collect()  # such models are part of reference cycles: free that of an earlier run before this one is loaded
     if device_map is not None:
-        check_device_map(found.model, device_map)
-        model = _fill(path, found, dtype, device_map=device_map)
+        check_device_map(checked.model, device_map)
+        model = _fill(path, checked, dtype, device_map=device_map)
         refuse_offloading(model)
     elif tensor_parallel:
-        check_ranks(found.model.config)
+        check_ranks(checked.model.config)
         if ranks.size() > 1:
             how = {"path": path, "dtype": dtype, "over": ranks.size(), "threads": torch.get_num_threads()}
             model = parallel.join().load(_read_weights, **how, sha256=weights_hash(path))
         else:
-            model = _fill(path, found, dtype).to("cuda" if torch.cuda.is_available() else "cpu")
+            model = _fill(path, checked, dtype).to("cuda" if torch.cuda.is_available() else "cpu")
     else:
-        if found.quantization is None:
-            for place in {torch.device("cpu"), where}:  # weights are read on the CPU, and copied from there
-                check_weights_fit(path, found.model, dtype, place, memory.available(place), stays=place == where)
-        elif not found.config.multimodal:  # whose files hold more than the text part
-            files = weight_files(found.folder) if Path(path).is_dir() else ()
+        if checked.quantization is None:
+            for memory_device in {torch.device("cpu"), where}:  # weights are read on the CPU, and copied from there
+                room = memory.available(memory_device)
+                check_weights_fit(path, checked.model, dtype, memory_device, room, stays=memory_device == where)
+        elif not checked.config.multimodal:  # whose files hold more than the text part
+            files = weight_files(checked.folder) if Path(path).is_dir() else ()
             room = memory.available(where)
-            check_quantized_fit(path, found.model, found.quantization, DTYPES[dtype], files, where, room)
-        model = _fill(path, found, dtype, where=where).to(where)
-    tokenizer, stops = read_texts(path, found)
+            check_quantized_fit(path, checked.model, checked.quantization, DTYPES[dtype], files, where, room)
+        model = _fill(path, checked, dtype, where=where).to(where)
+    tokenizer, stops = read_texts(path, checked)
     model.generation_config = GenerationConfig(eos_token_id=stops or None)
     return model, tokenizer
 
@@ -117,7 +118,7 @@ class CheckedCheckpoint(NamedTuple):
     quantization: Quantization | None = None
     """How it is quantized, or is to be quantized while it is loaded."""
 
-    def own(self, tensors: dict[str, Any]) -> dict[str, Any]:
+    def model_tensors(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """Return those of the checkpoint's tensors that belong to ``model``, under its names.
 
         Raises:
@@ -143,7 +144,7 @@ def describe(path: str, quantize: Callable[[Path], Quantization | None] = lambda
     config = read_model_config(path, folder)
     quantization = quantize(folder)
     fetch_weights(path, folder, revision)
-    return CheckedCheckpoint(folder, revision, _describe(path, folder, config.own), config, quantization)
+    return CheckedCheckpoint(folder, revision, _describe(path, folder, config.loaded), config, quantization)
 
 
 def _quantization(
@@ -161,28 +162,28 @@ def _quantization(
             f"target.quantization={asked.method} requires an unquantized checkpoint, and {folder} has a "
             "quantization_config: set target.quantization=null"
         )
-    found = asked if config is None else carried(folder, config, where, dtype)
-    if found is not None and tensor_parallel:
-        raise Unsupported(f"target.tensor_parallel does not support quantized targets ({found.method})")
-    return found
+    quantization = asked if config is None else carried(folder, config, where, dtype)
+    if quantization is not None and tensor_parallel:
+        raise Unsupported(f"target.tensor_parallel does not support quantized targets ({quantization.method})")
+    return quantization
 
 
-def read_texts(path: str, found: CheckedCheckpoint) -> tuple[Any, list[int]]:
+def read_texts(path: str, checked: CheckedCheckpoint) -> tuple[Any, list[int]]:
     """Return a checkpoint's tokenizer and its end-of-text tokens, both checked against the model's vocabulary.
 
     Args:
         path: the folder or hub name as given.
-        found: what ``describe`` returned for it.
+        checked: what ``describe`` returned for it.
 
     Raises:
         OSError, ValueError: as in ``Target.load``.
     """
-    described = found.model
+    described = checked.model
     vocabulary = int(described.get_output_embeddings().weight.shape[0])
     vocabulary = min(vocabulary, int(described.get_input_embeddings().weight.shape[0]))
-    where, stops = checkpoint.stop_tokens(found.folder, getattr(described.config, "eos_token_id", None))
+    where, stops = checkpoint.stop_tokens(checked.folder, getattr(described.config, "eos_token_id", None))
     stops = check_stop_tokens(where, stops, vocabulary)
-    tokenizer = read_tokenizer(path, found.folder, found.revision, found.config.whole)
+    tokenizer = read_tokenizer(path, checked.folder, checked.revision, checked.config.whole)
     check_vocabulary(path, tokenizer, vocabulary)
     return tokenizer, stops
 
@@ -195,9 +196,9 @@ def _describe(path: str, folder: Path, config: Any) -> Any:
         ValueError: the config describes no causal LM, or one much larger than its weight files.
     """
     with checkpoint.open_weights(checkpoint.weight_files(folder)) as tensors:
-        held, count = sum(math.prod(one.get_shape()) for one in tensors.values()), len(tensors)
+        held, count = sum(math.prod(tensor.get_shape()) for tensor in tensors.values()), len(tensors)
     checkpoint.check_counts(folder, checkpoint.read_config(folder), count)
-    most = 4 if checkpoint.read_quantization(folder) is None else 4 * PACKED
+    max_quotient = 4 if checkpoint.read_quantization(folder) is None else 4 * PACKED
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -208,7 +209,7 @@ def _describe(path: str, folder: Path, config: Any) -> Any:
         ) from error
     for what, group in (("parameters", model.parameters()), ("numbers in buffers", model.buffers())):
         described = sum(tensor.numel() for tensor in group)
-        checkpoint.check_described(path, f"a model with {{}} {what}", described, held, most)
+        checkpoint.check_described(path, f"a model with {{}} {what}", described, held, max_quotient)
     return model
 
 
@@ -226,8 +227,8 @@ def _read_weights(path: str, dtype: str, over: int = 1, threads: int | None = No
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    found = describe(path)
-    model = _fill(path, found, dtype, over=over)
+    checked = describe(path)
+    model = _fill(path, checked, dtype, over=over)
     if ranks.rank() and sha256 and weights_hash(path) != sha256:
         raise OSError(f"{path} holds other weights than on rank 0: copy the same checkpoint to every machine")
     return model
@@ -235,7 +236,7 @@ def _read_weights(path: str, dtype: str, over: int = 1, threads: int | None = No
 
 def _fill(
     path: str,
-    found: CheckedCheckpoint,
+    checked: CheckedCheckpoint,
     dtype: str,
     where: torch.device | None = None,
     device_map: str | Mapping[str, str | int] | None = None,
@@ -245,11 +246,11 @@ def _fill(
 
     Args:
         path, dtype, device_map: as in ``Target.load``.
-        found: the checkpoint.
+        checked: the checkpoint.
         where: the device of a quantized model, since some methods quantize on it; others are moved by the caller.
         over: as in ``_read_weights``.
     """
-    described, how = found.model, found.quantization
+    described, how = checked.model, checked.quantization
     more: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     if over > 1:
         more["distributed_config"] = DistributedConfig(tp_size=over)
@@ -257,19 +258,19 @@ def _fill(
         if device_map is None and where is not None and where.type == "cuda" and how.method != "torchao":
             more["device_map"] = {"": where}
         more |= arguments(how, where or torch.device("cuda" if torch.cuda.is_available() else "cpu"), DTYPES[dtype])
-        if (own := own_config(how, DTYPES[dtype])) is not None:
-            described.config.quantization_config = _of_the_text_part(own) if found.config.multimodal else own
+        if (config := own_config(how, DTYPES[dtype])) is not None:
+            described.config.quantization_config = _of_the_text_part(config) if checked.config.multimodal else config
     transformers_logging.disable_progress_bar()
     depth = int(getattr(described.config, "num_hidden_layers", 0) or 0)
-    files, rounds = checkpoint.weight_files(found.folder), False
+    files, rounds = checkpoint.weight_files(checked.folder), False
     with checkpoint.open_weights(files) as held:
         drafts = tuple(checkpoint.mtp_prefixes(held, depth))  # modules that only the proposer mtp reads
-        tensors = {name: one for name, one in held.items() if not name.startswith(drafts)}
+        tensors = {name: tensor for name, tensor in held.items() if not name.startswith(drafts)}
         if how is not None and how.method == "torchao":
             tensors, rounds = read_torchao(files, tensors, path, DTYPES[dtype])
         if how is not None and how.dequantized:
             quantized.check_scales(path, tensors)
-        tensors = found.own(tensors)
+        tensors = checked.model_tensors(tensors)
         try:
             # Given tensors and no path, transformers opens no file: no adapter, other format or other shard.
             model, report = type(described).from_pretrained(
@@ -286,14 +287,14 @@ def _fill(
             ) from error
     report["unexpected_keys"] = [name for name in report["unexpected_keys"] if not _harmless(name)]
     checkpoint.refuse_misfits(path, checkpoint.misfits_of(report))
-    if found.config.multimodal and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+    if checked.config.multimodal and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         model.config.tie_word_embeddings = False  # transformers does not tie weights that the checkpoint holds apart
     if how is not None:
         if how.package == "bitsandbytes":  # it warns in every forward that activations are rounded from float16
             logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         if how.method == "bitsandbytes":
             quantized.in_dtype(model, DTYPES[dtype])
-        _record(path, found, model, how.facts() | ({"rounds": True} if rounds else {}))
+        _record(path, checked, model, how.facts() | ({"rounds": True} if rounds else {}))
     return model.eval()
 
 
@@ -305,7 +306,7 @@ def _of_the_text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _record(path: str, found: CheckedCheckpoint, model: Any, facts: dict[str, Any]) -> None:
+def _record(path: str, checked: CheckedCheckpoint, model: Any, facts: dict[str, Any]) -> None:
     """Keep how a model is quantized in its config, and how much of it.
 
     Raises:
@@ -314,8 +315,8 @@ def _record(path: str, found: CheckedCheckpoint, model: Any, facts: dict[str, An
     head = getattr(model.get_output_embeddings(), "weight", None)
     if not (isinstance(head, torch.Tensor) and type(head.data) is torch.Tensor and head.is_floating_point()):
         raise Unsupported(f"{path} is not supported: its LM head is quantized")
-    share = quantized.quantized_share(found.model, model)
-    if not facts["dequantized"] and share < MOST_OF_IT:
+    share = quantized.quantized_share(checked.model, model)
+    if not facts["dequantized"] and share < MIN_SHARE:
         asked = f"{path}, quantized with {facts['method']}"
         if not share and not facts["carried"]:
             raise Unsupported(
@@ -326,7 +327,7 @@ def _record(path: str, found: CheckedCheckpoint, model: Any, facts: dict[str, An
     quantized.record(model, facts | {"share": None if facts["dequantized"] else round(share, 4)})
 
 
-MOST_OF_IT = 0.9
+MIN_SHARE = 0.9
 """Share of the weights outside embeddings and LM head below which a warning says how many are quantized."""
 
 

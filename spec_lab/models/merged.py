@@ -66,14 +66,15 @@ def merge(model: Any) -> int:
     or of which only some have a bias.
     """
     changed = 0
-    for module in [one for one in model.modules() if type(one) is not nn.Linear]:  # whose weights are not kept alive
+    parents = [module for module in model.modules() if type(module) is not nn.Linear]  # keeps no weights alive
+    for module in parents:
         children = dict(module.named_children())
         for names in TOGETHER:
             layers = [layer for name in names if isinstance(layer := children.get(name), nn.Linear) and is_plain(layer)]
             if len(layers) < len(names) or len({(layer.in_features, layer.bias is None) for layer in layers}) > 1:
                 continue
             first = MergedLinear(layers)
-            for place, name in enumerate(names):
-                setattr(module, name, MergedOutput(first) if place else first)
+            for number, name in enumerate(names):
+                setattr(module, name, MergedOutput(first) if number else first)
             changed += 1
     return changed

@@ -87,7 +87,7 @@ def _replace(module: nn.Module, other: Callable[[nn.Module], nn.Module | None]) 
 def linear_of(weight: Tensor, bias: Tensor) -> nn.Module:
     """A layer of a weight ``[out, in]`` and a bias ``[out]``, packed where that is possible."""
     made = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
-    made.weight, made.bias = (nn.Parameter(one, requires_grad=False) for one in (weight, bias))
+    made.weight, made.bias = (nn.Parameter(tensor, requires_grad=False) for tensor in (weight, bias))
     return PackedLinear(made) if _plain(made, packed_dtypes()) else made
 
 
@@ -107,12 +107,12 @@ def packed_dtypes() -> set[torch.dtype]:
     """Return the dtypes for which oneDNN has kernels here."""
     if not torch.backends.mkldnn.is_available():
         return set()
-    found = {torch.float32}
+    dtypes = {torch.float32}
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        found.add(torch.bfloat16)
+        dtypes.add(torch.bfloat16)
     if torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        found.add(torch.float16)
-    return found
+        dtypes.add(torch.float16)
+    return dtypes
 
 
 def _plain(layer: nn.Linear, dtypes: set[torch.dtype]) -> bool:

@@ -70,8 +70,8 @@ def weight_bytes(model: Any, dtype: torch.dtype, device: torch.device, stays: bo
         device: where they are read. On the CPU a tied LM head is a copy of the embedding (``models.packed``).
         stays: whether they remain there; if not, they are not laid out.
     """
-    sizes = [one.numel() for one in model.parameters()]
-    total = sum(sizes) + sum(one.numel() for one in model.buffers())
+    sizes = [tensor.numel() for tensor in model.parameters()]
+    total = sum(sizes) + sum(tensor.numel() for tensor in model.buffers())
     if device.type == "cpu" and stays:
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         tied = head is not None and embedding is not None and head.weight is embedding.weight
@@ -98,8 +98,8 @@ def check_weights_fit(
     if room is None or needed <= room:
         return
     smaller = [
-        f"target.dtype={name} needs {readable(size)}" for name, one in DTYPES.items()
-        if one.itemsize < DTYPES[dtype].itemsize and (size := weight_bytes(model, one, device, stays)) <= room
+        f"target.dtype={name} needs {readable(size)}" for name, other in DTYPES.items()
+        if other.itemsize < DTYPES[dtype].itemsize and (size := weight_bytes(model, other, device, stays)) <= room
     ]  # fmt: skip
     advice = " or ".join(smaller) or "no smaller target.dtype fits: choose a smaller model, or more memory"
     raise ValueError(
@@ -137,7 +137,8 @@ def check_device_map(model: Any, device_map: Any) -> None:
             f"target.device_map names {wrong[0]!r}, which is not a module of the model; its modules are {parts}, ..."
         )
     tensors = [name for kind in (model.named_parameters, model.named_buffers) for name, _ in kind()]
-    bare = [name for name in tensors if not any(f"{name}.".startswith(f"{one}." * bool(one)) for one in device_map)]
+    prefixes = tuple(f"{module}." * bool(module) for module in device_map)
+    bare = [name for name in tensors if not f"{name}.".startswith(prefixes)]
     if bare:
         raise ValueError(f"target.device_map names no device for {bare[0].rpartition('.')[0]}: add it")
 

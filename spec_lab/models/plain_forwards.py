@@ -162,7 +162,7 @@ class PlainForwards:
             self._plain[key] = [logits for batch in batches for logits in plain_forward(model, batch, eager)]
         ends = [(len(row.text) - len(row.logits), len(row.text)) for row in rows]
         logits = [text[first:end] for text, (first, end) in zip(self._plain[key], ends, strict=True)]
-        return [_finite(some, model.dtype, works) for some in logits]
+        return [_finite(text_logits, model.dtype, works) for text_logits in logits]
 
 
 def _finite(logits: Tensor, dtype: torch.dtype, works: str = "") -> Tensor:

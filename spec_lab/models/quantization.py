@@ -64,14 +64,11 @@ FIELDS = {
 
 REFUSED = {
     "gptq": {"lm_head": "its LM head is quantized", "dynamic": "its layers are quantized in different ways"},
-    "awq": dict[str, str](),
-    "fp8": dict[str, str](),
     "compressed-tensors": {
         "kv_cache_scheme": "its KV cache is quantized",
         "sparsity_config": "its weights are stored as sparse ones",
         "transform_config": "its activations are rotated",
     },
-    "bitsandbytes": dict[str, str](),
     "torchao": {"include_input_output_embeddings": "its embedding and LM head are quantized"},
 }
 """Fields that ask for what this engine does not do, and why each is refused. null, false and {} are allowed."""
@@ -186,7 +183,7 @@ def carried(folder: Path, config: Mapping[str, Any], where: torch.device, dtype:
             f"{file}: quantization_config has the quant_method {brief(method)}, which is not supported; supported are "
             f"{', '.join(CARRIED)}. Use the unquantized checkpoint"
         )
-    for name, why in REFUSED[method].items():
+    for name, why in REFUSED.get(method, {}).items():
         if config.get(name) not in (None, False, {}, "none", {"format": "dense"}):
             raise Unsupported(f"{file}: quantization_config.{name} is not supported: {why}")
     fields = {name: value for name, value in config.items() if name in FIELDS[method]} | {"quant_method": method}
@@ -197,7 +194,7 @@ def carried(folder: Path, config: Mapping[str, Any], where: torch.device, dtype:
     groups = _groups(file, fields) if method == "compressed-tensors" else []
     _require(asked, method, where)
     _check_dtype(asked, method, where, dtype)
-    weights_only = len(groups) == 1 and not any(groups[0].get(f"{one}_activations") for one in ("input", "output"))
+    weights_only = len(groups) == 1 and not any(groups[0].get(f"{side}_activations") for side in ("input", "output"))
     return Quantization(method, method, fields, dequantized=method == "fp8" or weights_only)
 
 
@@ -211,18 +208,18 @@ def arguments(quantization: Quantization, where: torch.device, dtype: torch.dtyp
     """
     if quantization.carried:
         return {}
-    own: Any
+    config: Any
     if quantization.method == "bnb_int8":
-        own = BitsAndBytesConfig(load_in_8bit=True)
+        config = BitsAndBytesConfig(load_in_8bit=True)
     elif quantization.method == "bnb_int4":
-        own = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     elif quantization.method == "torchao_int8":
         from torchao.quantization import Int8WeightOnlyConfig
 
-        own = TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
+        config = TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
     else:
-        own = TorchAoConfig(_int4(quantization.group_size, where))
-    return {"quantization_config": own}
+        config = TorchAoConfig(_int4(quantization.group_size, where))
+    return {"quantization_config": config}
 
 
 def _int4(group_size: int | None, where: torch.device) -> Any:
@@ -260,9 +257,9 @@ def _require(asked: str, package: str, where: torch.device) -> None:
         Unsupported: one is missing or too old; the message states what to install.
     """
     wanted = PACKAGES[package]
-    if wrong := [f"{name} {least} or newer" for name, least in wanted if not _newer(name, least)]:
+    if wrong := [f"{name} {oldest} or newer" for name, oldest in wanted if not _newer(name, oldest)]:
         extra = EXTRAS.get(package)
-        install = f"'spec-lab[{extra}]'" if extra else " ".join(f"'{name}>={least}'" for name, least in wanted)
+        install = f"'spec-lab[{extra}]'" if extra else " ".join(f"'{name}>={oldest}'" for name, oldest in wanted)
         raise Unsupported(f"{asked} requires {' and '.join(wrong)}: pip install {install}")
     if package == "bitsandbytes" and where.type == "cpu" and find_spec("kernels") is not None:
         raise Unsupported(
@@ -271,10 +268,10 @@ def _require(asked: str, package: str, where: torch.device) -> None:
         )
 
 
-def _newer(name: str, least: str) -> bool:
+def _newer(name: str, oldest: str) -> bool:
     """Return whether a package is installed in this version or a newer one."""
     try:
-        return Version(metadata.version(name)) >= Version(least)
+        return Version(metadata.version(name)) >= Version(oldest)
     except (metadata.PackageNotFoundError, InvalidVersion):
         return False
 
@@ -302,16 +299,16 @@ def _check_names(file: Path, field_name: str, value: Any) -> None:
     Raises:
         ValueError: names the field.
     """
-    if not isinstance(value, list) or not all(isinstance(one, str) and len(one) <= PATTERN for one in value):
+    if not isinstance(value, list) or not all(isinstance(name, str) and len(name) <= PATTERN for name in value):
         raise ValueError(
             f"{file}: quantization_config.{field_name} must be a list of names of at most {PATTERN} characters, not "
             f"{brief(value)}"
         )
-    for one in value:
-        slow = re.search(r"\)[*+{]", one) or len(re.findall(r"[*+{]", one)) > 4
+    for name in value:
+        slow = re.search(r"\)[*+{]", name) or len(re.findall(r"[*+{]", name)) > 4
         if slow:  # transformers matches all of them as patterns
             raise ValueError(
-                f"{file}: quantization_config.{field_name} has the pattern {one!r}, which may match slowly"
+                f"{file}: quantization_config.{field_name} has the pattern {name!r}, which may match slowly"
             )
 
 
@@ -322,10 +319,10 @@ def _groups(file: Path, fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         ValueError: they are malformed.
     """
     groups = fields.get("config_groups")
-    if not isinstance(groups, dict) or not groups or not all(isinstance(one, dict) for one in groups.values()):
+    if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise ValueError(f"{file}: quantization_config.config_groups must map names to groups, not {brief(groups)}")
-    for one in groups.values():
-        _check_names(file, "config_groups.targets", one.get("targets"))
+    for group in groups.values():
+        _check_names(file, "config_groups.targets", group.get("targets"))
     return list(groups.values())
 
 
@@ -340,9 +337,10 @@ def quantized_bytes(model: Any, how: Quantization, dtype: torch.dtype, files: Se
     """
     if how.carried and not how.dequantized:
         return sum(file.stat().st_size for file in files)
-    everything = sum(one.numel() for one in model.parameters())
+    everything = sum(tensor.numel() for tensor in model.parameters())
     head = model.get_output_embeddings()
-    linear = sum(one.weight.numel() for one in model.modules() if isinstance(one, nn.Linear) and one is not head)
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+    linear = sum(layer.weight.numel() for layer in layers)
     bits = 8 * dtype.itemsize if how.dequantized else 4 if how.method.endswith("int4") else 8
     return (everything - linear) * dtype.itemsize + linear * bits // 8
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from inspect import signature
+from math import inf
 from typing import Any
 
 import torch
@@ -94,8 +95,8 @@ def _check(
     def runner(computed: Any, stored: torch.dtype | None) -> CausalLM:
         return CausalLM(computed, attention, fixed=fixed, kv_dtype=stored)
 
-    most = None if parallel else SHORT
-    with shortened(comparison.model, most), shortened(comparison.exact, most):
+    max_positions = None if parallel else SHORT
+    with shortened(comparison.model, max_positions), shortened(comparison.exact, max_positions):
         return comparison.check(runner, decode_forests, kv_dtype)
 
 
@@ -144,22 +145,23 @@ def _advice(
 
 
 @contextmanager
-def shortened(model: Any, most: int | None) -> Iterator[None]:
-    """Within the block no window or chunk of a model exceeds ``most`` positions; None leaves all as they are.
+def shortened(model: Any, max_positions: int | None) -> Iterator[None]:
+    """Within the block no window or chunk of a model exceeds ``max_positions`` positions; None leaves all as they are.
 
     The engine and transformers read the same sizes, so that the text of the self-check, which is shorter than most
     windows, tests both sides' masks, conventions and layer types. Masks are functions of positions only.
     """
+    limit = max_positions or inf
     owners = [] if model is None else [*model.modules(), model.config]
     owners += [config for owner in owners if (config := vars(owner).get("config")) is not None]
     before = {
         (id(owner), name): (owner, size)
         for owner in owners for name in SIZES
-        if isinstance(size := getattr(owner, name, None), int) and not isinstance(size, bool) and size > (most or size)
+        if isinstance(size := getattr(owner, name, None), int) and not isinstance(size, bool) and size > limit
     }  # fmt: skip
     try:
         for (_, name), (owner, _) in before.items():
-            setattr(owner, name, most)
+            setattr(owner, name, max_positions)
         yield
     finally:
         for (_, name), (owner, size) in before.items():

@@ -64,8 +64,8 @@ def one_rotation(config: Any) -> int | None:
     limits = []
     for part in _rope_parts(config):
         if _rope_type(part) == "longrope" and part.get("short_factor") != part.get("long_factor"):
-            own = getattr(config, "max_position_embeddings", None)
-            limit = part.get("original_max_position_embeddings") or own
+            longest = getattr(config, "max_position_embeddings", None)
+            limit = part.get("original_max_position_embeddings") or longest
             if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
                 raise ValueError(
                     f"{config.model_type}: original_max_position_embeddings must be a whole number of 1 or more, not "
@@ -205,7 +205,7 @@ def refuse_by_name(config: Any) -> None:
         refuse("its layers attend to later tokens too (use_bidirectional_attention)")
     if other := set(getattr(config, "layer_types", None) or []) - LAYER_TYPES:
         refuse(f"it has layers of type {', '.join(sorted(other))}; supported are {', '.join(sorted(LAYER_TYPES))}")
-    for one in set(layer_kinds(config).values()):
-        size = one.chunk if one.sliding_window is None else one.sliding_window
+    for layer_kind in set(layer_kinds(config).values()):
+        size = layer_kind.chunk if layer_kind.sliding_window is None else layer_kind.sliding_window
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            refuse(f"its layers of type {one.layer_type} must reach 1 position or more, not {size!r}")
+            refuse(f"its layers of type {layer_kind.layer_type} must reach 1 position or more, not {size!r}")

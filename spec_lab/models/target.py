@@ -158,21 +158,20 @@ class Target:
             attention: spans: on this engine's KV cache; dense: slower, for models without AttentionInterface.
             context: maximum tokens of a sequence; None: the model's own limit.
             chunk: maximum prompt tokens computed in one forward.
-            device_map: auto, balanced, {module: device, ...}: layers on several devices. Splits a model that is too
-                large for one device by layers: "auto" or "balanced" (accelerate spreads them over the GPUs, or uses
-                the CPU where there is none), or the device of each module by name. Layers run one device after the
-                other. (Tested with every layer on the CPU, and for mixed devices without numbers; not yet tested on
-                several GPUs.)
-            tensor_parallel: true: each layer split over the ranks that torchrun
-                started. It is split by transformers' plan for this kind of model. Each rank uses the GPU of
-                its number, or the CPU with a CPU build of torch. Call it on rank 0 while the other ranks run
-                ``loading.follow``. (Tested with gloo on the CPU; not yet tested on several GPUs.)
+            device_map: auto, balanced, {module: device, ...}: layers on several devices. With "auto" or "balanced"
+                accelerate spreads them over the GPUs, or uses the CPU where there is none. Layers run one device after
+                the other. (Tested with every layer on the CPU, and for mixed devices without numbers; not yet tested
+                on several GPUs.)
+            tensor_parallel: true: each layer split over the ranks that torchrun started. It is split by transformers'
+                plan for this kind of model. Each rank uses the GPU of its number, or the CPU with a CPU build of torch.
+                Call it on rank 0 while the other ranks run ``loading.follow``. (Tested with gloo on the CPU; not yet
+                tested on several GPUs.)
             graphs: true: decoding steps in fixed shapes, captured as CUDA graphs on a GPU. Linear layers of the same
                 input are merged (``runners.graphs``). On a CPU nothing is captured, and padding makes steps slower.
                 (All but the capture itself is tested on the CPU; not yet run on a GPU.)
             quantization: torchao_int8, torchao_int4, bnb_int8, bnb_int4: quantizes linear layers while they are
-                loaded. The target is the quantized
-                model. Checkpoints that are quantized already are recognised by their config.json.
+                loaded. The target is the quantized model. Checkpoints that are quantized already are recognised by
+                their config.json.
             quantization_group_size: 32, 64, 128: inputs of a layer with one scale, of torchao_int4; None: 128.
             kv_dtype: of keys and values, lossy: float32, bfloat16, float16, float8_e4m3fn; None: dtype. The target
                 distribution is that of the model with such a KV cache, which is the same for all ways of decoding.
@@ -253,5 +252,5 @@ def end_tokens(vocabulary: int, tokenizer: Any, model: Any, stops: Iterable[int]
     """Return the end-of-text tokens of a model's generation config, of its tokenizer and of ``stops`` below V."""
     config = getattr(model, "generation_config", None)
     named = [getattr(config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
-    flat = [*stops, *(token for one in named for token in (one if isinstance(one, list) else [one]))]
+    flat = [*stops, *(token for tokens in named for token in (tokens if isinstance(tokens, list) else [tokens]))]
     return frozenset(token for token in flat if token is not None and token < vocabulary)

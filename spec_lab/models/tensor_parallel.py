@@ -102,24 +102,24 @@ class Link:
             self._tell({"do": "end"}, {})
             dist.destroy_process_group()
 
-    def _led(self, model: nn.Module, number: int, part: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        """``own``, the forward of a part of the model, run on every rank."""
+    def _led(self, model: nn.Module, number: int, part: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``original``, the forward of a part of the model, run on every rank."""
         watched = weakref.proxy(model)
 
         def forward(*given: Any, **named: Any) -> Any:
             if self._inside:  # a part of a call in which the others are already
-                return own(*given, **named)
-            both = {str(place): value for place, value in enumerate(given)} | named
+                return original(*given, **named)
+            both = {str(index): value for index, value in enumerate(given)} | named
             tensors = {name: value for name, value in both.items() if isinstance(value, Tensor)}
             plain = {name: value for name, value in both.items() if not isinstance(value, Tensor | Pack)}
             what = {"do": "call", "number": number, "part": part, "plain": plain}
             what["attention"] = watched.config._attn_implementation
-            if (pack := next((one for one in both.values() if isinstance(one, Pack)), None)) is not None:
+            if (pack := next((value for value in both.values() if isinstance(value, Pack)), None)) is not None:
                 what["pack"], more = self._packed(pack)
                 tensors |= more
             with self._step(), torch.inference_mode():
                 self._tell(what | self._news(), tensors)
-                return own(*given, **named)
+                return original(*given, **named)
 
         return forward
 
@@ -129,13 +129,13 @@ class Link:
         for kind, segments in pack.segments.items():
             layers = [layer for layer, its in pack.kinds.items() if its == kind]
             kinds.append({"kind": kind, "layers": layers, "segments": (plain := [])})
-            for place, one in enumerate(segments):
-                slots = [one.slots.start, one.slots.stop] if isinstance(one.slots, slice) else None
-                plain.append([*one[:3], slots, one.first, one.end, one.causal])
-                if isinstance(one.slots, Tensor):
-                    tensors[f"slots {place}"] = one.slots
-                if one.mask is not None:
-                    tensors[f"mask {len(kinds)} {place}"] = one.mask
+            for number, segment in enumerate(segments):
+                slots = [segment.slots.start, segment.slots.stop] if isinstance(segment.slots, slice) else None
+                plain.append([*segment[:3], slots, segment.first, segment.end, segment.causal])
+                if isinstance(segment.slots, Tensor):
+                    tensors[f"slots {number}"] = segment.slots
+                if segment.mask is not None:
+                    tensors[f"mask {len(kinds)} {number}"] = segment.mask
         cells = pack.cells
         if cells not in self._numbers:
             self._name(cells, next(self._counter))
@@ -193,15 +193,15 @@ class Link:
         cells.reserve(facts["capacities"])
         kinds: dict[int, AttentionKind] = {}
         packed: dict[AttentionKind, list[Segment]] = {}
-        for number, each in enumerate(facts["kinds"], start=1):
-            kind = AttentionKind(*each["kind"])
-            kinds |= dict.fromkeys(each["layers"], kind)
+        for number, described in enumerate(facts["kinds"], start=1):
+            kind = AttentionKind(*described["kind"])
+            kinds |= dict.fromkeys(described["layers"], kind)
             packed[kind] = [
                 Segment(
-                    span, start, stop, slice(*slots) if slots else tensors[f"slots {place}"], first, end,
-                    tensors.get(f"mask {number} {place}"), causal,
+                    span, start, stop, slice(*slots) if slots else tensors[f"slots {index}"], first, end,
+                    tensors.get(f"mask {number} {index}"), causal,
                 )
-                for place, (span, start, stop, slots, first, end, causal) in enumerate(each["segments"])
+                for index, (span, start, stop, slots, first, end, causal) in enumerate(described["segments"])
             ]  # fmt: skip
         counting = dict.fromkeys(facts["counting"], device)
         return Pack(cells, kinds, packed, device, tensors["position_ids"], counting)
@@ -237,8 +237,8 @@ class Link:
 
     def _tell(self, what: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         words = torch.frombuffer(bytearray(json.dumps(what).encode()), dtype=torch.uint8)
-        own = torch.contiguous_format  # masks of two kinds of layers may share memory, which safetensors refuses
-        every = {name: tensor.cpu().clone(memory_format=own) for name, tensor in tensors.items()}
+        layout = torch.contiguous_format  # masks of two kinds of layers may share memory, which safetensors refuses
+        every = {name: tensor.cpu().clone(memory_format=layout) for name, tensor in tensors.items()}
         told = torch.frombuffer(bytearray(save({**every, "": words})), dtype=torch.uint8)
         dist.broadcast(torch.tensor([len(told)]), 0, group=self.words)
         dist.broadcast(told, 0, group=self.words)

@@ -60,10 +60,10 @@ def text_config(config: Any) -> Any:
     text = config.text_config
     if text.model_type in AS_TEXT:
         fields = {
-            name: one for name, one in text.to_dict().items() if name not in ("model_type", "transformers_version")
+            name: value for name, value in text.to_dict().items() if name not in ("model_type", "transformers_version")
         }
         fields["rope_parameters"] = {
-            name: one for name, one in (fields.get("rope_parameters") or {}).items() if name not in AXES
+            name: value for name, value in (fields.get("rope_parameters") or {}).items() if name not in AXES
         }
         text = CONFIG_MAPPING[AS_TEXT[text.model_type]].from_dict(fields)
     text.tie_word_embeddings = bool(config.tie_word_embeddings)
@@ -90,19 +90,21 @@ def text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
     Raises:
         ValueError: two tensors have the same name.
     """
-    found: dict[str, T] = {}
+    text: dict[str, T] = {}
     before: dict[str, str] = {}
-    for name, one in tensors.items():
-        own = text_name(name)
-        if own is None:
+    for name, tensor in tensors.items():
+        new_name = text_name(name)
+        if new_name is None:
             continue
-        if own in found:
-            raise ValueError(f"the checkpoint holds {own} of its text model twice: as {before[own]} and as {name}")
-        found[own], before[own] = one, name
-    return found
+        if new_name in text:
+            raise ValueError(
+                f"the checkpoint holds {new_name} of its text model twice: as {before[new_name]} and as {name}"
+            )
+        text[new_name], before[new_name] = tensor, name
+    return text
 
 
 def text_modules(names: Iterable[str]) -> list[str]:
     """Return names of modules, or patterns of them, as the text model has them; those of other parts are left out."""
-    own = (one if one.startswith("re:") else text_name(one) for one in names)
-    return [one for one in own if one is not None]
+    renamed = (name if name.startswith("re:") else text_name(name) for name in names)
+    return [name for name in renamed if name is not None]

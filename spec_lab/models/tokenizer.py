@@ -67,9 +67,9 @@ def _check_tokenizer_class(name: Any) -> None:
         return
     if not isinstance(name, str):
         raise ValueError(f"tokenizer_class must be the name of a tokenizer, not {name!r}")
-    for one in (name, name.removesuffix("Fast")):
-        found = getattr(transformers, one, None)
-        if found is not None and not (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
+    for class_name in (name, name.removesuffix("Fast")):
+        named = getattr(transformers, class_name, None)
+        if named is not None and not (isinstance(named, type) and issubclass(named, PreTrainedTokenizerBase)):
             raise ValueError(f"tokenizer_class {name!r} is no tokenizer of transformers")
 
 
@@ -84,9 +84,9 @@ def check_vocabulary(path: str, tokenizer: Any, vocabulary: int) -> None:
     """
     added = tokenizer.get_added_vocab()
     beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= vocabulary}
-    own = {token: number for token, number in beyond.items() if token not in added}
-    token, largest = max((own or beyond).items(), key=lambda item: item[1], default=("", -1))
-    if own:
+    original = {token: number for token, number in beyond.items() if token not in added}
+    token, largest = max((original or beyond).items(), key=lambda item: item[1], default=("", -1))
+    if original:
         raise ValueError(
             f"the tokenizer of {path} has the token {token!r} with the id {largest}, but the model has {vocabulary} "
             "tokens, from 0: they do not belong together; use the tokenizer that came with the weights"

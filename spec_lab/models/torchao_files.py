@@ -42,13 +42,13 @@ def read_torchao(
     parts: dict[str, str] = {}
     by_owner: dict[str, list[str]] = {}
     for name, what in described.items():
-        owner, _, own = name.rpartition(".")
+        owner, _, leaf = name.rpartition(".")
         for part in what.get("_tensor_data_names") or ():
-            parts[f"{owner}._{own}_{part}"] = name
-            by_owner.setdefault(name, []).append(f"{owner}._{own}_{part}")
+            parts[f"{owner}._{leaf}_{part}"] = name
+            by_owner.setdefault(name, []).append(f"{owner}._{leaf}_{part}")
     if missing := sorted(name for name in parts if name not in tensors):
         raise ValueError(f"{asked}: {missing[0]}, a part of {parts[missing[0]]}, is missing from the weight files")
-    found = {name: one for name, one in tensors.items() if name not in parts}
+    whole = {name: tensor for name, tensor in tensors.items() if name not in parts}
     for name in by_owner:
         pieces = {part: tensors[part][...] for part in by_owner[name]}
         header = {"tensor_names": json.dumps([name]), name: json.dumps(described[name])}
@@ -59,11 +59,11 @@ def read_torchao(
         except Exception as error:  # constructors of torchao raise errors of many types
             raise ValueError(f"{asked}: {name} cannot be put together ({one_line(error)})") from error
         if made[name].dtype != dtype:
-            own = str(made[name].dtype).removeprefix("torch.")
-            raise ValueError(f"{asked} was quantized in {own}: set target.dtype={own}")
-        found[name] = made[name]
+            quantized_in = str(made[name].dtype).removeprefix("torch.")
+            raise ValueError(f"{asked} was quantized in {quantized_in}: set target.dtype={quantized_in}")
+        whole[name] = made[name]
     rounds = any("Kwargs" in json.dumps(described[name]) for name in by_owner)
-    return found, rounds
+    return whole, rounds
 
 
 def _headers(files: Sequence[Path], asked: str) -> dict[str, dict[str, Any]]:
@@ -97,13 +97,13 @@ def _check_types(where: str, value: Any, depth: int = 0) -> None:
     if depth > DEPTH:
         raise ValueError(f"{where}: nested more than {DEPTH} levels deep")
     if isinstance(value, list):
-        for one in value:
-            _check_types(where, one, depth + 1)
+        for item in value:
+            _check_types(where, item, depth + 1)
     elif isinstance(value, dict):
         if value.get("_type") == "torch.dtype" and not _is_dtype(value.get("_data")):
             raise ValueError(f"{where}: {brief(value.get('_data'))} is no data type")
-        for one in value.values():
-            _check_types(where, one, depth + 1)
+        for item in value.values():
+            _check_types(where, item, depth + 1)
 
 
 def _is_dtype(name: Any) -> bool:
