@@ -145,7 +145,7 @@ def test_kernels_that_are_wrong_in_one_data_type_are_refused_with_the_one_that_w
 
 
 def test_a_large_model_is_represented_by_layers_of_each_kind_that_share_its_weights(monkeypatch):
-    monkeypatch.setattr(float32_copy, "WHOLE", 0)
+    monkeypatch.setattr(float32_copy, "MAX_COPIED", 0)
     model = tiny_family("gemma2", num_hidden_layers=12).to(BF16)
     pack(model)
     own, exact = float32_copy.comparable(model)

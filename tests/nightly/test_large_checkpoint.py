@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from spec_lab.models.float32_copy import FEWEST
+from spec_lab.models.float32_copy import MIN_LAYERS
 from tests.checkpoints import LETTERS
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY = 18, 2048, 8192, 32, 8, 32000
@@ -21,7 +21,7 @@ SLACK = 400 * 2**20
 """Bytes of the process beside the model: buffers of kernels, memory that was freed and not given back."""
 
 LAYER = HIDDEN * (2 * HIDDEN + 2 * HIDDEN // HEADS * KV_HEADS + 3 * INNER)
-COPY = (4 + 2) * (FEWEST * LAYER + VOCABULARY * HIDDEN)
+COPY = (4 + 2) * (MIN_LAYERS * LAYER + VOCABULARY * HIDDEN)
 """Bytes of what the self-check copies: the first layers and the embedding, unpacked, then in float32."""
 
 DECODE = """
