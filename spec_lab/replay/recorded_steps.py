@@ -41,11 +41,9 @@ from spec_lab.verify import (
     Token,
     Traversal,
     Typical,
-    Verdict,
     Verifier,
     misfit,
 )
-from spec_lab.verify.path import accept_longest
 
 TOP_DOWN = (Token, Match, Lenient, Cascade)
 """Verifiers with which the probability that a node is accepted does not depend on later siblings and on what is below:
@@ -80,27 +78,16 @@ class Sums:
     kind: str = "exact"
 
 
-@dataclass(frozen=True)
-class _TypicalOfRest(Verifier):
+class _TypicalOfRest(Typical):
     """``typical`` where the entropy of the tokens that were not recorded is bounded.
 
     The last column of p holds the entropy of the rest given that the token is one of it; the column before, its mass.
     """
 
-    verifier: Typical
-
-    name = "typical"
-    accepts = Typical.accepts
-    accepts_mixed = True
-    lossless = False
-
-    def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        """See ``Verifier``."""
-        return accept_longest(draft, p, self._bound, strictly=True)
-
-    def _bound(self, p: Tensor) -> Tensor:
+    def bound(self, p: Tensor) -> Tensor:
+        """See ``Typical``."""
         entropy = torch.special.entr(p[:, :-1]).sum(-1) + p[:, -2] * p[:, -1]
-        return (self.verifier.delta * torch.exp(-entropy)).clamp_max(self.verifier.epsilon)
+        return (self.delta * torch.exp(-entropy)).clamp_max(self.epsilon)
 
 
 def as_draft(trees: RecordedTrees, q: np.ndarray) -> Draft:
@@ -332,7 +319,7 @@ class _Verdicts:
             both = [(_without_rest(p, verifier, trees), q) for _, q in both[:1]]
         if isinstance(verifier, Typical) and rest:
             both = [(full, q) for target, q in both for full in _with_entropy(target, trees)]
-            verifier = _TypicalOfRest(verifier)
+            verifier = _TypicalOfRest(verifier.epsilon, verifier.delta)
         self.trees, self.verifier, self.both = trees, verifier, both
         self.proves = len(both) > 1 and isinstance(verifier, INTERVALS)
         chains = not trees.shape.branches

@@ -8,14 +8,12 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft
 from spec_lab.core.options import Share, Whole, check_fields
-from spec_lab.verify.path import accept_longest
-from spec_lab.verify.verdict import Verdict, Verifier
+from spec_lab.verify.longest_path import LongestPath
 
 
 @dataclass(frozen=True)
-class Relaxed(Verifier):
+class Relaxed(LongestPath):
     """Accept x where it is among the ``top`` likeliest tokens and p(x) >= max p - delta; of all such paths the longest.
 
     Source: relaxed acceptance of TensorRT-LLM for DeepSeek-R1 (there on chains, while the model thinks, and with greedy
@@ -32,20 +30,9 @@ class Relaxed(Verifier):
     delta: Share = 0.6
 
     name = "relaxed"
-    accepts = frozenset({"iid", "without", "point", "gumbel"})
-    accepts_mixed = True
-    lossless = False
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-    def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        """The path, which the draft and ``p`` ``[R, V]`` settle, and the distribution after it.
-
-        Raises:
-            ValueError: ``p`` has not one row per row of the forest.
-        """
-        return accept_longest(draft, p, self.bound, strictly=False)
 
     def bound(self, p: Tensor) -> Tensor:
         """The larger of the ``top``-th largest mass and max p - delta, of distributions ``[n, V]``: ``[n]``."""

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft
 from spec_lab.core.options import Share, check_fields
-from spec_lab.verify.path import accept_longest
-from spec_lab.verify.verdict import Verdict, Verifier
+from spec_lab.verify.longest_path import LongestPath
 
 
 @dataclass(frozen=True)
-class Typical(Verifier):
+class Typical(LongestPath):
     """Accept x where p(x) > min(epsilon, delta exp(-H(p))), H the entropy; of all such paths the longest.
 
     Source: typical acceptance of Medusa (2401.10774, section 2.3.1), with the defaults of its code: epsilon = 0.09 and
@@ -31,20 +29,10 @@ class Typical(Verifier):
     delta: Share = 0.3
 
     name = "typical"
-    accepts = frozenset({"iid", "without", "point", "gumbel"})
-    accepts_mixed = True
-    lossless = False
+    strictly = True
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-    def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        """The path, which the draft and ``p`` ``[R, V]`` settle, and the distribution after it.
-
-        Raises:
-            ValueError: ``p`` has not one row per row of the forest.
-        """
-        return accept_longest(draft, p, self.bound, strictly=True)
 
     def bound(self, p: Tensor) -> Tensor:
         """min(epsilon, delta exp(-H)) of distributions ``[n, V]``: ``[n]``."""

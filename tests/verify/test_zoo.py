@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spec_lab.core.draft import Draft, chain, empty, forest
 from spec_lab.tasks.certify.enumeration import explore
-from spec_lab.verify import Cascade, KSeq, Lenient, Relaxed, Token, Traversal, Typical, choose, kseq, path
+from spec_lab.verify import Cascade, KSeq, Lenient, Relaxed, Token, Traversal, Typical, choose, kseq, longest_path
 from spec_lab.verify import cascade as cascade_module
 from spec_lab.verify.kseq import least_rho
 from tests.distributions import twin, twin_zoo
@@ -177,7 +177,7 @@ def test_wide_vocabularies_are_processed_in_parts_with_the_same_result(verifier,
     draft, p = data.draw(supported(verifier))
     whole = joint(draft, verifier(draft, p))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (kseq, path, cascade_module):
+        for module in (kseq, longest_path, cascade_module):
             patch.setattr(module, "CHUNK", 2 * p.shape[-1])  # two rows at a time
         np.testing.assert_allclose(joint(draft, verifier(draft, p)), whole, rtol=0, atol=1e-14)
 

@@ -8,7 +8,7 @@ import torch
 
 from spec_lab.core.draft import Draft, chain, forest, tree
 from spec_lab.verify import Match, Relaxed, Typical
-from spec_lab.verify.path import ends
+from spec_lab.verify.longest_path import ends
 from tests.distributions.tabular import Outputs, World
 from tests.distributions.test_closed_forms import Constant
 from tests.distributions.test_lossless import TREES
