@@ -53,7 +53,7 @@ DRAFTERS: dict[str, Recipe] = {
     "mtp": MtpRecipe(POSITIONS),
     "hydra": HydraRecipe(POSITIONS),
     "medusa": MedusaRecipe(POSITIONS),
-    "pard": PardRecipe(POSITIONS, layers=1),
+    "pard": PardRecipe(depth=POSITIONS, layers=1),
     "draft": DraftRecipe(layers=1),
 }
 

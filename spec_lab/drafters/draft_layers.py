@@ -25,16 +25,16 @@ from spec_lab.models.support import NOT_FULL_ATTENTION, Unsupported, is_recurren
 from spec_lab.models.target import Target
 from spec_lab.runners.attention import SPANS, layer_kinds
 
-PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+LAYER_MODULES = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 """Modules that a decoder layer must consist of."""
-WHOLE = ("self_attn", "input_layernorm")
+WHOLE_LAYER_MODULES = ("self_attn", "input_layernorm")
 """Modules that a layer which is only run whole must have."""
-GIVEN = {"attention_mask", "position_ids", "position_embeddings"}
+WHOLE_LAYER_ARGUMENTS = {"attention_mask", "position_ids", "position_embeddings"}
 """Arguments that such a layer must read besides its input and the KV cache."""
-MAMBA = {"mamba", "mamba2", "falcon_mamba", "jamba", "zamba"}
+MAMBA_MODELS = {"mamba", "mamba2", "falcon_mamba", "jamba", "zamba"}
 """Kinds of models whose configs describe no such layers."""
-MOST_BUFFERS = 2**20
-"""Most numbers in the buffers of a config's model, which are made before weights are compared with the config."""
+MAX_BUFFERS = 2**20
+"""Maximum size of the buffers of a config's model, which are made before weights are compared with the config."""
 
 
 class DraftLayers(nn.Module):
@@ -57,7 +57,7 @@ class DraftLayers(nn.Module):
         kind = fields.get("model_type")
         if not isinstance(kind, str):
             raise ValueError(f"model_type must be a text, not {brief(kind)}")
-        if kind in NOT_FULL_ATTENTION | MAMBA:
+        if kind in NOT_FULL_ATTENTION | MAMBA_MODELS:
             raise Unsupported(
                 f"layers of model_type '{kind}' are not supported in a drafter: they have no full attention"
             )
@@ -76,11 +76,9 @@ class DraftLayers(nn.Module):
                 )
             with torch.device("meta"):
                 causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-            numbers = sum(one.numel() for one in causal_lm.buffers())
-            if numbers > MOST_BUFFERS:
-                raise ValueError(
-                    f"its rotary embedding has {numbers} numbers, more than {MOST_BUFFERS}: check head_dim"
-                )
+            numbers = sum(buffer.numel() for buffer in causal_lm.buffers())
+            if numbers > MAX_BUFFERS:
+                raise ValueError(f"its rotary embedding has {numbers} numbers, more than {MAX_BUFFERS}: check head_dim")
             model = causal_lm.model
             rotary = type(model.rotary_emb)(config=config)
             windows = layer_kinds(config)
@@ -99,18 +97,17 @@ class DraftLayers(nn.Module):
             )
         if whole:
             reads = {name for layer in model.layers for name in signature(layer.forward).parameters}
-            fits = children >= {*WHOLE} and reads >= GIVEN | {cache_argument(model.layers[0])}
-            fits = fits and _uses_interface(model.layers[0].self_attn)
-            if not fits:
+            fits = children >= {*WHOLE_LAYER_MODULES} and _uses_interface(model.layers[0].self_attn)
+            if not (fits and reads >= WHOLE_LAYER_ARGUMENTS | {cache_argument(model.layers[0])}):
                 raise Unsupported(
                     f"layers of model_type '{kind}' are not supported in a drafter: they need full attention with a KV "
-                    f"cache through transformers' AttentionInterface, and to have {' and '.join(WHOLE)}; linear "
-                    "attention and recurrent layers are not supported"
+                    "cache through transformers' AttentionInterface, and to have "
+                    f"{' and '.join(WHOLE_LAYER_MODULES)}; linear attention and recurrent layers are not supported"
                 )
-        elif children != {*PARTS} or any(hasattr(layer.self_attn, "sinks") for layer in model.layers):
+        elif children != {*LAYER_MODULES} or any(hasattr(layer.self_attn, "sinks") for layer in model.layers):
             raise Unsupported(
                 f"layers of model_type '{kind}' are not supported in a drafter: they need full attention without "
-                f"sinks, and to consist of {', '.join(PARTS)}"
+                f"sinks, and to consist of {', '.join(LAYER_MODULES)}"
             )
         self.config, self.rotary, self.layers, self._family = config, rotary, model.layers, type(causal_lm)
         for parent in list(model.layers.modules()):
@@ -135,22 +132,22 @@ class DraftLayers(nn.Module):
             cache: ``runners.attention.Pack``, or anything with its ``update``.
             mask: for attention that is not over cells.
         """
-        own = self.layers[layer].self_attn
-        out: Tensor = own(
-            hidden_states=x, position_embeddings=rotation, attention_mask=mask, **{cache_argument(own): cache}
+        attention = self.layers[layer].self_attn
+        out: Tensor = attention(
+            hidden_states=x, position_embeddings=rotation, attention_mask=mask, **{cache_argument(attention): cache}
         )[0]
         return out
 
     def rotate(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the rotary embedding at ``positions`` ``[1, N]``, in the dtype of ``x``."""
-        found: tuple[Tensor, Tensor] = self.rotary(x, positions)
-        return found
+        rotation: tuple[Tensor, Tensor] = self.rotary(x, positions)
+        return rotation
 
     def rest(self, layer: int, residual: Tensor, attended: Tensor) -> Tensor:
-        """What follows attention in one layer: both residual connections and the MLP."""
-        own, hidden = self.layers[layer], residual + attended
-        found: Tensor = hidden + own.mlp(own.post_attention_layernorm(hidden))
-        return found
+        """Both residual connections and the MLP of one layer, which follow its attention."""
+        decoder_layer, hidden = self.layers[layer], residual + attended
+        output: Tensor = hidden + decoder_layer.mlp(decoder_layer.post_attention_layernorm(hidden))
+        return output
 
     def run(self, layer: int, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Any, mask: Any = None) -> Tensor:
         """One whole layer as its family defines it, ``[1, N, H] -> [1, N, H]``."""
@@ -160,18 +157,18 @@ class DraftLayers(nn.Module):
         self, layer: int, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], cache: Any, mask: Any = None
     ) -> Tensor:
         """One layer called as its family defines it, ``[b, N, H] -> [b, N, H]``. Arguments as of ``attend``."""
-        own = self.layers[layer]
-        latent = cache is not None and hasattr(type(own.self_attn), "expand_kv")
+        decoder_layer = self.layers[layer]
+        latent = cache is not None and hasattr(type(decoder_layer.self_attn), "expand_kv")
         if latent:
-            cache = _ExpandedCache(own.self_attn, cache)
+            cache = _ExpandedCache(decoder_layer.self_attn, cache)
         try:
-            read = {"position_embeddings": rotation, cache_argument(own): cache}
-            found = own(x, attention_mask=mask, position_ids=positions, **read)
+            read = {"position_embeddings": rotation, cache_argument(decoder_layer): cache}
+            returned = decoder_layer(x, attention_mask=mask, position_ids=positions, **read)
         finally:
             if latent:
-                del own.self_attn.expand_kv
-        out: Tensor = found if isinstance(found, Tensor) else found[0]
-        return out
+                del decoder_layer.self_attn.expand_kv
+        output: Tensor = returned if isinstance(returned, Tensor) else returned[0]
+        return output
 
     def norm(self) -> nn.Module:
         """A norm over H of the layers' own kind, on the meta device."""
@@ -190,17 +187,15 @@ class DraftLayers(nn.Module):
         """
         with torch.device("meta"):
             other = self._family(deepcopy(self.config)).state_dict()
-        given = {
-            name: torch.zeros(one.shape, dtype=dtype)
-            for name, one in other.items()
-            if not name.startswith("model.layers.")
-        }
+        others = {name: tensor for name, tensor in other.items() if not name.startswith("model.layers.")}
+        given = {name: torch.zeros(tensor.shape, dtype=dtype) for name, tensor in others.items()}
         logging.disable_progress_bar()
         model, report = self._family.from_pretrained(
             None, config=deepcopy(self.config), state_dict={**given, **tensors}, dtype=dtype,
             ignore_mismatched_sizes=True, output_loading_info=True,
         )  # fmt: skip
-        return {f"layers.{name}": one for name, one in model.model.layers.state_dict().items()}, misfits_of(report)
+        state = model.model.layers.state_dict()
+        return {f"layers.{name}": tensor for name, tensor in state.items()}, misfits_of(report)
 
 
 class _ExpandedCache:
@@ -219,9 +214,10 @@ class _ExpandedCache:
 
     def expand(self, latent: Tensor, rotated: Tensor) -> tuple[Any, Any]:
         """Expand the latents and cache the keys and values."""
-        own = self.attention
-        found: tuple[Any, Any] = self.cache.update(*type(own).expand_kv(own, latent, rotated), own.layer_idx)
-        return found
+        attention = self.attention
+        keys, values = type(attention).expand_kv(attention, latent, rotated)
+        cached: tuple[Any, Any] = self.cache.update(keys, values, attention.layer_idx)
+        return cached
 
 
 def rms_norm(width: int, layers: DraftLayers) -> nn.RMSNorm:
@@ -274,21 +270,20 @@ def load_weights(network: N, tensors: Mapping[str, Tensor], target: Target) -> N
 
 def random_network(network: N, target: Target, dtype: torch.dtype | None = None, seed: int = 0) -> N:
     """The network with random weights, in ``dtype``; None: the target's."""
-    weights = random_weights(network, seed)
-    return load_weights(
-        network, {name: tensor.to(dtype or target.lm.dtype) for name, tensor in weights.items()}, target
-    )
+    dtype = dtype or target.lm.dtype
+    weights = {name: tensor.to(dtype) for name, tensor in random_weights(network, seed).items()}
+    return load_weights(network, weights, target)
 
 
 def random_weights(module: nn.Module, seed: int = 0) -> dict[str, Tensor]:
     """Random float32 weights for a module's parameters: matrices normal with variance 1 / inputs, norms 1, biases 0."""
-    generator, found = torch.Generator().manual_seed(seed), {}
+    generator, weights = torch.Generator().manual_seed(seed), {}
     for name, parameter in module.named_parameters():
         if parameter.ndim > 1:
-            found[name] = torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
+            weights[name] = torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
         else:
-            found[name] = torch.zeros(parameter.shape) if name.endswith("bias") else torch.ones(parameter.shape)
-    return found
+            weights[name] = torch.zeros(parameter.shape) if name.endswith("bias") else torch.ones(parameter.shape)
+    return weights
 
 
 def small_layer(hidden_size: int) -> dict[str, Any]:

@@ -40,35 +40,37 @@ OF_LAYERS = (
 """Fields of a config that describe the decoder layers of Llama and Qwen."""
 
 
-def _each(reason: str, names: str) -> dict[str, str]:
+def _because(reason: str, names: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), reason)
 
 
 IRRELEVANT: Mapping[str, str] = (
-    _each("names classes or files of other packages", "architectures auto_map name_or_path _name_or_path _commit_hash")
-    | _each("the target's name", "base_model_name_or_path target_model_type")
-    | _each("a version", "transformers_version speculators_version version")
-    | _each("the run has its own data type", "dtype torch_dtype")
-    | _each("quantized weights are refused by their data types", "quantization_config compression_config")
-    | _each(
+    _because(
+        "names classes or files of other packages", "architectures auto_map name_or_path _name_or_path _commit_hash"
+    )
+    | _because("the target's name", "base_model_name_or_path target_model_type")
+    | _because("a version", "transformers_version speculators_version version")
+    | _because("the run has its own data type", "dtype torch_dtype")
+    | _because("quantized weights are refused by their data types", "quantization_config compression_config")
+    | _because(
         "the run has its own attention implementation and KV cache",
         "attn_implementation _attn_implementation _attn_implementation_autoset use_cache",
     )
-    | _each(
+    | _because(
         "a drafter's tokens are the target's",
         "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id tokenizer_class",
     )
-    | _each("the tensors of the files tell", "tie_word_embeddings")
-    | _each(
+    | _because("the tensors of the files tell", "tie_word_embeddings")
+    | _because(
         "concerns training",
         "initializer_range initializer_factor attention_dropout hidden_dropout dropout_rate pretraining_tp ttt_steps "
         "embed_requires_grad enable_sp_ulysses confidence_head_alpha max_anchors num_anchors gradient_checkpointing",
     )
-    | _each(
+    | _because(
         "has no effect without layers with windows, which are refused",
         "sliding_window swa_window_size max_window_layers sliding_window_non_causal",
     )
-    | _each(
+    | _because(
         "the run's own options state how much is drafted and how it is sampled",
         "num_speculative_tokens n_predict speculators_config max_length min_length max_new_tokens do_sample "
         "temperature top_k top_p typical_p num_beams num_beam_groups diversity_penalty early_stopping length_penalty "
@@ -76,7 +78,7 @@ IRRELEVANT: Mapping[str, str] = (
         "forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens remove_invalid_values "
         "exponential_decay_length_penalty",
     )
-    | _each(
+    | _because(
         "bookkeeping of transformers",
         "output_attentions output_hidden_states output_scores return_dict return_dict_in_generate use_return_dict "
         "torchscript use_bfloat16 tf_legacy_loss is_decoder is_encoder_decoder add_cross_attention "
@@ -161,7 +163,7 @@ LAYER = Fields(
 )
 """Fields of a mapping that describes decoder layers."""
 MAX_TAPS = 64
-"""Most hidden states of the target that a drafter reads."""
+"""Maximum number of hidden states of the target that a drafter reads."""
 FLOATS = {"F64", "F32", "F16", "BF16"}
 """Data types of weights, as safetensors names them."""
 
@@ -213,17 +215,18 @@ class DrafterFiles:
         return {name: tuple(tensor.get_shape()) for name, tensor in self.held.items()}
 
     def whole(
-        self, name: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1, config: Any = None
+        self, name: str, default: int | None = None, minimum: int = 1, maximum: int = 2**31 - 1, config: Any = None
     ) -> int:
         """A whole number in the config, or in a mapping inside it; null is the default.
 
         Raises:
-            ValueError: it is none from ``least`` to ``most``, or is missing and has no default.
+            ValueError: it is none from ``minimum`` to ``maximum``, or is missing and has no default.
         """
         value = (self.config if config is None else config).get(name)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise ValueError(f"{self.file}: {name} must be a whole number from {least} to {most}, not {brief(value)}")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            what = f"a whole number from {minimum} to {maximum}"
+            raise ValueError(f"{self.file}: {name} must be {what}, not {brief(value)}")
         return value
 
     def flag(self, name: str, default: bool = False, config: Any = None) -> bool:
@@ -245,10 +248,10 @@ class DrafterFiles:
             ValueError: it is not ``known``; names some of its tensors.
         """
         if not known:
-            some = brief(", ".join(sorted(self.held)[:5]) or "none")
+            examples = brief(", ".join(sorted(self.held)[:5]) or "none")
             raise ValueError(
                 f"{self.folder} holds no {self.what.removeprefix('an ').removeprefix('a ')} of a known layout, whose "
-                f"tensors include {names} (it holds: {some})"
+                f"tensors include {names} (it holds: {examples})"
             )
 
     def check_target(self, hidden: Any = None, vocabulary: Any = None) -> None:
@@ -366,9 +369,9 @@ class DrafterFiles:
         """
         network, target = self.described(build), self.target
         dtype = dtype or target.lm.dtype
-        own = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
+        parameters = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
         sizes = {"H": target.services.hidden_size, "V": target.vocabulary}
-        wanted = layout.of_network(own, self.shapes, copies, **sizes)
+        wanted = layout.of_network(parameters, self.shapes, copies, **sizes)
         refuse_misfits(self.folder, misfits(wanted.shapes, self.shapes))
         for name, first, copy in ((name, names[0], copy) for name, names in wanted.names.items() for copy in names[1:]):
             if not torch.equal(self.held[first][:], self.held[copy][:]):

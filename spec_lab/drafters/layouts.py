@@ -30,7 +30,7 @@ class Entry(NamedTuple):
     """A line of a table.
 
     Args:
-        published: the name in files. Alternatives are separated by "|"; the first is written. An index that ``own``
+        published: the name in files. Alternatives are separated by "|"; the first is written. An index that ``name``
             does not have numbers equal copies of one tensor.
         own: the network's name; "" for a tensor that is not read.
         shape: sizes; "?" before them marks a tensor that may be missing, and no sizes stand for any shape. Where the
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
     """
 
     published: str
-    own: str
+    name: str
     shape: str | Mapping[str, str] = ""
 
 
@@ -68,46 +68,46 @@ class Layout:
     name: str
     rows: tuple[Entry, ...]
 
-    def published(self, own: str, held: Collection[str] = (), copies: int = 1) -> list[str]:
+    def published(self, name: str, held: Collection[str] = (), copies: int = 1) -> list[str]:
         """The published names of one of the network's tensors.
 
         Args:
-            own: its name in the network.
+            name: its name in the network.
             held: names in the file, which choose among alternatives.
             copies: how many a tensor has that is repeated.
         """
-        row, indices = next((row, found) for row in self.rows if (found := _indices(row.own, own)) is not None)
+        row, indices = next((row, values) for row in self.rows if (values := _indices(row.name, name)) is not None)
         copied = _letters(row.published) - indices.keys()
         numbers = range(copies if copied else 1)
         return [_name(row.published, indices | dict.fromkeys(copied, number), held) for number in numbers]
 
-    def own(self, published: str) -> str | None:
-        """Our name of a tensor in the file; "" where it is not read, None where no row fits it."""
-        for own, pattern in ((row.own, pattern) for row in self.rows for pattern in row.published.split("|")):
+    def network_name(self, published: str) -> str | None:
+        """The network's name of a tensor in the file; "" where it is not read, None where no row fits it."""
+        for name, pattern in ((row.name, pattern) for row in self.rows for pattern in row.published.split("|")):
             if (indices := _indices(pattern, published)) is not None:
-                return _filled(own, indices)
+                return _filled(name, indices)
         return None
 
     def named(self, network: nn.Module, copies: int = 1) -> dict[str, Tensor]:
         """The network's parameters by their published names. Arguments as of ``published``."""
         return {
-            name: parameter
-            for own, parameter in network.named_parameters()
-            for name in self.published(own, copies=copies)
+            published: parameter
+            for name, parameter in network.named_parameters()
+            for published in self.published(name, copies=copies)
         }
 
-    def of_network(self, own: Shapes, held: Shapes, copies: int = 1, **sizes: int) -> Tensors:
+    def of_network(self, parameters: Shapes, held: Shapes, copies: int = 1, **sizes: int) -> Tensors:
         """The tensors of a network.
 
         Args:
-            own: the shapes of its tensors.
+            parameters: the shapes of its tensors.
             held: those in the file.
             copies: as in ``published``.
             sizes: of the tensors that the network does not read.
         """
-        names = {name: self.published(name, held, copies) for name in own}
-        shapes: dict[str, Shape] = {name: own[key] for key, published in names.items() for name in published}
-        for row, name in product((row for row in self.rows if not row.own), held):
+        names = {name: self.published(name, held, copies) for name in parameters}
+        shapes: dict[str, Shape] = {name: parameters[key] for key, published in names.items() for name in published}
+        for row, name in product((row for row in self.rows if not row.name), held):
             if any(_indices(pattern, name) is not None for pattern in row.published.split("|")):
                 assert isinstance(row.shape, str)
                 shapes[name] = _shape(row.shape, held[name], sizes)
@@ -135,7 +135,7 @@ class Layout:
                     name = _name(row.published, values, held)
                     if name in held or not shape.startswith("?"):
                         tensors.shapes[name] = _shape(_filled(shape, values), held.get(name, ()), tensors.sizes)
-                        tensors.names.setdefault(_filled(row.own, values), []).append(name)
+                        tensors.names.setdefault(_filled(row.name, values), []).append(name)
         return tensors
 
 
@@ -184,9 +184,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def _indices(pattern: str, name: str) -> dict[str, Any] | None:
     """The index of each letter in a name, and its rest; None of a name that does not fit the pattern."""
-    if not pattern or (found := _compiled(pattern).fullmatch(name)) is None:
+    if not pattern or (match := _compiled(pattern).fullmatch(name)) is None:
         return None
-    values: dict[str, Any] = found.groupdict()
+    values: dict[str, Any] = match.groupdict()
     for factor, letter, first in NUMBER.findall(pattern):
         if letter.islower():
             number, remainder = divmod(int(values[letter]) - int(first or 0), int(factor or 1))
@@ -202,7 +202,7 @@ def _letters(pattern: str) -> set[str]:
 
 def _filled(pattern: str, values: Mapping[str, Any]) -> str:
     """The pattern with its numbers and the rest of the name."""
-    text = NUMBER.sub(lambda found: str(int(found[1] or 1) * values[found[2]] + int(found[3] or 0)), pattern)
+    text = NUMBER.sub(lambda match: str(int(match[1] or 1) * values[match[2]] + int(match[3] or 0)), pattern)
     return text.replace("*", str(values.get("rest", "")))
 
 
@@ -223,8 +223,8 @@ def _shape(shape: str, held: tuple[int, ...], sizes: dict[str, int]) -> Shape:
         for term, size in zip(terms, held, strict=True):
             if term.isalpha():
                 sizes.setdefault(term, size)
-    found = [(term, re.fullmatch(r"(\d*)([A-Z]?)", term)) for term in terms]
+    matches = [(term, re.fullmatch(r"(\d*)([A-Z]?)", term)) for term in terms]
     return tuple(
         int(match[1] or 1) * sizes.get(match[2], 1) if match and (not match[2] or match[2] in sizes) else term
-        for term, match in found
+        for term, match in matches
     )

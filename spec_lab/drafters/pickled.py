@@ -43,7 +43,7 @@ SHARDS = "pytorch_model.bin.index.json"
 BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 """Tensors that follow from the config, which old files hold; they are left out."""
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-MOST_SHARED = 16
+MAX_SHARED = 16
 """Largest size of the tensors, as a multiple of the source's, since a repeated block is stored once."""
 TABLES = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool, torch.uint8)}
 """Data types of tensors that are no weights."""
@@ -86,11 +86,11 @@ def pickled_files(source: Path) -> list[Path]:
         if not names:
             raise ValueError(f"{source / SHARDS}: weight_map must map each tensor's name to a .bin file of the folder")
         return [source / name for name in sorted(names)]
-    found = sorted(one for one in source.iterdir() if one.suffix in SUFFIXES)
-    named = [one for name in PUBLISHED for one in found if one.name == name]
-    if len(found) > 1 and len(named) != 1:
-        raise ValueError(f"{source} holds several pickled files, {', '.join(f.name for f in found)[:200]}: name one")
-    return named or found
+    pickles = sorted(file for file in source.iterdir() if file.suffix in SUFFIXES)
+    named = [file for name in PUBLISHED for file in pickles if file.name == name]
+    if len(pickles) > 1 and len(named) != 1:
+        raise ValueError(f"{source} holds several pickled files, {', '.join(f.name for f in pickles)[:200]}: name one")
+    return named or pickles
 
 
 def _plain(name: object) -> bool:
@@ -123,11 +123,21 @@ def convert_pickled(files: Sequence[Path], out: Path) -> Converted:
             raise ValueError(f"{file}: the tensor {brief(twice[0])} is in another file of {file.parent} as well")
         tensors |= loaded
     layout = _check_layout(files[0].parent, tensors)
-    size, most = sum(one.nbytes for one in tensors.values()), MOST_SHARED * sum(file.stat().st_size for file in files)
-    if size > most:
-        raise ValueError(f"{files[0].parent}: its tensors share their storage and have {size} bytes, more than {most}")
+    size, max_size = (
+        sum(tensor.nbytes for tensor in tensors.values()),
+        MAX_SHARED * sum(f.stat().st_size for f in files),
+    )
+    if size > max_size:
+        raise ValueError(
+            f"{files[0].parent}: its tensors share their storage and have {size} bytes, more than {max_size}"
+        )
     digest = file_hash(*files)
-    facts = {"format": "pt", "layout": layout, "source": ", ".join(one.name for one in files), "source_sha256": digest}
+    facts = {
+        "format": "pt",
+        "layout": layout,
+        "source": ", ".join(file.name for file in files),
+        "source_sha256": digest,
+    }
     with filling(out) as part:
         save_tensors(tensors, part / SINGLE, facts)
         write_json(part / "config.json", config)
@@ -150,11 +160,11 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
     if type(loaded) not in (dict, OrderedDict):
         raise ValueError(f"{file} holds {type(loaded).__name__}, not a dictionary of tensors")
     size = file.stat().st_size
-    for name, one in loaded.items():
-        if not isinstance(name, str) or not isinstance(one, Tensor):
-            raise ValueError(f"{file}: {brief(name)} is {type(one).__name__}, not a tensor: save a flat dictionary")
-        _check_tensor(f"{file}: {brief(name)}", name, one, size)
-    return {name: one for name, one in loaded.items() if not BUFFERS.search(name)}
+    for name, tensor in loaded.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ValueError(f"{file}: {brief(name)} is {type(tensor).__name__}, not a tensor: save a flat dictionary")
+        _check_tensor(f"{file}: {brief(name)}", name, tensor, size)
+    return {name: tensor for name, tensor in loaded.items() if not BUFFERS.search(name)}
 
 
 def _check_archive(file: Path) -> None:
@@ -168,11 +178,11 @@ def _check_archive(file: Path) -> None:
         try:
             archive = zipfile.ZipFile(stream)
             entries = archive.infolist()
-            if any(one.compress_type != zipfile.ZIP_STORED or one.flag_bits & 1 for one in entries):
+            if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries):
                 raise ValueError("its entries are compressed or encrypted, which torch.save does not do")
-            if sum(one.file_size for one in entries) > file.stat().st_size:
+            if sum(entry.file_size for entry in entries) > file.stat().st_size:
                 raise ValueError("its entries are larger than the file")
-            pickles = [one for one in entries if one.filename.endswith("/data.pkl")]
+            pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
             if len(pickles) != 1 or pickles[0].file_size > MAX_BYTES:
                 raise ValueError("it has no data.pkl, as files of torch.save have")
             names = _names(archive.read(pickles[0]))
@@ -203,16 +213,16 @@ def _names(pickle: bytes) -> set[str]:
     return names
 
 
-def _check_tensor(where: str, name: str, one: Tensor, size: int) -> None:
+def _check_tensor(where: str, name: str, tensor: Tensor, size: int) -> None:
     """Refuse what is no dense tensor of finite numbers that the file, of ``size`` bytes, can hold."""
-    if one.layout != torch.strided or one.is_quantized or one.device.type != "cpu":
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
         raise ValueError(f"{where} is no dense tensor, but sparse, quantized or without numbers")
     kinds = TABLES.get(name, DTYPES)
-    if one.dtype not in kinds:
-        raise ValueError(f"{where} has the data type {one.dtype}: {' or '.join(map(str, kinds))} is expected")
-    if one.numel() * one.element_size() > min(size, one.untyped_storage().nbytes()):
-        raise ValueError(f"{where} has {one.numel()} numbers, more than the file holds of it")
-    if not torch.isfinite(one).all():
+    if tensor.dtype not in kinds:
+        raise ValueError(f"{where} has the data type {tensor.dtype}: {' or '.join(map(str, kinds))} is expected")
+    if tensor.numel() * tensor.element_size() > min(size, tensor.untyped_storage().nbytes()):
+        raise ValueError(f"{where} has {tensor.numel()} numbers, more than the file holds of it")
+    if not torch.isfinite(tensor).all():
         raise ValueError(f"{where} holds NaN or infinite values: the file is damaged")
 
 
@@ -221,7 +231,7 @@ def layout_of(held: Collection[str]) -> Layout | None:
     if any(name.startswith(("hydra_mlp.", "hydra_lm_head.")) for name in held):
         grounded = any(".res_connection." in name for name in held)
         return hydra_layout(any(name.startswith(PREFIX) for name in held), grounded)
-    if any(MEDUSA.own(name) for name in held):
+    if any(MEDUSA.network_name(name) for name in held):
         return MEDUSA
     if any(name.startswith(("midlayer.", "d2t", "t2d")) for name in held):
         return EAGLE3
@@ -240,9 +250,9 @@ def _check_layout(folder: Path, tensors: Mapping[str, Tensor]) -> str:
     held = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     layout = layout_of(held)
     if layout is None:
-        some = brief(", ".join(sorted(held)[:5]) or "none")
+        examples = brief(", ".join(sorted(held)[:5]) or "none")
         raise ValueError(
-            f"{folder} holds no drafter of EAGLE, EAGLE-3, Medusa, Hydra or Kangaroo, as its tensors are {some}: "
+            f"{folder} holds no drafter of EAGLE, EAGLE-3, Medusa, Hydra or Kangaroo, as its tensors are {examples}: "
             "others are not converted; save a whole model with save_pretrained of transformers"
         )
     if problems := misfits(layout.of_file(held).shapes, held):

@@ -53,7 +53,7 @@ class ChainObjective:
         decay: weight of a draft position's loss over that of the one before it.
         kind: of loss.
         scale: factor of the embeddings.
-        point: see ``measure``.
+        deterministic: see ``measure``.
         ids: ``[W]`` the target's number of each token of the draft vocabulary; None: it has all tokens.
         final: H, where the texts' hidden states are more than the last one, after the final norm; None: all of them.
     """
@@ -65,28 +65,29 @@ class ChainObjective:
     decay: float = 1.0
     kind: Loss = "kl"
     scale: float = 1.0
-    point: bool = False
+    deterministic: bool = False
     ids: Tensor | None = None
     final: int | None = None
 
     def __call__(self, text: Texts) -> tuple[Tensor, list[Measured]]:
         """The loss of texts whose last hidden state is that after the final norm."""
         assert text.hidden is not None
-        own = next(self.network.parameters()).dtype
+        dtype = next(self.network.parameters()).dtype
         counts = text.counts(1)  # [B, T - 1]: whether the token after each is one to learn from
         number = (counts.flatten().cumsum(0) - 1).view(counts.shape)
         with torch.no_grad():
             hidden = text.hidden[:, :-1, -(self.final or 0) :]
             truth = Truth.of(self.target.lm_head(hidden[counts].to(self.dtype)), self.ids)
-            embedded = self.target.embed(text.ids).to(own) * self.scale
-        found = []
-        for position, states in enumerate(self.drafts.states(text.ids, text.hidden.to(own), embedded)):
+            embedded = self.target.embed(text.ids).to(dtype) * self.scale
+        measured = []
+        for position, states in enumerate(self.drafts.states(text.ids, text.hidden.to(dtype), embedded)):
             learned = counts[:, 1 + position :]  # the last column's next token is not in the text
             logits = self.drafts.logits(position, states[:, : learned.shape[1]][learned])
             rows = number[:, 1 + position :][learned]
-            found.append(measure(logits, truth[rows], torch.ones_like(rows, dtype=torch.bool), self.kind, self.point))
-        nothing = torch.zeros((), device=text.ids.device)
-        return sum((self.decay**position * one.loss for position, one in enumerate(found)), nothing), found
+            every = torch.ones_like(rows, dtype=torch.bool)
+            measured.append(measure(logits, truth[rows], every, self.kind, self.deterministic))
+        losses = [self.decay**position * achieved.loss for position, achieved in enumerate(measured)]
+        return sum(losses, torch.zeros((), device=text.ids.device)), measured
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,5 +154,5 @@ class AlikeObjective:
             hidden = text.hidden[:, :-1, -(self.final or 0) :]
             truth = Truth.of(self.target.lm_head(hidden[counts].to(self.dtype)))
         logits = self.logits(self.states(text)[counts])
-        found = measure(logits, truth, torch.ones(len(logits), dtype=torch.bool, device=logits.device), self.kind)
-        return found.loss, [found] * self.depth
+        measured = measure(logits, truth, torch.ones(len(logits), dtype=torch.bool, device=logits.device), self.kind)
+        return measured.loss, [measured] * self.depth

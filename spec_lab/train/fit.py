@@ -120,7 +120,7 @@ def fit(
     checkpoint, curve = out / CHECKPOINT, out / "learning.jsonl"
     if checkpoint.exists():
         _restore(trainer, checkpoint, known)
-    lines = [one for one in _lines(curve) if one["step"] <= trainer.step]
+    lines = [line for line in _lines(curve) if line["step"] <= trainer.step]
     stable, share = int(len(order) * (1 - plan.decay)), plan.part / plan.rows
     warmup = max(1, min(plan.warmup, stable // 2))
     began = saved = time.monotonic()
@@ -133,7 +133,7 @@ def fit(
 
         def loss_of(piece: Texts, seen: list[list[list[float]]] = seen) -> Tensor:
             loss, measured = objective(piece.to(device))
-            seen.append([[float(one.loss.detach()), one.accepted, one.agreed] for one in measured])
+            seen.append([[float(position.loss.detach()), position.accepted, position.agreed] for position in measured])
             return loss * share
 
         factor = schedule(step, warmup, stable, len(order) - stable)
@@ -149,7 +149,7 @@ def fit(
                 line["held_out"] = measure()
                 began += time.monotonic() - paused
             lines.append(line)
-            write_text(curve, "".join(json.dumps(one) + "\n" for one in lines))
+            write_text(curve, "".join(json.dumps(written) + "\n" for written in lines))
             log.info("step %d of %d: %s", step + 1, len(order), lines[-1])
             wrote(lines[-1])
             recent.clear()
@@ -165,7 +165,7 @@ def _tenth(step: int, order: Sequence[Any]) -> int:
 
 def _measured(lines: Sequence[Mapping[str, Any]], order: Sequence[Any]) -> int:
     """Return the last tenth of the steps in which the drafter was measured; -1 for none."""
-    return max((_tenth(one["step"], order) for one in lines if "held_out" in one), default=-1)
+    return max((_tenth(line["step"], order) for line in lines if "held_out" in line), default=-1)
 
 
 def saved_steps(out: Path) -> int:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 Loss = Literal["kl", "reverse_kl", "tv"]
-LOSSES: tuple[Loss, ...] = ("kl", "reverse_kl", "tv")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +33,8 @@ class Truth:
         p, top = logits.softmax(-1), logits.argmax(-1)
         if ids is None:
             return Truth(p, top)
-        place = torch.searchsorted(ids, top).clamp_max(len(ids) - 1)
-        return Truth(p[:, ids], torch.where(ids[place] == top, place, -1))
+        index = torch.searchsorted(ids, top).clamp_max(len(ids) - 1)
+        return Truth(p[:, ids], torch.where(ids[index] == top, index, -1))
 
     def __getitem__(self, rows: slice | Tensor) -> Truth:
         return Truth(self.p[rows], self.best[rows])
@@ -58,7 +57,7 @@ class Measured(NamedTuple):
     rows: int
 
 
-def measure(logits: Tensor, truth: Truth, counts: Tensor, kind: Loss = "kl", point: bool = False) -> Measured:
+def measure(logits: Tensor, truth: Truth, counts: Tensor, kind: Loss = "kl", deterministic: bool = False) -> Measured:
     """Compare a draft's logits with the target.
 
     As in EAGLE-3's training, p is renormalised over the draft vocabulary, and rows whose most probable token is not in
@@ -70,7 +69,7 @@ def measure(logits: Tensor, truth: Truth, counts: Tensor, kind: Loss = "kl", poi
         counts: ``[N]`` bool, which rows count.
         kind: "kl": KL(p || q) plus the entropy of p, a constant (cross-entropy); "reverse_kl": KL(q || p);
             "tv": -log sum min(p, q), whose minimum is that of the total variation.
-        point: the drafter always drafts the most probable token of q.
+        deterministic: the drafter always drafts the most probable token of q.
     """
     log_q = logits.float().log_softmax(-1)
     p = truth.p / truth.p.sum(-1, keepdim=True).clamp_min(1e-30)
@@ -86,7 +85,8 @@ def measure(logits: Tensor, truth: Truth, counts: Tensor, kind: Loss = "kl", poi
         rows_counted = int(counts.sum())
         total = max(1, rows_counted)
         top = log_q.argmax(-1)
-        chance = truth.p.gather(1, top[:, None])[:, 0] if point else torch.minimum(truth.p, log_q.exp()).sum(-1)
+        both = truth.p.gather(1, top[:, None]) if deterministic else torch.minimum(truth.p, log_q.exp())
+        chance = both.sum(-1)
         accepted, agreed = (chance * counts).sum() / total, ((top == truth.best) & counts).sum() / total
     return Measured(loss, float(accepted), float(agreed), rows_counted)
 
@@ -97,7 +97,7 @@ def expected_length(acceptance: list[float]) -> float:
     It assumes that acceptances at different positions are independent. (The mean tokens per step, tau, is one more.)
     """
     total, product = 0.0, 1.0
-    for one in acceptance:
-        product *= one
+    for chance in acceptance:
+        product *= chance
         total += product
     return total

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from spec_lab.core.options import check_fields
 from spec_lab.models.packed import dense_copy
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
@@ -42,6 +43,9 @@ class Recipe:
 
     name: ClassVar[str]
     """Name of the drafter, as in configs and records."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def depth(self) -> int:
@@ -114,20 +118,20 @@ class TargetHead:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """``[..]`` int64 -> ``[.., H]``."""
-        found: Tensor = self.model.get_input_embeddings()(tokens)
-        return found
+        embedded: Tensor = self.model.get_input_embeddings()(tokens)
+        return embedded
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """``[.., H] -> [.., V]``, computed in the dtype of ``hidden``."""
-        own = self.model.get_output_embeddings()
-        if hidden.dtype == own.weight.dtype and not own.weight.is_mkldnn:
-            found: Tensor = own(hidden)
-            return found
+        head = self.model.get_output_embeddings()
+        if hidden.dtype == head.weight.dtype and not head.weight.is_mkldnn:
+            logits: Tensor = head(hidden)
+            return logits
         if hidden.dtype not in self._copies:
             with torch.inference_mode(False):  # tensors of inference mode could not be kept for gradients
-                self._copies[hidden.dtype] = dense_copy(own).to(hidden.dtype)
-        found = self._copies[hidden.dtype](hidden)
-        return found
+                self._copies[hidden.dtype] = dense_copy(head).to(hidden.dtype)
+        logits = self._copies[hidden.dtype](hidden)
+        return logits
 
     @cached_property
     def embedding_scale(self) -> float:

@@ -47,9 +47,10 @@ class StateRecorder(Proposer):
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Keep what was computed, in bfloat16 on the host."""
-        for one in observed:
-            if one.hidden is not None:
-                self.kept.setdefault(one.sequence.request.id, []).append(one.hidden.to("cpu", torch.bfloat16))
+        for observation in observed:
+            if observation.hidden is not None:
+                kept = self.kept.setdefault(observation.sequence.request.id, [])
+                kept.append(observation.hidden.to("cpu", torch.bfloat16))
 
 
 def record(
@@ -84,11 +85,11 @@ def record(
         log.warning("The last %d of %d requests are not answered: a file has %d texts", more, len(requests), rows)
         requests = requests[:-more]
     for start in range(0, len(requests), rows):
-        path, some = folder / f"part-{start // rows:05d}.safetensors", requests[start : start + rows]
+        path, answered = folder / f"part-{start // rows:05d}.safetensors", requests[start : start + rows]
         paths.append(path)
         if not path.exists():
-            _record(target, some, states, batch, seed, pieces).write(path)
-        tick(len(some))
+            _record(target, answered, states, batch, seed, pieces).write(path)
+        tick(len(answered))
     return paths
 
 
@@ -102,19 +103,19 @@ def _record(
 ) -> Texts:
     recorder, sequences = StateRecorder(states), list[SequenceState]()
     for start in range(0, len(requests), batch):
-        some = requests[start : start + batch]
-        group = fixed_group(Arm(target, recorder, Match(), CounterDraws(seed), pieces=pieces), some)
+        answered = requests[start : start + batch]
+        group = fixed_group(Arm(target, recorder, Match(), CounterDraws(seed), pieces=pieces), answered)
         for _ in group:
             pass
         sequences += group.sequences
-    ended = sorted(sequences, key=lambda one: one.request.id)
-    length = torch.tensor([len(one.tokens) for one in ended])
-    first = torch.tensor([len(one.request.tokens) for one in ended])
+    ended = sorted(sequences, key=lambda sequence: sequence.request.id)
+    length = torch.tensor([len(sequence.tokens) for sequence in ended])
+    first = torch.tensor([len(sequence.request.tokens) for sequence in ended])
     width = len(states) * target.services.hidden_size
     ids = torch.zeros(len(ended), int(length.max()), dtype=torch.long)
     hidden = torch.zeros(*ids.shape, width, dtype=torch.bfloat16)
-    for row, one in enumerate(ended):
-        ids[row, : len(one.tokens)] = torch.tensor(one.tokens)
-        kept = torch.cat(recorder.kept[one.request.id])  # the last token is not computed
+    for row, sequence in enumerate(ended):
+        ids[row, : len(sequence.tokens)] = torch.tensor(sequence.tokens)
+        kept = torch.cat(recorder.kept[sequence.request.id])  # the last token is not computed
         hidden[row, : len(kept)] = kept
     return Texts(ids, first, length, hidden)

@@ -34,10 +34,10 @@ class Texts:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def rows(self, some: slice) -> Texts:
+    def rows(self, rows: slice) -> Texts:
         """Some of the texts."""
         return Texts(
-            self.ids[some], self.first[some], self.length[some], None if self.hidden is None else self.hidden[some]
+            self.ids[rows], self.first[rows], self.length[rows], None if self.hidden is None else self.hidden[rows]
         )
 
     def to(self, device: torch.device) -> Texts:

@@ -89,12 +89,12 @@ class Trainer(Generic[M]):
             loss = loss_of()
             return loss.detach(), torch.autograd.grad(loss, list(self.weights.values()))
 
-        found = list(self.pool.map(gradients, losses))
-        for master, *parts in zip(self.masters.values(), *(g for _, g in found), strict=True):
+        computed = list(self.pool.map(gradients, losses))
+        for master, *parts in zip(self.masters.values(), *(g for _, g in computed), strict=True):
             master.grad = parts[0].float()
             for part in parts[1:]:
                 master.grad += part
-        total = sum(float(loss) for loss, _ in found)
+        total = sum(float(loss) for loss, _ in computed)
         norm = float(torch.nn.utils.clip_grad_norm_(self.masters.values(), self.plan.clip))
         if not math.isfinite(total) or not math.isfinite(norm):
             raise ValueError(
@@ -122,11 +122,11 @@ class Trainer(Generic[M]):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the master weights as ``master.<name>`` and the optimiser state as ``state.<name>.<entry>``."""
-        found = {f"master.{n}": p.detach() for n, p in self.masters.items()}
+        tensors = {f"master.{n}": p.detach() for n, p in self.masters.items()}
         for optimiser, _ in self.optimisers:
             for name, master in self.masters.items():
-                found |= {f"state.{name}.{k}": v for k, v in optimiser.state.get(master, {}).items()}
-        return found
+                tensors |= {f"state.{name}.{k}": v for k, v in optimiser.state.get(master, {}).items()}
+        return tensors
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor], step: int, sequences: int) -> None:

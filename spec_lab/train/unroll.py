@@ -1,4 +1,4 @@
-"""What layers see when they are trained on their own outputs (training-time test, EAGLE-3, 2503.01840, section 3.2).
+"""Attention of layers that are trained on their own outputs (training-time test, EAGLE-3, 2503.01840, section 3.2).
 
 Unroll i reads, in column j, the token t_{j+1+i} and the features that unroll i - 1 returned there (unroll 0: the
 target's at position j). It has rotary position j + i. Its query attends to the keys of unroll 0 in columns 0 to j and
@@ -65,10 +65,10 @@ class UnrollAttention:
         given, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
         keys, values = (
             [
-                (one[:, :, :columns].repeat_interleave(groups, 1) if groups > 1 else one[:, :, :columns]).to(wide)
-                for one in some
+                (unroll[:, :, :columns].repeat_interleave(groups, 1) if groups > 1 else unroll[:, :, :columns]).to(wide)
+                for unroll in store
             ]
-            for some in (self.keys, self.values)
+            for store in (self.keys, self.values)
         )
         query = query.to(wide) * (query.shape[-1] ** -0.5 if softmax.scaling is None else softmax.scaling)
         future = torch.ones(columns, columns, dtype=torch.bool, device=query.device).triu(1)

@@ -33,7 +33,7 @@ HELD = {
     ],
 )
 def test_our_name_of_a_published_one(published, own):
-    assert TABLE.own(published) == own
+    assert TABLE.network_name(published) == own
 
 
 def test_published_names_of_ours():

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from spec_lab.drafters.eagle.network import Eagle, Eagle3, Eagle3Settings, Eagle
 from spec_lab.drafters.eagle.train import Eagle3Recipe, begin_as_target, eagle3_objective
 from spec_lab.drafters.eagle.train_eagle1 import eagle1_losses
 from spec_lab.runners.softmax import Softmax
-from spec_lab.train.objectives import LOSSES, Truth, expected_length, measure
+from spec_lab.train.objectives import Loss, Truth, expected_length, measure
 from spec_lab.train.texts import Texts
 from spec_lab.train.unroll import UnrollAttention
 from tests.oracles import eagle as oracle
@@ -154,7 +155,7 @@ def test_eagle1_learns_features_and_distributions_one_position_ahead():
     assert float(first.loss) == pytest.approx(loss / rows, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", get_args(Loss))
 def test_losses_are_least_where_the_draft_is_the_target(kind):
     logits = random(40, V, seed=5).float()
     truth, counts = Truth.of(logits), torch.ones(40, dtype=torch.bool)

@@ -99,7 +99,7 @@ def _settings(files: DrafterFiles) -> BlockSettings:
             raise ValueError(
                 f"{file} describes no block drafter: it has neither dflash_config (DFlash) nor markov_rank (DSpark)"
             )
-        inner, rank = config, files.whole("markov_rank", least=0)
+        inner, rank = config, files.whole("markov_rank", minimum=0)
         if rank and config.get("markov_head_type") != "vanilla":
             kind = brief(config.get("markov_head_type"))
             raise ValueError(f"{file}: markov_head_type {kind} is not supported: choose a drafter with 'vanilla'")
@@ -107,13 +107,13 @@ def _settings(files: DrafterFiles) -> BlockSettings:
         raise ValueError(f"{file}: dflash_config must be a mapping, not {brief(inner)}")
     (DSPARK if dspark else DFLASH).check(file, config, "dflash_config")
     for name in PLACES:
-        if None not in (outer := config.get(name), own := inner.get(name)) and outer != own:
-            raise ValueError(f"{file}: {name} is {brief(outer)}, but {brief(own)} in dflash_config")
+        if None not in (outer := config.get(name), inner_value := inner.get(name)) and outer != inner_value:
+            raise ValueError(f"{file}: {name} is {brief(outer)}, but {brief(inner_value)} in dflash_config")
     inner = {name: config.get(name) if inner.get(name) is None else inner[name] for name in PLACES}
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{file}: model_type must be one of {', '.join(FAMILIES)}, not {brief(family)}")
-    size = files.whole("block_size", most=MAX_BLOCK, config=inner)
+    size = files.whole("block_size", maximum=MAX_BLOCK, config=inner)
     if size + dspark < 2:
         raise ValueError(f"{file}: block_size is {size}: a block of DFlash holds the pending token and mask tokens")
     fields = files.layer_fields(config, target.context + size)
@@ -124,7 +124,7 @@ def _settings(files: DrafterFiles) -> BlockSettings:
     if embedding is None or not own_head:
         files.check_target(h)
     known = target.vocabulary if embedding is None else embedding
-    mask = files.whole("mask_token_id", least=0, most=known - 1, config=inner)
+    mask = files.whole("mask_token_id", minimum=0, maximum=known - 1, config=inner)
     taps = _taps(files, inner["target_layer_ids"], layers)
     return BlockSettings(
         fields, h, of_target, target.vocabulary, taps, size, mask, layers, dspark, rank, embedding, own_head

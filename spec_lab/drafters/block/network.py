@@ -108,8 +108,8 @@ class BlockNetwork(DrafterNetwork):
         """Pending tokens ``[B]`` -> the inputs of their blocks ``[B, b, H]``."""
         tokens = token.new_full((len(token), self.settings.block_size), self.settings.mask_token)
         tokens[:, 0] = token
-        own = self.embed_tokens
-        return self.services.embed(tokens) if own is None else own(tokens)
+        embedding = self.embed_tokens
+        return self.services.embed(tokens) if embedding is None else embedding(tokens)
 
     def forward(self, x: Tensor, positions: Tensor, cache: Any, block: Tensor) -> Tensor:
         """See ``runners.block_lm.BlockLayers``. Rows of features have keys and values only."""
@@ -125,15 +125,16 @@ class BlockNetwork(DrafterNetwork):
         """Outputs of blocks ``[B, b, H]`` -> logits of the first levels ``[B, levels, V]``, without the Markov head."""
         first = int(not self.settings.predicts_next)
         normed = self.norm(outputs[:, first : first + levels])
-        found: Tensor = self.services.lm_head(normed) if self.lm_head is None else self.lm_head(normed)
-        return found
+        logits: Tensor = self.services.lm_head(normed) if self.lm_head is None else self.lm_head(normed)
+        return logits
 
     def toy(self, target: Target, levels: int) -> BlockNetwork:
         """The same kind of network with random weights for a toy target; the last token is the mask token."""
-        h, last, own = target.services.hidden_size, target.lm.capabilities.hidden_layers, self.settings
+        h, last, settings = target.services.hidden_size, target.lm.capabilities.hidden_layers, self.settings
         settings = replace(
-            own, layer=small_layer(h), hidden_size=h, target_hidden_size=h, vocab_size=target.vocabulary,
-            taps=tuple(min(tap, last) for tap in range(len(own.taps))), block_size=levels + (not own.predicts_next),
-            mask_token=target.vocabulary - 1, markov_rank=min(own.markov_rank, 2), embedding=None, own_head=False,
+            settings, layer=small_layer(h), hidden_size=h, target_hidden_size=h, vocab_size=target.vocabulary,
+            taps=tuple(min(tap, last) for tap in range(len(settings.taps))), mask_token=target.vocabulary - 1,
+            block_size=levels + (not settings.predicts_next), markov_rank=min(settings.markov_rank, 2), embedding=None,
+            own_head=False,
         )  # fmt: skip
         return random_network(BlockNetwork(settings), target)

@@ -208,13 +208,13 @@ def _settings(files: DrafterFiles) -> EagleSettings | Eagle3Settings:
         raise ValueError(
             f"{files.file}: draft_vocab_size must lie between 1 and the target's {v} tokens, not {brief(w)}"
         )
-    own = "embed_tokens.weight" in shapes
-    for name, lacks in (("lm_head.weight", w is None), ("embed_tokens.weight", not own)):
+    own_embedding = "embed_tokens.weight" in shapes
+    for name, lacks in (("lm_head.weight", w is None), ("embed_tokens.weight", not own_embedding)):
         if lacks and h != wide:
             raise ValueError(f"{files.folder} holds no {name}, and the target's has hidden size {wide}, not {h}")
     inner = config.get("eagle_config") or {}  # where NVIDIA's exporter writes flags
     flags = {name: files.flag(name, config=inner if config.get(name) is None else config) for name in FLAGS}
-    return Eagle3Settings(fields, h, wide, v, _taps(files), w, layers, **flags, own_embedding=own)
+    return Eagle3Settings(fields, h, wide, v, _taps(files), w, layers, **flags, own_embedding=own_embedding)
 
 
 def _taps(files: DrafterFiles) -> tuple[int, ...]:

@@ -119,8 +119,8 @@ class Eagle(DrafterNetwork):
     def toy(self, target: Target) -> Eagle:
         """The same kind of network with random weights, in the sizes of another target."""
         h = target.services.hidden_size
-        own = replace(self.settings, layer=small_layer(h), hidden_size=h, vocab_size=target.vocabulary)
-        return random_network(Eagle(own), target)
+        settings = replace(self.settings, layer=small_layer(h), hidden_size=h, vocab_size=target.vocabulary)
+        return random_network(Eagle(settings), target)
 
 
 class Eagle3(DrafterNetwork):
@@ -174,8 +174,8 @@ class Eagle3(DrafterNetwork):
 
     def inputs(self, token: Tensor, feature: Tensor) -> Tensor:
         """Tokens ``[n]`` and the features before them ``[n, H]`` -> inputs ``[n, 2H]``."""
-        own = self.embed_tokens
-        embedded = self.services.embed(token) if own is None else own(token)
+        embedding = self.embed_tokens
+        embedded = self.services.embed(token) if embedding is None else embedding(token)
         return torch.cat([embedded.to(feature.dtype), feature], -1)
 
     def forward(self, x: Tensor, positions: Tensor, cache: Any, mask: Any = None) -> Tensor:
@@ -202,12 +202,12 @@ class Eagle3(DrafterNetwork):
     def toy(self, target: Target) -> Eagle3:
         """The same kind of network with random weights, in the sizes of another target; it lacks the last token."""
         h, last = target.services.hidden_size, target.lm.capabilities.hidden_layers
-        own = replace(
+        settings = replace(
             self.settings, layer=small_layer(h), hidden_size=h, target_hidden_size=h, vocab_size=target.vocabulary,
             taps=tuple(min(tap, last) for tap in range(len(self.settings.taps))), own_embedding=False,
             draft_vocab_size=self.settings.draft_vocab_size and target.vocabulary - 1,
         )  # fmt: skip
-        return random_network(Eagle3(own), target)
+        return random_network(Eagle3(settings), target)
 
 
 Network = Eagle | Eagle3

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.options import Count, Share, Whole, check_fields
+from spec_lab.core.options import Count, Share, Whole
 from spec_lab.drafters.draft_layers import random_network
 from spec_lab.drafters.eagle import propose as eagle
 from spec_lab.drafters.eagle.files import write_eagle3
@@ -48,7 +48,7 @@ class Eagle3Recipe(Recipe):
     decay: Share = 0.8
     loss: Loss = "kl"
     draft_vocab_size: Count | None = 32000
-    taps: Sequence[Annotated[int, Whole(0)]] | None = None
+    taps: tuple[Annotated[int, Whole(0)], ...] | None = None
     layers: Annotated[int, Whole(1, 64)] = 1
     intermediate_size: Count | None = None
     heads: Count | None = None
@@ -56,9 +56,9 @@ class Eagle3Recipe(Recipe):
     name: ClassVar = "eagle3"
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if self.taps is not None and not self.taps:
-            raise ValueError("task.recipe.taps must be null or name a hidden state, not []")
+            raise ValueError("task.recipe.taps must be null or a list of hidden states' numbers, not an empty one")
 
     @property
     def depth(self) -> int:
@@ -97,8 +97,8 @@ class Eagle3Recipe(Recipe):
             if self.from_target:
                 begin_as_target(network, target.model.model)
         network.requires_grad_(True).train()
-        own = self.unrolls, self.decay, self.loss
-        objective = eagle3_objective(network, TargetHead.of(target), target.lm.dtype, *own)
+        head = TargetHead.of(target)
+        objective = eagle3_objective(network, head, target.lm.dtype, self.unrolls, self.decay, self.loss)
         return Beginning(network, objective, {"taps": list(settings.taps), "draft_vocab_size": width})
 
     def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
@@ -156,20 +156,21 @@ def begin_as_target(network: Eagle3, target: Any) -> None:
     Raises:
         ValueError: its last layer has other tensors, or other shapes.
     """
-    h, own = network.settings.hidden_size, dict(network.body.layers[0].named_parameters())
-    given = {name: one.to_dense() for name, one in target.layers[-1].named_parameters()}  # they may be packed
+    h, parameters = network.settings.hidden_size, dict(network.body.layers[0].named_parameters())
+    given = {name: weight.to_dense() for name, weight in target.layers[-1].named_parameters()}  # they may be packed
     halves = {f"self_attn.{name}_proj.weight" for name in "qkv"}
-    shapes = {name: (len(one), h) if name in halves else tuple(one.shape) for name, one in own.items()}
-    if shapes != {name: tuple(one.shape) for name, one in given.items()}:
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    shapes |= {name: (shapes[name][0], h) for name in halves & shapes.keys()}
+    if shapes != {name: tuple(weight.shape) for name, weight in given.items()}:
         raise ValueError(
             "task.recipe.from_target=true needs a target with Llama layers, and a head with as many attention heads "
             "and as wide an MLP"
         )
-    for name, one in own.items():
+    for name, parameter in parameters.items():
         if name in halves:
-            one[:, :h] *= 0.5
-        (one[:, h:] if name in halves else one).copy_(given[name])
-    network.hidden_norm.weight.copy_(own["input_layernorm.weight"])
+            parameter[:, :h] *= 0.5
+        (parameter[:, h:] if name in halves else parameter).copy_(given[name])
+    network.hidden_norm.weight.copy_(parameters["input_layernorm.weight"])
     network.norm.weight.copy_(target.norm.weight)
     network.fc.weight *= 0.1
     network.fc.weight[:, -h:] += torch.eye(h, device=network.fc.weight.device)

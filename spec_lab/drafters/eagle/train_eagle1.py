@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from spec_lab.core.options import Count, Number, check_fields
+from spec_lab.core.options import Count, Number
 from spec_lab.drafters.draft_layers import random_network
 from spec_lab.drafters.eagle import propose as eagle
 from spec_lab.drafters.eagle.files import write_eagle
@@ -57,9 +57,6 @@ class Eagle1Recipe(Recipe):
     heads: Count | None = None
     name: ClassVar = "eagle"
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
         """See ``Recipe``."""
         layer = layer_of(target, self.heads, self.intermediate_size)
@@ -73,7 +70,7 @@ class Eagle1Recipe(Recipe):
     def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
         """See ``Recipe``: in the official format, for embeddings that are not scaled."""
         head, h = TargetHead.of(target), module.settings.hidden_size
-        tensors = {name: one.detach().clone() for name, one in module.named_parameters()}
+        tensors = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
         tensors["fc.weight"][:, :h] *= head.embedding_scale
         embedding = head.model.get_input_embeddings().weight
         return write_eagle(module.settings, tensors, folder, embedding, facts, torch.bfloat16)
@@ -110,15 +107,19 @@ class Eagle1Objective:
     def __call__(self, text: Texts) -> tuple[Tensor, list[Measured]]:
         """The loss of texts with the states after the final norm as their hidden states."""
         assert text.hidden is not None
-        own, scale, training = next(self.network.parameters()).dtype, self.target.embedding_scale, self.network.training
+        dtype, scale, training = (
+            next(self.network.parameters()).dtype,
+            self.target.embedding_scale,
+            self.network.training,
+        )
         with torch.no_grad():
             truth = Truth.of(self.target.lm_head(text.hidden.flatten(0, 1).to(self.dtype)))
-            embedded = self.target.embed(text.ids).to(own) * scale
+            embedded = self.target.embed(text.ids).to(dtype) * scale
             drafts = Unrolled(self.network, partial(_mixed, self.network), self.target.lm_head, self.depth)
             chain = ChainObjective(self.network, drafts, self.target, self.dtype, kind=self.kind, scale=scale)
             _, measured = chain(text.rows(slice(0, 1)) if training else text)
-        read = replace(text, hidden=text.hidden.to(own))
-        noise = self._noise(text).to(own) if training and self.noise else None
+        read = replace(text, hidden=text.hidden.to(dtype))
+        noise = self._noise(text).to(dtype) if training and self.noise else None
         features, first = eagle1_losses(self.network, read, truth, embedded, self.target.lm_head, noise, self.kind)
         return features + DISTRIBUTION * first[0].loss, first + measured[1:]
 

@@ -127,7 +127,7 @@ def _settings(files: DrafterFiles) -> HydraSettings:
     numbers = {name.split(".")[1] for name in shapes if name.startswith("hydra_mlp.")}
     files.expect(bool(numbers), "hydra_mlp.0")
     FIELDS.check(file, config)
-    heads, layers = (files.whole(name, most=MAX_LAYERS) for name in ("hydra_num_heads", "hydra_num_layers"))
+    heads, layers = (files.whole(name, maximum=MAX_LAYERS) for name in ("hydra_num_heads", "hydra_num_layers"))
     if heads != len(numbers):
         raise ValueError(f"{file}: hydra_num_heads is {heads}, but the weight files hold {len(numbers)} heads")
     arch = config.get("hydra_head_arch")

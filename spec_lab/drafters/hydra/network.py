@@ -118,7 +118,7 @@ class HydraHeads(DrafterNetwork):
         return torch.cat([state, self.services.embed(token).flatten(1)], -1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What head i reads ``[n, (i + 2)H]`` -> its logits ``[n, V]``."""
+        """Inputs of head i ``[n, (i + 2)H]`` -> its logits ``[n, V]``."""
         number = x.shape[-1] // self.settings.hidden_size - 2
         out: Tensor = self.heads[number](x, self.services.lm_head)
         return out
@@ -127,5 +127,5 @@ class HydraHeads(DrafterNetwork):
         """The same kind of network with random weights and so many heads, in the sizes of another target."""
         h = target.services.hidden_size
         prefix = None if self.prefix is None else small_layer(h)
-        own = replace(self.settings, hidden_size=h, vocab_size=target.vocabulary, heads=heads, prefix=prefix)
-        return random_network(HydraHeads(own), target)
+        settings = replace(self.settings, hidden_size=h, vocab_size=target.vocabulary, heads=heads, prefix=prefix)
+        return random_network(HydraHeads(settings), target)

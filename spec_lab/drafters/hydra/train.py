@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from spec_lab.core.options import Count, OneOf, Share, check_fields
+from spec_lab.core.options import Count, OneOf, Share
 from spec_lab.drafters.draft_layers import load_weights, random_network
 from spec_lab.drafters.hydra.files import ARCHS, write_hydra
 from spec_lab.drafters.hydra.network import HydraHead, HydraHeads, HydraSettings
@@ -45,9 +45,6 @@ class HydraRecipe(Recipe):
     identity_skip: bool = False
     name: ClassVar = "hydra"
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     @property
     def depth(self) -> int:
         """See ``Recipe``."""
@@ -69,18 +66,18 @@ class HydraRecipe(Recipe):
                 if head.skip is not None:
                     head.skip.weight[:, :h] = torch.eye(h)
         network.requires_grad_(True).train()
-        own = TargetHead.of(target)
-        drafts, scale = HydraDrafts(network, own), own.embedding_scale
-        objective = ChainObjective(network, drafts, own, target.lm.dtype, self.decay, self.loss, scale)
+        head_of_target = TargetHead.of(target)
+        drafts, scale = HydraDrafts(network, head_of_target), head_of_target.embedding_scale
+        objective = ChainObjective(network, drafts, head_of_target, target.lm.dtype, self.decay, self.loss, scale)
         return Beginning(network, objective, {"arch": self.arch})
 
     def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
         """See ``Recipe``: for embeddings that are not scaled."""
         h, scale = module.settings.hidden_size, TargetHead.of(target).embedding_scale
-        tensors = {name: one.detach().clone() for name, one in module.named_parameters()}
-        for name, one in tensors.items():
+        tensors = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        for name, tensor in tensors.items():
             if name.endswith(("linear.weight", "skip.weight")):
-                one[:, h:] *= scale
+                tensor[:, h:] *= scale
         network = load_weights(HydraHeads(module.settings), tensors, target)
         return write_hydra(network, folder, target.name, facts, torch.bfloat16)
 
@@ -102,7 +99,7 @@ class HydraDrafts:
             hidden = self.network.prefix(hidden, torch.arange(hidden.shape[1], device=hidden.device)[None], None)
         for head in range(len(self.network)):
             columns = max(0, hidden.shape[1] - 1 - head)
-            after = [embedded[:, 1 + place : 1 + place + columns] for place in range(head + 1)]
+            after = [embedded[:, 1 + column : 1 + column + columns] for column in range(head + 1)]
             yield torch.cat([hidden[:, :columns], *after], -1)
 
     def logits(self, position: int, states: Tensor) -> Tensor:

@@ -57,8 +57,8 @@ class Kangaroo(DrafterNetwork):
         for layer in range(self.layers):
             normed = self.body.layers[layer].input_layernorm(x)
             x = x + self.body.attend(layer, normed, rotation, cache, mask)
-        found: Tensor = self.norm(x)
-        return found
+        out: Tensor = self.norm(x)
+        return out
 
     def logits(self, x: Tensor) -> Tensor:
         """Normed states ``[n, H]`` -> the target's logits of them ``[n, V]``."""
@@ -67,5 +67,5 @@ class Kangaroo(DrafterNetwork):
     def toy(self, target: Target) -> Kangaroo:
         """The same kind of adapter with random weights, in the sizes of another target, after its first layer."""
         h = target.services.hidden_size
-        own = replace(self.settings, layer=small_layer(h), hidden_size=h, exit_layer=1)
-        return random_network(Kangaroo(own), target)
+        settings = replace(self.settings, layer=small_layer(h), hidden_size=h, exit_layer=1)
+        return random_network(Kangaroo(settings), target)

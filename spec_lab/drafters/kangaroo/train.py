@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from spec_lab.core.options import Count, check_fields
+from spec_lab.core.options import Count
 from spec_lab.drafters.draft_layers import random_network
 from spec_lab.drafters.kangaroo import propose as kangaroo
 from spec_lab.drafters.kangaroo.files import write_kangaroo
@@ -43,9 +43,6 @@ class KangarooRecipe(Recipe):
     heads: Count | None = None
     name: ClassVar = "kangaroo"
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     def states(self, target: Target) -> tuple[int, ...]:
         """See ``Recipe``."""
         return (self._exit_layer(target), -1)
@@ -69,8 +66,7 @@ class KangarooRecipe(Recipe):
             out: Tensor = network(exits, torch.arange(exits.shape[1], device=exits.device)[None], Unrolls())
             return out
 
-        own = target.lm.dtype, self.depth, self.loss, h
-        objective = AlikeObjective(states, head.lm_head, head, *own)
+        objective = AlikeObjective(states, head.lm_head, head, target.lm.dtype, self.depth, self.loss, h)
         return Beginning(network, objective, {"exit_layer": settings.exit_layer})
 
     def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:

@@ -92,7 +92,7 @@ def read_medusa(path: str, target: Target) -> Heads:
             return replace(_read_own(files), sha256=_hash(files.folder))
         PUBLISHED.check(files.file, files.config)
         layout = vllm_layout(files.flag("original_lm_head"), any(name.endswith(".bias") for name in files.held))
-        if any(MEDUSA.own(name) for name in files.held):
+        if any(MEDUSA.network_name(name) for name in files.held):
             layout = MEDUSA
         wanted = layout.of_file(files.shapes)
         known = wanted.sizes["K"] > 0
@@ -102,8 +102,8 @@ def read_medusa(path: str, target: Target) -> Heads:
 
 def _read_own(files: DrafterFiles) -> Heads:
     """Heads in this package's layout. Errors as of ``read_medusa``."""
-    sizes = {"K": files.whole("num_heads"), "L": files.whole("num_layers", least=0), "H": files.whole("hidden_size")}
-    sizes["W"] = files.whole("trunk_size", 0, least=0)
+    sizes = {"K": files.whole("num_heads"), "L": files.whole("num_layers", minimum=0), "H": files.whole("hidden_size")}
+    sizes["W"] = files.whole("trunk_size", 0, minimum=0)
     files.check_target(sizes["H"], files.whole("vocab_size"))
     if files.config.get("shared_lm_head", True) is not True:
         raise ValueError(
@@ -133,7 +133,7 @@ def _read_published(files: DrafterFiles, wanted: Tensors) -> Heads:
         ("medusa_num_layers", layers, "layers of a head"), ("num_hidden_layers", layers, "layers of a head"),
         ("num_heads", heads, "heads"),
     ):  # fmt: skip
-        if name in files.config and (stated := files.whole(name, least=0)) != held:
+        if name in files.config and (stated := files.whole(name, minimum=0)) != held:
             raise ValueError(
                 f"{files.file}: {name} is {stated}, but the weight files hold {held} {what}: it is the config of other "
                 "heads"
@@ -151,8 +151,8 @@ def _read_published(files: DrafterFiles, wanted: Tensors) -> Heads:
     count = sum(name.startswith("lm_heads.") for name in wanted.names)
     lm_heads = torch.empty(count, rows if tokens is None else len(tokens), h, device=lm.device, dtype=lm.dtype)
     parts = {"weight": weight, "bias": bias, "lm_heads": lm_heads}
-    for own, (name, *_) in wanted.names.items():
-        part, *index = own.split(".")
+    for key, (name, *_) in wanted.names.items():
+        part, *index = key.split(".")
         if part in parts:
             tensor = files.tensor(name, lm.dtype)
             whole = part != "lm_heads" or len(tensor) == lm_heads.shape[1]

@@ -118,6 +118,6 @@ class Collect(Proposer):
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """See ``Proposer``."""
-        for one in observed:
-            if one.hidden is not None:
-                one.sequence.state.append((one.hidden[-1].clone(), one.tokens[-1]))
+        for observation in observed:
+            if observation.hidden is not None:
+                observation.sequence.state.append((observation.hidden[-1].clone(), observation.tokens[-1]))

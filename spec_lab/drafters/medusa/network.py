@@ -110,9 +110,9 @@ class Heads:
 
     def first(self, count: int) -> Heads:
         """Return the first ``count`` heads."""
-        own, lm_head = self.own_lm_heads, self.lm_head
-        if own is not None:
-            lm_head = replace(own, weight=own.weight[:count])
+        own_lm_heads, lm_head = self.own_lm_heads, self.lm_head
+        if own_lm_heads is not None:
+            lm_head = replace(own_lm_heads, weight=own_lm_heads.weight[:count])
         return Heads(self.weight[:count], self.bias[:count], lm_head, self.trunk, self.sha256)
 
     @property

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from spec_lab.core.options import Count, OneOf, Share, Whole, check_fields
+from spec_lab.core.options import Count, Share, Whole
 from spec_lab.drafters.drafter_files import write_drafter
 from spec_lab.drafters.medusa.files import read_medusa
 from spec_lab.drafters.medusa.measure import of_texts
@@ -28,8 +28,6 @@ from spec_lab.train.recipe import Beginning, Recipe, TargetHead
 from spec_lab.train.texts import Texts
 
 log = logging.getLogger(__name__)
-
-LAYOUTS = ("own", "medusa")
 
 
 @dataclass(frozen=True)
@@ -51,11 +49,11 @@ class MedusaRecipe(Recipe):
     trunk: Annotated[int, Whole(0)] = 0
     decay: Share = 1.0
     loss: Loss = "kl"
-    layout: Annotated[str, OneOf(LAYOUTS)] = "own"
+    layout: Literal["own", "medusa"] = "own"
     name: ClassVar = "medusa"
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if self.layout == "medusa" and self.trunk:
             raise ValueError("task.recipe.layout=medusa has no trunk: set task.recipe.trunk=0 or layout=own")
 
@@ -72,9 +70,8 @@ class MedusaRecipe(Recipe):
         if network.trunk_in is not None:
             drawn = torch.randn(self.trunk, 2 * h, generator=torch.Generator().manual_seed(seed))
             network.trunk_in.weight.data.copy_(drawn * (2 * h) ** -0.5)
-        scale = head.embedding_scale
-        own = target.lm.dtype, self.decay, self.loss, scale
-        objective = ChainObjective(network, network, head, *own, point=True)
+        weighting = self.decay, self.loss, head.embedding_scale
+        objective = ChainObjective(network, network, head, target.lm.dtype, *weighting, deterministic=True)
         return Beginning(network.train(), objective, {"trunk": self.trunk}, partial(calibrate, target))
 
     def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
@@ -127,10 +124,12 @@ class MedusaNetwork(nn.Module):
         hidden: H.
         width: W of the trunk; 0 for none.
         target: its LM head is shared, or
-        own: each head begins with a copy of it.
+        own_lm_heads: each head begins with a copy of it.
     """
 
-    def __init__(self, heads: int, layers: int, hidden: int, width: int, target: TargetHead, own: bool) -> None:
+    def __init__(
+        self, heads: int, layers: int, hidden: int, width: int, target: TargetHead, own_lm_heads: bool
+    ) -> None:
         super().__init__()
         linear = nn.Linear
         self.trunk_in = linear(2 * hidden, width) if width else None
@@ -139,7 +138,7 @@ class MedusaNetwork(nn.Module):
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
         self.counts, self.target, self.lm_heads = (heads, layers), target, nn.ModuleList()
-        if own:
+        if own_lm_heads:
             rows = cast(nn.Linear, dense_copy(target.model.get_output_embeddings())).weight
             for _ in range(heads):
                 lm_head = linear(hidden, len(rows), bias=False)
@@ -162,23 +161,23 @@ class MedusaNetwork(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of this package's layout in ``drafters.medusa.files``, in float32."""
-        named = {name: one.detach().float().clone() for name, one in self.named_parameters()}
-        found = {name: one for name, one in named.items() if name.startswith("trunk")}
+        named = {name: parameter.detach().float().clone() for name, parameter in self.named_parameters()}
+        tensors = {name: tensor for name, tensor in named.items() if name.startswith("trunk")}
         for kind in ("weight", "bias"):
             every = [named[f"heads.{head}.{layer}.{kind}"] for head, layer in np.ndindex(self.counts)]
-            found[kind] = torch.stack(every).unflatten(0, self.counts)
-        return found
+            tensors[kind] = torch.stack(every).unflatten(0, self.counts)
+        return tensors
 
     def published(self) -> dict[str, Tensor]:
         """Return the tensors of the layout of Medusa's authors."""
-        found = dict[str, Tensor]()
-        for name, one in self.named_parameters():
+        tensors = dict[str, Tensor]()
+        for name, parameter in self.named_parameters():
             kind, head, *rest = name.split(".")
             if kind == "heads":
-                found[f"{head}.{rest[0]}.linear.{rest[1]}"] = one
+                tensors[f"{head}.{rest[0]}.linear.{rest[1]}"] = parameter
             else:
-                found[f"{head}.{self.counts[1]}.weight"] = one
-        return found
+                tensors[f"{head}.{self.counts[1]}.weight"] = parameter
+        return tensors
 
 
 def export_medusa(

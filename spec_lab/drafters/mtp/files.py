@@ -75,9 +75,9 @@ NOT_OF_LAYERS = {
 def mtp_layout(names: Names, prefixes: Sequence[str]) -> Layout:
     """The table of modules whose tensors begin with these prefixes, in order of module."""
     rows = [
-        Entry(f"{prefix}{published}.*", f"frames.{number}.{own}.*")
+        Entry(f"{prefix}{published}.*", f"frames.{number}.{part}.*")
         for number, prefix in enumerate(prefixes)
-        for published, own in FRAMES[names].items()
+        for published, part in FRAMES[names].items()
     ]
     if names == "qwen":
         rows.append(Entry(f"{MTP}layers.*", "body.layers.*"))
@@ -102,27 +102,28 @@ def read_mtp(path: str | None, target: Target) -> Mtp:
     """
     if path is not None and (not isinstance(path, str) or not path):
         raise ValueError(f"proposer.path must name a folder of MTP modules, or be null, not {path!r}")
-    own = in_target(path, target)
-    if own:
+    in_checkpoint = in_target(path, target)
+    if in_checkpoint:
         _ = target.model  # refuses other runners
-    folder = describe(target.name).folder if own else Path(str(path))
+    folder = describe(target.name).folder if in_checkpoint else Path(str(path))
     config = read_config(folder)
     with open_weights(weight_files(folder)) as held:
-        layers = target.services.num_layers if own else 0
+        layers = target.services.num_layers if in_checkpoint else 0
         prefixes = mtp_prefixes(held, layers)
-        some = ", ".join(sorted(held)[:3])
+        examples = ", ".join(sorted(held)[:3])
         if not prefixes:
             raise ValueError(
-                f"{'the checkpoint of the target' if own else 'proposer.path'} {folder} holds no MTP module: there is "
-                f"neither model.layers.N.eh_proj.weight{f' with N from {layers} on' if own else ''} nor mtp.fc.weight "
-                f"(it holds: {some}); set proposer.path to a folder that holds one, or choose another proposer"
+                f"{'the checkpoint of the target' if in_checkpoint else 'proposer.path'} {folder} holds no MTP module: "
+                f"there is neither model.layers.N.eh_proj.weight{f' with N from {layers} on' if in_checkpoint else ''} "
+                "nor mtp.fc.weight "
+                f"(it holds: {examples}); set proposer.path to a folder that holds one, or choose another proposer"
             )
         names: Names = "qwen" if prefixes[-1] == MTP else "deepseek"
         if names == "qwen" and len(prefixes) > 1:
             raise ValueError(f"{folder} holds MTP modules of two layouts, {prefixes[0]} and {MTP}: remove one of them")
-        if own:  # other tensors are the target's
+        if in_checkpoint:  # other tensors are the target's
             held = {name: tensor for name, tensor in held.items() if name.startswith(tuple(prefixes))}
-        return _read(DrafterFiles("MTP modules", folder, config, held, target), names, prefixes, own)
+        return _read(DrafterFiles("MTP modules", folder, config, held, target), names, prefixes, in_checkpoint)
 
 
 def in_target(path: str | None, target: Target) -> bool:
@@ -130,13 +131,13 @@ def in_target(path: str | None, target: Target) -> bool:
     return path is None or Path(path).resolve() == Path(target.name).resolve()
 
 
-def _read(files: DrafterFiles, names: Names, prefixes: Sequence[str], own: bool) -> Mtp:
+def _read(files: DrafterFiles, names: Names, prefixes: Sequence[str], in_checkpoint: bool) -> Mtp:
     """Read the modules that begin with these prefixes. Errors as of ``read_mtp``."""
     layout, dtype = mtp_layout(names, prefixes), files.target.lm.dtype
-    ours = {name: layout.own(name) for name in files.held}
+    ours = {name: layout.network_name(name) for name in files.held}
     settings = _settings(files, {*ours.values()}, names, len(prefixes))
     network = files.described(lambda: Mtp(settings))
-    _check_fields(files, network, own)
+    _check_fields(files, network, in_checkpoint)
     described = sum(parameter.numel() for parameter in network.parameters())
     count = sum(math.prod(shape) for shape in files.shapes.values())
     check_described(files.folder, "MTP modules with {} parameters", described, count)  # before such layers are made
@@ -144,10 +145,11 @@ def _read(files: DrafterFiles, names: Names, prefixes: Sequence[str], own: bool)
     layers = {f"model.{our[5:]}": files.held[name] for name, our in ours.items() if our and our.startswith("body.")}
     body, problems = network.body.read(layers, dtype)
     problems = [
-        re.sub(r"^model(\.layers\.\S+)", lambda found: layout.published(f"body{found[1]}")[0], text)
+        re.sub(r"^model(\.layers\.\S+)", lambda match: layout.published(f"body{match[1]}")[0], text)
         for text in problems
     ]
-    frames = {name: tuple(one.shape) for name, one in network.named_parameters() if name.startswith("frames.")}
+    parameters = dict(network.named_parameters())
+    frames = {name: tuple(parameters[name].shape) for name in parameters if name.startswith("frames.")}
     wanted = layout.of_network(frames, files.shapes)
     held = {name: files.shapes[name] for name, our in ours.items() if our is None or our.startswith("frames.")}
     refuse_misfits(files.folder, problems + misfits(wanted.shapes, held))
@@ -167,7 +169,7 @@ def _settings(files: DrafterFiles, ours: set[str | None], names: Names, prefixes
         prefixes: how many begin names of tensors.
     """
     file, config = files.file, files.config
-    numbers = {found[1] for name in ours if name and (found := re.match(r"body\.layers\.([0-9]{1,9})\.", name))}
+    numbers = {match[1] for name in ours if name and (match := re.match(r"body\.layers\.([0-9]{1,9})\.", name))}
     modules = prefixes if names == "deepseek" else max(len(numbers), 1)
     stated = config.get(COUNTS[names])
     if stated is not None and stated != modules:
@@ -188,7 +190,7 @@ def _settings(files: DrafterFiles, ours: set[str | None], names: Names, prefixes
     )  # fmt: skip
 
 
-def _check_fields(files: DrafterFiles, network: Mtp, own: bool) -> None:
+def _check_fields(files: DrafterFiles, network: Mtp, in_checkpoint: bool) -> None:
     """Refuse fields that are not known; those of the target's layers are checked when the target is loaded.
 
     Raises:
@@ -196,7 +198,9 @@ def _check_fields(files: DrafterFiles, network: Mtp, own: bool) -> None:
     """
     family = type(network.body.config)
     read = {*family().to_dict(), *family.attribute_map, *OF_LAYERS, "partial_rotary_factor", *COUNTS.values()}
-    config = {name: value for name, value in files.config.items() if not own or "mtp" in name or "nextn" in name}
+    config = files.config
+    if in_checkpoint:
+        config = {name: value for name, value in config.items() if "mtp" in name or "nextn" in name}
     Fields("MTP modules", read, MEANINGS, NOT_READ).check(files.file, config)
 
 

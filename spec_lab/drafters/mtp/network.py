@@ -108,10 +108,9 @@ class Mtp(DrafterNetwork):
         rotation = self.body.rotate(inputs[0], positions)
         outputs = []
         for module in range(self.layers):
-            one = min(module, len(inputs) - 1)
-            outputs.append(
-                self.frames[one].norm(self.body.whole(module, inputs[one], positions, rotation, cache, mask))
-            )
+            frame = min(module, len(inputs) - 1)
+            output = self.body.whole(module, inputs[frame], positions, rotation, cache, mask)
+            outputs.append(self.frames[frame].norm(output))
         return self._numbered(_chosen(outputs, number), number)
 
     def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,14 +126,14 @@ class Mtp(DrafterNetwork):
     def toy(self, target: Target) -> Mtp:
         """The same kind of network with random weights, in the sizes of another target."""
         h = target.services.hidden_size
-        own = replace(
+        settings = replace(
             self.settings, layer=small_layer(h), hidden_size=h, vocab_size=target.vocabulary,
             own_embedding=False, own_head=False,
         )  # fmt: skip
-        return random_network(Mtp(own), target)
+        return random_network(Mtp(settings), target)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What comes before the module's number, and that number; None with one module."""
+        """Split off the module's number, which is the last column; None with one module."""
         return (x, None) if self.layers == 1 else (x[..., :-1], x[..., -1:])
 
     def _numbered(self, x: Tensor, number: Tensor | None) -> Tensor:
@@ -143,8 +142,8 @@ class Mtp(DrafterNetwork):
 
 def _chosen(values: Sequence[Tensor], number: Tensor | None) -> Tensor:
     """Each row of the value with its number, ``[.., D]``."""
-    found = values[0]
-    for one, value in enumerate(values[1:], start=1):
+    chosen = values[0]
+    for module, value in enumerate(values[1:], start=1):
         assert number is not None
-        found = torch.where(number == one, value, found)
-    return found
+        chosen = torch.where(number == module, value, chosen)
+    return chosen

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from spec_lab.core.options import Count, Share, check_fields
+from spec_lab.core.options import Count, Share
 from spec_lab.drafters.draft_layers import random_network
 from spec_lab.drafters.mtp import propose as mtp
-from spec_lab.drafters.mtp.files import write_mtp
+from spec_lab.drafters.mtp.files import Names, write_mtp
 from spec_lab.drafters.mtp.network import Mtp, MtpSettings
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
@@ -40,11 +40,8 @@ class MtpRecipe(Recipe):
     loss: Loss = "kl"
     intermediate_size: Count | None = None
     heads: Count | None = None
-    layout: Literal["deepseek", "qwen"] = "deepseek"
+    layout: Names = "deepseek"
     name: ClassVar = "mtp"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def depth(self) -> int:
@@ -70,8 +67,7 @@ class MtpRecipe(Recipe):
 
     def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
         """See ``Recipe``."""
-        layout = self.layout
-        return write_mtp(module, folder, layout, target.services.num_layers, facts, torch.bfloat16)
+        return write_mtp(module, folder, self.layout, target.services.num_layers, facts, torch.bfloat16)
 
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:
         """See ``Recipe``."""

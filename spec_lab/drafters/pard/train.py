@@ -7,7 +7,7 @@ level without copies of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -17,52 +17,39 @@ from torch import Tensor
 
 from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.options import Count, Share
-from spec_lab.drafters.draft_model.train import check_llama, llama, write_llama
+from spec_lab.drafters.draft_model.train import LlamaRecipe
 from spec_lab.drafters.pard.propose import Pard
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective
 from spec_lab.train.objectives import Loss
-from spec_lab.train.recipe import Beginning, Recipe, TargetHead
+from spec_lab.train.recipe import Beginning, TargetHead
 from spec_lab.train.unroll import Unrolls
 
 
 @dataclass(frozen=True)
-class PardRecipe(Recipe):
+class PardRecipe(LlamaRecipe):
     """A Llama with the target's tokens and, as the last one, a mask token.
 
     Args:
         depth: levels, of which all but the first read a mask token.
         decay: weight of a level's loss over that of the level before it.
         loss: "kl", "reverse_kl" or "tv".
-        hidden_size, layers, heads, intermediate_size, tied: see ``draft.DraftRecipe``.
     """
 
     depth: Count = 8
     decay: Share = 0.8
     loss: Loss = "kl"
-    hidden_size: Count = 256
-    layers: Count = 2
-    heads: Count = 4
-    intermediate_size: Count = 768
-    tied: bool = True
     name: ClassVar = "pard"
-
-    def __post_init__(self) -> None:
-        check_llama(self)
 
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
         """See ``Recipe``."""
         mask = target.vocabulary
-        network = llama(self, target, mask + 1, seed, pard_token=mask)
+        network = self.llama(target, mask + 1, seed, pard_token=mask)
         network.set_attn_implementation(Unrolls.attention)
-        own = TargetHead.of(target), target.lm.dtype, self.decay, self.loss
-        objective = ChainObjective(network, PardDrafts(network, mask, self.depth), *own)
+        drafts, head = PardDrafts(network, mask, self.depth), TargetHead.of(target)
+        objective = ChainObjective(network, drafts, head, target.lm.dtype, self.decay, self.loss)
         return Beginning(network, objective, {"layers": self.layers, "mask_token": mask})
-
-    def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
-        """See ``Recipe`` and ``draft.write_llama``; the config names the mask token as ``pard_token``."""
-        return write_llama(module, target, folder)
 
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:
         """See ``Recipe``."""
@@ -90,10 +77,10 @@ class PardDrafts:
             columns = max(0, ids.shape[1] - level)
             tokens = ids if level == 0 else torch.full_like(ids[:, :columns], self.mask)
             positions = torch.arange(level, level + columns, device=ids.device)[None]
-            found = self.network.model(
+            states = self.network.model(
                 input_ids=tokens, position_ids=positions, use_cache=False, **{cache_argument(self.network.model): cache}
             ).last_hidden_state
-            yield found[:, 1:]
+            yield states[:, 1:]
 
     def logits(self, position: int, states: Tensor) -> Tensor:
         """``[n, H] -> [n, V]``: of the target's tokens, since the mask token is never drafted."""

@@ -73,7 +73,7 @@ def test_an_experiment_lists_what_it_sets(known):
     swept = {key.name: key for key in known.option(EXPERIMENT, "batch_size").keys}["batch_size"]
     assert (swept.type, swept.default) == ("sweep", "1,2,4,8,16")
     recipe = {key.name: key for key in known.option(EXPERIMENT, "train_medusa").keys}
-    assert recipe["task.recipe.trunk"].type == "int" and recipe["task.recipe.trunk"].meaning
+    assert recipe["task.recipe.trunk"].type == "int of 0 or more" and recipe["task.recipe.trunk"].meaning
 
 
 @pytest.mark.parametrize(("path", "name"), [
