@@ -14,21 +14,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, Shape
-from spec_lab.core.probabilities import Sampling, finite_, likeliest, logits_to_probs, probs_dtype
-from spec_lab.core.randomness import Draws, Key, Purpose
-from spec_lab.core.readback import Readback
-from spec_lab.decode.rows import tokens_before, tokens_of
-from spec_lab.decode.sequence import DraftMasks
-from spec_lab.propose.expansion import Expand
-from spec_lab.propose.growth import Stop
-from spec_lab.propose.siblings import BROKEN, allow_, exists, sample_siblings
+from spec_lab.core.probabilities import Sampling
+from spec_lab.decode.sequence import Batch
+from spec_lab.propose.grower import Children, Grower
+from spec_lab.propose.stop_rules import Stop
 
 
 @dataclass(frozen=True)
@@ -58,184 +53,97 @@ class Budget:
         return sum(per_level)
 
 
-@dataclass
-class BestFirst:
-    """A forest of draft trees that grow best first.
+class BestFirst(Grower):
+    """A forest of draft trees that grow best first. Its ``shape`` holds all that is drawn so far.
+
+    Children are drawn from the masked draft distribution, and nodes below which no token is allowed are not expanded.
 
     Args:
         budget: the limits of each tree.
         drawn: how siblings are drawn: "iid", "without" replacement or "point" (the top-k tokens).
-        draws: samples the children.
-        keys: ``[B]`` (request, branch, step) of each tree.
-        samplings: ``[B]`` sampling parameters of the draft.
+        batch: the sequences.
         depths: ``[B]`` maximum depth of each tree; the budget's applies as well. 0: nothing is drafted.
-        texts: ``[B]`` tokens of each sequence; required by repetition penalties.
-        masks: token masks of a constraint; None for none. Children are drawn from the masked draft distribution, and
-            nodes below which no token is allowed are not expanded.
-        read: reads what was drawn, once for each draft forward.
+        samplings: ``[B]`` sampling parameters of the draft.
         stop: where nothing more is drafted; None: nowhere. Its paths have the probabilities with which nodes are drawn.
         lenient: see ``TreePlan.draft``.
-        broken: trees whose draft logits held no distribution, with the reason.
     """
 
-    budget: Budget
-    drawn: Drawn
-    draws: Draws
-    keys: Sequence[tuple[int, int, int]]
-    samplings: Sequence[Sampling]
-    depths: Sequence[int]
-    texts: Sequence[Sequence[int]] = ()
-    masks: DraftMasks | None = None
-    read: Readback = field(default_factory=Readback)
-    stop: Stop | None = None
-    lenient: bool = False
-    broken: dict[int, str] = field(default_factory=dict)
-    parent: list[int] = field(default_factory=list)
-    token: list[int] = field(default_factory=list)
-    _score: list[float] = field(default_factory=list)  # of each row: log-probability of its path
-    _tree: list[int] = field(default_factory=list)  # of each row
-    kept: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # of the draft, when it is complete
-    _depth: list[int] = field(default_factory=list)
-    _place: list[int] = field(default_factory=list)  # of each row: its number in its own tree, 0 for the root
-    _nodes: list[int] = field(default_factory=list)  # of each tree
-    _q: list[Tensor] = field(default_factory=list)
-    _q_row: dict[int, int] = field(default_factory=dict)
-    _allowed: dict[int, np.ndarray] = field(default_factory=dict)  # [V] bool, of rows about to be expanded
+    scored = True  # "point" by the probabilities at temperature 1, whatever the request's temperature
 
-    def grow(self, roots: Tensor, expand: Expand) -> Draft:
-        """Draw the whole forest.
+    def __init__(
+        self,
+        budget: Budget,
+        drawn: Drawn,
+        batch: Batch,
+        depths: Sequence[int],
+        samplings: Sequence[Sampling],
+        stop: Stop | None = None,
+        lenient: bool = False,
+    ) -> None:
+        super().__init__(drawn, batch, Shape(len(depths), np.empty(0, dtype=np.int64)), samplings, stop, lenient)
+        self.budget, self.depths = budget, np.minimum(depths, budget.depth)
+        self.score = np.zeros(len(depths))  # of each row: log-probability of its path
+        self.frontier: list[list[tuple[float, int]]] | None = None  # of each tree, a heap of (-score, row)
 
-        Args:
-            roots: ``[A, V]`` draft logits at the roots of the A trees with a depth above 0, in order.
-            expand: computes further rows.
-        """
-        count = len(self.keys)
-        self._score, self._tree, self._depth = [0.0] * count, list(range(count)), [0] * count
-        self._place, self._nodes = [0] * count, [0] * count
-        frontier: list[list[tuple[float, int]]] = [[] for _ in range(count)]  # heaps of (-score, row)
-        chosen, logits, shape = [tree for tree, depth in enumerate(self.depths) if depth], roots, self._shape()
-        for root in chosen:
-            self._may_expand(shape, root)
-        while chosen:
-            for row in self._draw(chosen, logits):
-                heapq.heappush(frontier[self._tree[row]], (-self._score[row], row))
-            chosen, shape = [], self._shape()
-            for tree, heap in enumerate(frontier):
-                left = self.budget.drawn - self._nodes[tree]
-                count = min(self.budget.width, left // self.budget.children)
-                while heap and count:
-                    _, row = heapq.heappop(heap)
-                    shallow = self._depth[row] < min(self.depths[tree], self.budget.depth)
-                    if shallow and self._may_expand(shape, row):
-                        chosen.append(row)
-                        count -= 1
-                if self.budget.rerank:
-                    heap.clear()  # only the newest level is expanded
-            chosen.sort(key=lambda row: (self._tree[row], row))
-            if chosen:
-                logits = expand(shape, np.array(chosen), np.array(self.token)).logits
-        return self._draft(logits)
+    def choose(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the best rows of each tree's frontier below which anything is allowed."""
+        if self.frontier is None:
+            self.frontier, rows = [[] for _ in self.depths], np.flatnonzero(self.depths)
+            return rows, self.allowed(rows)
+        chosen = list[tuple[int, int, np.ndarray | None]]()
+        for tree, (heap, size) in enumerate(zip(self.frontier, self.shape.sizes.tolist(), strict=True)):
+            count = min(self.budget.width, (self.budget.drawn - size + 1) // self.budget.children)
+            while heap and count:
+                _, row = heapq.heappop(heap)
+                allowed = self.allowed(np.array([row]))
+                if allowed is None or allowed.any():
+                    chosen.append((tree, row, allowed))
+                    count -= 1
+            if self.budget.rerank:
+                heap.clear()  # only the newest level is expanded
+        chosen.sort(key=lambda choice: choice[:2])
+        masks = [allowed for *_, allowed in chosen if allowed is not None]
+        return np.array([row for _, row, _ in chosen], dtype=np.int64), np.concatenate(masks) if masks else None
 
-    def _may_expand(self, shape: Shape, row: int) -> bool:
-        """Return whether the constraint allows any token below a row, and keep the row's mask."""
-        if self.masks is None:
-            return True
-        allowed = self._allowed[row] = self.masks(shape, np.array([row]), np.array(self.token, dtype=np.int64))[0]
-        return bool(allowed.any())
+    def siblings(self, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the children of each row, keyed by the row's place in its own tree and the child's rank."""
+        places, numbers = np.arange(len(rows)), (self.shape.places[rows] + 1) * self.budget.children
+        return [(places, numbers + rank) for rank in range(self.budget.children)]
 
-    def _shape(self) -> Shape:
-        return Shape(len(self.keys), np.array(self.parent, dtype=np.int64))
+    def paths(self, rows: np.ndarray) -> np.ndarray | None:
+        """See ``Grower``."""
+        return np.exp(self.score[rows])
 
-    def _draw(self, rows: Sequence[int], logits: Tensor) -> list[int]:
-        """Draw the children of ``rows`` ``[n]`` from draft logits ``[n, V]``; return the children's rows."""
-        samplings = [self.samplings[self._tree[row]] for row in rows]
-        own, ask = logits.to(probs_dtype(logits.dtype), copy=True), {}
-        if (without := finite_(own)) is not None:
-            ask["without"] = without
-        if self.masks is not None:
-            ask["possible"] = allow_(own, np.stack([self._allowed.pop(row) for row in rows]))
-        if self.stop is not None:
-            paths = np.exp([self._score[row] for row in rows])
-            ask["stopped"] = self.stop(own.softmax(-1), np.array([self._tree[row] for row in rows]), paths)
-        if self.drawn == "point":  # path probabilities are those at temperature 1, whatever the request's temperature
-            samplings = [sampling.untruncated for sampling in samplings]
-        texts = tokens_of(self.texts, samplings, own.shape[-1], own.device)
-        seen = tokens_before(texts, self._shape(), np.array(self.token, dtype=np.int64), np.array(rows))
-        q = logits_to_probs(own, samplings, seen, scratch=own)
-        if self.drawn == "point":
-            token = likeliest(q, self.budget.children)
-        else:
-            ask["support"] = support = (q > 0).sum(-1)
-            token = self._sample(rows, q, support)
-        ask["token"], ask["mass"] = token, q.gather(-1, token)
-        host = dict(zip(ask, self.read(*ask.values()), strict=True))
-        if "without" in host:
-            self.broken |= {self._tree[rows[place]]: BROKEN for place in np.flatnonzero(host["without"]).tolist()}
-        if self.drawn == "point":  # the largest first, so that those without mass are the last
-            count = (host["mass"] > 0).sum(-1)
-        else:
-            count = sum(exists(host["support"], rank, self.drawn) for rank in range(self.budget.children))
-        if "possible" in host:
-            count = np.where(host["possible"], count, 0)
-        if self.lenient and "without" in host:
-            count = np.where(host["without"], 0, count)
-        before = self.stop is not None and self.stop.rule.before
-        if before:
-            count = np.where(host["stopped"], 0, count)
-        first, grows = sum(map(len, self._q)), list[int]()
-        if self.drawn != "point":
-            self._q.append(q)
+    def add(self, rows: np.ndarray, children: Children) -> None:
+        """Append what was drawn; it joins the frontier unless drafting stops above it."""
+        assert children.probability is not None and self.frontier is not None
+        count = self.budget.children if children.counts is None else children.counts[:, None]
+        exists = np.broadcast_to(np.arange(self.budget.children) < count, children.token.shape)
+        place = exists.nonzero()[0]  # of the parent of each child
         with np.errstate(divide="ignore"):
-            gains = np.log(host["mass"], dtype=np.float64)
-        for place, (row, children) in enumerate(zip(rows, count.tolist(), strict=True)):
-            if not children:
-                continue
-            self._q_row[row] = first + place
-            if self.stop is None or before or not host["stopped"][place]:
-                grows += range(len(self._tree), len(self._tree) + children)
-            self.parent += [row] * children
-            self.token += host["token"][place, :children].tolist()
-            self._score += (self._score[row] + gains[place, :children]).tolist()
-            tree = self._tree[row]
-            self._tree += [tree] * children
-            self._depth += [self._depth[row] + 1] * children
-            self._place += range(self._nodes[tree] + 1, self._nodes[tree] + 1 + children)
-            self._nodes[tree] += children
-        return grows
+            gains = np.log(children.probability, dtype=np.float64)[exists]
+        first, above = self.shape.rows, rows[place]
+        self.shape = Shape(self.shape.roots, np.append(self.shape.parent, above))
+        self.token = np.append(self.token, children.token[exists])
+        self.score = np.append(self.score, self.score[above] + gains)
+        self.q_row = np.append(self.q_row, np.full(len(above), -1))
+        self.live = np.append(self.live, np.ones(len(above), dtype=bool))
+        grows = self.shape.depth[first:] < self.depths[self.shape.root[first:]]
+        if children.stopped is not None:
+            grows &= ~children.stopped[place]
+        for row in (first + grows.nonzero()[0]).tolist():
+            heapq.heappush(self.frontier[self.shape.root[row]], (-self.score[row], row))
 
-    def _sample(self, rows: Sequence[int], q: Tensor, support: Tensor) -> Tensor:  # [n, children]
-        """Sample the children of each row, keyed by the row's place in its own tree and the child's rank."""
-        k, places = self.budget.children, np.arange(len(rows))
-        owners = [(self.keys[self._tree[row]], self._place[row] * k) for row in rows]
-        ranks = [(places, [Key(*key, Purpose.DRAFT, own + rank) for key, own in owners]) for rank in range(k)]
-        return torch.stack(sample_siblings(self.draws, self.drawn, q, support, ranks), -1)
-
-    def _draft(self, like: Tensor) -> Draft:
-        shape, self.kept = self._shape(), np.array(self.token, dtype=np.int64)
-        if self.budget.rerank:
-            shape, kept = shape.keep(self._best())
-            self.kept = self.kept[kept]
-        token = torch.from_numpy(self.kept).to(like.device)
-        if self.drawn == "point":
-            return Draft(shape, token, broken=self.broken)
-        q_row = np.full(shape.rows, -1, dtype=np.int64)
-        for row, place in self._q_row.items():
-            q_row[row] = place
-        nothing = torch.empty(0, like.shape[-1], device=like.device)
-        return Draft(shape, token, self.drawn, torch.cat(self._q) if self._q else nothing, q_row, broken=self.broken)
-
-    def _best(self) -> np.ndarray:  # [R] bool
-        """Mark the ``nodes`` best rows of each tree.
+    def draft(self, like: Tensor) -> Draft:
+        """See ``Grower``; reranked, the best nodes of each tree.
 
         A node's score is at most its parent's and its earlier siblings', and ties go to what was drawn first, so the
-        marked rows are trees.
+        best rows are trees.
         """
-        best = np.zeros(len(self._score), dtype=bool)
-        first = len(self.keys)
-        order = sorted(range(first, len(self._score)), key=lambda row: (-self._score[row], row))
-        left = [self.budget.nodes] * first
-        for row in order:
-            tree = self._tree[row]
-            best[row] = left[tree] > 0
-            left[tree] -= 1
-        return best
+        if self.budget.rerank:
+            shape, sizes = self.shape, self.shape.sizes - 1
+            root = shape.root[shape.roots :]
+            order = np.lexsort((-self.score[shape.roots :], root))  # nodes by tree, the best first
+            rank = np.arange(shape.nodes) - (sizes.cumsum() - sizes)[root[order]]
+            self.live[shape.roots + order] = rank < self.budget.nodes
+        return super().draft(like)

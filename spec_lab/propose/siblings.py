@@ -15,21 +15,14 @@ BROKEN = "the draft's logits are NaN or infinite"
 """Why a tree whose draft logits hold no distribution ends."""
 
 
-def exists(support: np.ndarray, rank: int, drawn: Drawn) -> np.ndarray:  # [n] bool
-    """Return below which parents a sibling of this rank is drawn, given how many tokens have mass there.
+def how_many(support: np.ndarray, width: int, drawn: Drawn) -> np.ndarray:  # [n] -> [n]
+    """Return how many of ``width`` siblings are drawn at parents whose q has mass on ``support`` tokens.
 
     Without replacement and from the top k, one for each token with mass. Further iid siblings would repeat the first
     where q is one-hot.
-
-    Args:
-        support: ``[n]`` how many tokens have mass in q at each parent.
-        rank: of the sibling, from 0.
-        drawn: how siblings are drawn.
-
-    Returns:
-        ``[n]`` bool.
     """
-    return support > (min(rank, 1) if drawn == "iid" else rank)
+    most = np.minimum(support, width)
+    return np.where(support > 1, width, most) if drawn == "iid" else most
 
 
 def allow_(logits: Tensor, allowed: np.ndarray) -> Tensor:  # [n] bool
@@ -49,10 +42,10 @@ def sample_siblings(
     q: Tensor,
     support: Tensor | None,
     ranks: Sequence[tuple[np.ndarray, Sequence[Key]]],
-) -> list[Tensor]:
+) -> Tensor:  # [n, K]
     """Sample siblings, iid or without replacement.
 
-    On a device nothing is read: a sibling that does not exist (``exists``) is drawn from a one-hot distribution, for
+    On a device nothing is read: a sibling that does not exist (``how_many``) is drawn from a one-hot distribution, for
     the host to drop. On the CPU it is not drawn.
 
     Args:
@@ -63,10 +56,10 @@ def sample_siblings(
         ranks: for each rank the places of the parents in q, ascending, and the key of each sibling.
 
     Returns:
-        The tokens of each rank. Those of siblings that do not exist mean nothing.
+        The tokens of each parent's children by rank. Those of siblings that do not exist mean nothing.
     """
     left = q.clone() if drawn == "without" and len(ranks) > 1 else q
-    on_host, found = q.device.type == "cpu", []
+    on_host, tokens = q.device.type == "cpu", []
     for rank, (places, keys) in enumerate(ranks):
         rows = torch.from_numpy(places).to(q.device)
         weights = left if len(rows) == len(left) else left[rows]
@@ -80,11 +73,15 @@ def sample_siblings(
         elif on_host:
             picked, some = torch.zeros_like(rows), alive.tolist()
             if any(some):
-                picked[alive] = draws.pick(weights[alive], [key for key, one in zip(keys, some, strict=True) if one])
+                picked[alive] = draws.pick(
+                    weights[alive], [key for key, exists in zip(keys, some, strict=True) if exists]
+                )
         else:
             first = torch.arange(q.shape[-1], device=q.device) == 0
             picked = draws.pick(torch.where(alive[:, None], weights, first.to(q.dtype)), keys)
-        found.append(picked)
         if left is not q and len(rows):
             left[rows, picked] = 0.0
-    return found
+        tokens.append(
+            picked if len(rows) == len(q) else torch.zeros_like(q[:, 0], dtype=torch.int64).index_copy_(0, rows, picked)
+        )
+    return torch.stack(tokens, -1)

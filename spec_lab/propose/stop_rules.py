@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,24 @@ from spec_lab.core.limit import StopRule
 
 RuleName = Literal["confidence", "adaedl", "svip"]
 """Rules that a policy may name."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A rule that stops drafts early, with its thresholds.
+
+    Args:
+        rule: the rule.
+        threshold: ``[B]`` for each tree.
+    """
+
+    rule: StopRule
+    threshold: np.ndarray
+
+    def __call__(self, probs: Tensor, trees: np.ndarray, path: np.ndarray | None = None) -> Tensor:  # [n] bool
+        """At which rows drafting stops, given draft probabilities ``[n, V]``, each row's tree, and ``path`` ``[n]``."""
+        above = probs.new_ones(len(trees)) if path is None else torch.from_numpy(path).to(probs)
+        return self.rule(probs, above, torch.from_numpy(self.threshold[trees]).to(probs))
 
 
 def entropy(probs: Tensor) -> Tensor:  # [n, V] -> [n]

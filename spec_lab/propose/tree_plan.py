@@ -17,8 +17,9 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.decode.sequence import Batch
 from spec_lab.propose.best_first import BestFirst, Budget
 from spec_lab.propose.expansion import Computed, Expand, RowLogits
-from spec_lab.propose.growth import Growth, Stop
-from spec_lab.propose.stop_rules import Confidence
+from spec_lab.propose.grower import Grower
+from spec_lab.propose.levels import ForcedChains, LevelByLevel
+from spec_lab.propose.stop_rules import Confidence, Stop
 from spec_lab.propose.trees import (
     MOST_NODES,
     Choices,
@@ -265,7 +266,13 @@ class TreePlan:
             raise WrongOption(f"children: {self.budget.children} children do not fit a vocabulary of {vocabulary}")
 
     def draft(
-        self, batch: Batch, depths: Sequence[int], roots: Computed | None, expand: Expand | None, lenient: bool = False
+        self,
+        batch: Batch,
+        depths: Sequence[int],
+        roots: Computed | None,
+        expand: Expand | None,
+        lenient: bool = False,
+        forced: Sequence[int] | None = None,
     ) -> Grown:
         """Draft below every sequence of a batch.
 
@@ -276,24 +283,22 @@ class TreePlan:
             expand: computes further rows; None where ``roots`` is.
             lenient: draft nothing below rows whose logits hold no distribution. Their trees are named in
                 ``Draft.broken`` all the same.
+            forced: ``[B]`` most nodes of chains whose forced tokens do not count as levels; None: they do.
         """
         if roots is None or expand is None:
             roots, expand = RowLogits(torch.empty(0, batch.target.vocabulary, device=batch.device)), _never
         samplings = [self.sampling(sequence.request.sampling) for sequence in batch.sequences]
-        if self.budget is None:
-            shape = forest(tuple(self._cut[max(0, min(depth, len(self._cut) - 1))] for depth in depths))
-            growth = Growth(self.drawn, batch, shape, samplings, self.stop(batch), lenient)
-            draft = growth.grow(roots, expand)
-            return Grown(draft, shape, growth.token, growth.kept)
-        keys, texts = [one.key for one in batch.sequences], [one.tokens for one in batch.sequences]
-        best = BestFirst(
-            self.budget, self.drawn, batch.draws, keys, samplings, [max(0, depth) for depth in depths], texts,
-            batch.draft_masks, batch.read, self.stop(batch), lenient,
-        )  # fmt: skip
-        draft = best.grow(roots.logits, expand)
-        every = Shape(len(keys), np.array(best.parent, dtype=np.int64)) if self.budget.rerank else draft.shape
-        drawn = np.array(best.token, dtype=np.int64)
-        return Grown(replace(draft, token=draft.token.to(batch.device)), every, drawn, best.kept)
+        depths = [max(0, depth) for depth in depths]
+        grower: Grower
+        if self.budget is not None:
+            grower = BestFirst(self.budget, self.drawn, batch, depths, samplings, self.stop(batch), lenient)
+        elif forced is not None:
+            grower = ForcedChains(self.drawn, batch, depths, forced, samplings, self.stop(batch))
+        else:
+            shape = forest(tuple(self._cut[min(depth, len(self._cut) - 1)] for depth in depths))
+            grower = LevelByLevel(self.drawn, batch, shape, samplings, self.stop(batch), lenient)
+        draft = grower.grow(roots, expand)
+        return Grown(draft, grower.shape, grower.token, grower.kept)
 
     @cached_property
     def _cut(self) -> list[Shape]:

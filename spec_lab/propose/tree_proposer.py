@@ -82,23 +82,19 @@ class TreeProposer(Proposer):
             depths: ``[B]`` levels below each.
         """
 
-    def depths(self, batch: Batch) -> list[int]:
-        """Return the levels of each sequence's tree."""
-        most = self.plan.depth
-        return [
-            max(0, min(self.levels(sequence, room), most))
-            for room, sequence in zip(batch.room(), batch.sequences, strict=True)
-        ]
-
     @inference
     def propose(self, batch: Batch) -> Draft:
         """Draft below every sequence below which the drafter can."""
-        depths = self.depths(batch)
+        levels = [self.levels(sequence, room) for room, sequence in zip(batch.room(), batch.sequences, strict=True)]
+        depths = [max(0, min(level, self.plan.depth)) for level in levels]
         if not any(depths):
             return self.plan.draft(batch, depths, None, None).draft
         forwards = self.begin(batch, depths)
         try:
-            grown = self.plan.draft(batch, depths, forwards.roots, forwards.expand, self.lenient)
+            forced = (
+                levels if self.forced_nodes and batch.draft_masks is not None and batch.draft_masks.forces else None
+            )
+            grown = self.plan.draft(batch, depths, forwards.roots, forwards.expand, self.lenient, forced)
             if forwards.finish is not None:
                 forwards.finish(grown)
         finally:

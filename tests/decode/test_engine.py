@@ -17,9 +17,9 @@ from spec_lab.core.request import Request
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits, fixed_group
 from spec_lab.decode.proposer import Proposer, Requires
-from spec_lab.drafters.draft_model.forced import RUN
 from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.propose import Null
+from spec_lab.propose.levels import RUN
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token, Traversal

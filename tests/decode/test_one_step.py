@@ -24,9 +24,7 @@ RUNS = {
 PROBABILITIES = {
     "decode/rows.py",  # called by the step
     "decode/text_logits.py",
-    "propose/growth.py",  # a draft model's own q
-    "propose/best_first.py",
-    "drafters/draft_model/forced.py",
+    "propose/grower.py",  # a draft model's own q
     "tasks/certify/toy_models.py",  # what the outputs of steps are compared with: exact distributions of a table,
     "tasks/certify/ground_truth.py",
     "tasks/certify/sampled.py",  # and those of plain forwards without a KV cache

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import spec_lab.decode.commit
-import spec_lab.propose.growth
+import spec_lab.propose.grower
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import logits_to_probs
 from spec_lab.core.randomness import Draws, Key, Purpose
@@ -361,7 +361,7 @@ def shared(purpose: Purpose) -> AbstractContextManager[Any]:
     class Confused:
         DRAFT = purpose
 
-    return mock.patch.object(spec_lab.propose.growth, "Purpose", Confused)
+    return mock.patch.object(spec_lab.propose.grower, "Purpose", Confused)
 
 
 def same_step() -> AbstractContextManager[Any]:

@@ -7,6 +7,7 @@ import torch
 
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.readback import Readback
 from spec_lab.core.request import Request
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
@@ -24,6 +25,14 @@ from tests.tiny import CONTEXT, tiny_model
 PROMPTS = ((3, 14, 15, 9, 26, 5), (2, 7, 18), (31, 41, 5, 9, 2, 6, 5, 35, 8))
 WARM = Sampling(1.0)
 COLD = Sampling()
+
+
+def bare_batch(keys, vocabulary, draws=None, masks=None):
+    """What a grower reads of a batch, for a drafter that is a table: sequences of one token with these keys."""
+    return SimpleNamespace(
+        target=SimpleNamespace(vocabulary=vocabulary), device=torch.device("cpu"), read=Readback(), draws=draws,
+        draft_masks=masks, sequences=[SimpleNamespace(tokens=[1], key=key) for key in keys],
+    )  # fmt: skip
 
 
 def requests(sampling=COLD, new=20, prompts=PROMPTS, stop=frozenset()):

@@ -27,8 +27,10 @@ from tests.drafters.test_draft_model import WORDS, saved, tokenizer_of
 from tests.propose.lab import (
     COLD,
     WARM,
+    bare_batch,
     batch_of,
     decode,
+    draft_model,
     emitted,
     path_tokens,
     plain_probabilities,
@@ -151,9 +153,9 @@ class Table:
             return RowLogits(torch.from_numpy(np.array(found)))
 
         roots = [self.logits(number, ()) for number, depth in zip(numbers, depths, strict=True) if depth]
-        own = CounterDraws(seed), keys, [WARM] * len(keys), depths
-        growing = BestFirst(budget, drawn, *own, masks=self.masks)
-        return growing.grow(torch.from_numpy(np.array(roots).reshape(-1, V)), expand)
+        batch = bare_batch(keys, V, CounterDraws(seed), self.masks)
+        growing = BestFirst(budget, drawn, batch, depths, [WARM] * len(keys))
+        return growing.grow(RowLogits(torch.from_numpy(np.array(roots).reshape(-1, V))), expand)
 
 
 BUDGETS = [Budget(1, 1, width=1), Budget(6, 1, width=1), Budget(7, 2, width=1), Budget(20, 3, 3, 1)]
@@ -271,12 +273,16 @@ def test_draft_masks_follow_each_path_and_dead_ends_are_not_expanded(drawn, widt
     assert ended
 
 
+PENALISED = Sampling(0.8, top_k=9, repetition_penalty=1.6)
+
+
 @EACH_WAY
-def test_under_a_constraint_no_node_that_it_forbids_is_drafted(target, drawn):
-    constraint = toys.Table(lambda text: [n for n in range(VOCABULARY) if (n + len(text)) % 3], VOCABULARY)
+@pytest.mark.parametrize("static", [False, True])
+def test_under_a_constraint_no_node_that_it_forbids_is_drafted(target, drawn, static):
+    constraint = toys.Table(lambda text: [(2 * len(text)) % VOCABULARY, len(text) % VOCABULARY], VOCABULARY)
     applied = AppliedConstraint(constraint, "both")
-    arm = Arm(target, best_first(Budget(8, 2, 4, 2), drawn), Token(), CounterDraws(0), applied)
-    group = fixed_group(arm, requests(WARM))
+    proposer = draft_model("3x2", drawn) if static else best_first(Budget(8, 3, 4, 2), drawn)
+    group = fixed_group(Arm(target, proposer, Token(), CounterDraws(0), applied), requests(PENALISED))
     rows = [row for info in group for row in info.rows()]
     assert sum(row["nodes"] for row in rows) > 100 and all(row["legal"] == row["nodes"] for row in rows)
 
@@ -287,9 +293,6 @@ def test_under_a_constraint_no_node_that_it_forbids_is_drafted(target, drawn):
 def best_first(budget, drawn="point", temperature=None, context=CONTEXT, **changes):
     lm = CausalLM(tiny_model(**{"seed": 1, "num_hidden_layers": 1} | changes))
     return DraftModel(lm, context, TreePlan((), drawn, temperature, budget=budget))
-
-
-PENALISED = Sampling(0.8, top_k=9, repetition_penalty=1.6)
 
 
 @EACH_WAY

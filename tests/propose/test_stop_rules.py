@@ -11,10 +11,10 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.propose.best_first import BestFirst, Budget
 from spec_lab.propose.expansion import RowLogits
-from spec_lab.propose.growth import Stop
-from spec_lab.propose.stop_rules import AdaEdl, Confidence, Gain, Svip, entropy
+from spec_lab.propose.stop_rules import AdaEdl, Confidence, Gain, Stop, Svip, entropy
 from spec_lab.propose.trees import parse
-from tests.propose.test_growth import Table, V, grown
+from tests.propose.lab import bare_batch
+from tests.propose.test_grower import Table, V, grown
 
 RULES = {"confidence": Confidence(), "adaedl": AdaEdl(), "svip": Svip(), "gain": Gain()}
 THRESHOLDS = [
@@ -102,10 +102,11 @@ def test_best_first_trees_end_where_the_rule_stops(rule, threshold, drawn):
     for seed in range(8):
         logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (400, V)))
         stop = Stop(rule, np.array([threshold]))
-        best = BestFirst(
-            Budget(200, 2, depth, 4), drawn, CounterDraws(seed), [(0, 0, 0)], [Sampling(1.0)], [depth], stop=stop
-        )  # fmt: skip
-        draft = best.grow(logits[:1], lambda shape, rows, token, x=logits: RowLogits(x[torch.from_numpy(rows)]))
+        batch = bare_batch([(0, 0, 0)], V, CounterDraws(seed))
+        best = BestFirst(Budget(200, 2, depth, 4), drawn, batch, [depth], [Sampling(1.0)], stop)
+        draft = best.grow(
+            RowLogits(logits[:1]), lambda shape, rows, token, x=logits: RowLogits(x[torch.from_numpy(rows)])
+        )
         depths = draft.shape.depth
         check_ends(rule, threshold, draft, list(range(draft.shape.rows)), logits, lambda row, d=depths: d[row] < depth)
 

@@ -12,18 +12,17 @@ from typing import Any, Literal, Unpack
 
 import numpy as np
 
-from spec_lab.core.draft import Draft, Shape, empty
-from spec_lab.core.inference import inference
+from spec_lab.core.draft import Shape, empty
 from spec_lab.core.options import WrongOption, checked
 from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.draft_model.cache import CachedDrafter, DraftCache, Tentative
-from spec_lab.drafters.draft_model.forced import RUN, ForcedChains
 from spec_lab.drafters.draft_model.loading import check_same_tokens, load_draft
 from spec_lab.drafters.draft_model.retokenized import Tokens
 from spec_lab.drafters.draft_model.vocabularies import SameTokens, SharedTokens, intersect
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import Computed
+from spec_lab.propose.levels import RUN
 from spec_lab.propose.tree_plan import Grown, TreeOptions, TreePlan
 from spec_lab.propose.tree_proposer import Forwards
 from spec_lab.propose.trees import Choices
@@ -105,8 +104,9 @@ class DraftModel(CachedDrafter):
 
     @property
     def forced_nodes(self) -> int:
-        """See ``Proposer``."""
-        return RUN if self._drafts_forced else 0
+        """See ``Proposer``: of chains. With another vocabulary the draft may have no such token."""
+        chains = self.plan.budget is None and not self.branches
+        return RUN if chains and self.vocabularies.same and self.drawn != "gumbel" else 0
 
     def levels(self, sequence: SequenceState, room: int) -> int:
         """As many as the draft's context still holds; new prompts are computed on the way.
@@ -116,18 +116,6 @@ class DraftModel(CachedDrafter):
         cache: DraftCache = sequence.state
         cache.text = text = self.vocabularies.read(sequence.tokens)
         return min(room, self.context + 1 - len(text)) if text else 0
-
-    @inference
-    def propose(self, batch: Batch) -> Draft:
-        """Draft below every sequence that the draft's context still holds, forced tokens among others."""
-        if not (self._drafts_forced and batch.draft_masks is not None and batch.draft_masks.forces):
-            return super().propose(batch)
-        limits = [self.levels(sequence, room) for room, sequence in zip(batch.room(), batch.sequences, strict=True)]
-        depths = [max(0, min(limit, self.plan.depth)) for limit in limits]
-        caches = [sequence.state if depth else None for sequence, depth in zip(batch.sequences, depths, strict=True)]
-        samplings = [self.plan.sampling(sequence.request.sampling) for sequence in batch.sequences]
-        own = self.drawn, batch, batch.draft_masks, depths, samplings, caches, limits, self.plan.stop(batch)
-        return ForcedChains(self.lm, *own).run()
 
     def begin(self, batch: Batch, depths: Sequence[int]) -> Forwards:
         """Compute the tokens that follow the cached ones."""
@@ -142,24 +130,16 @@ class DraftModel(CachedDrafter):
             return between.logits(self.lm.extend(kvs, shape, rows, between.nodes(token[rows - shape.roots]), timed))
 
         def finish(grown: Grown) -> None:
-            found = np.zeros(grown.shape.rows, dtype=bool)
+            done = np.zeros(grown.shape.rows, dtype=bool)
             for rows in computed:
-                found[rows] = True
+                done[rows] = True
             nodes = between.nodes(grown.token)
             for tree, cache in enumerate(caches):
                 if cache is not None:
-                    cache.tentative = Tentative(grown.shape, tree, nodes, found)
+                    cache.tentative = Tentative(grown.shape, tree, nodes, done)
 
         active = [cache for cache in caches if cache is not None]
         pending = [cache.follow(cache.text) for cache in active]
         bare = self._bare(len(active))
         roots = self.lm.forward([cache.kv for cache in active], pending, bare, timed=timed)
         return Forwards(between.logits(roots), expand, finish)
-
-    @property
-    def _drafts_forced(self) -> bool:
-        """Whether forced tokens are drafted without a forward where a constraint fast-forwards them: in chains.
-
-        With another vocabulary they are drafted as other tokens are: the draft may have no such token.
-        """
-        return self.vocabularies.same and self.drawn != "gumbel" and self.plan.budget is None and not self.branches

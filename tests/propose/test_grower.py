@@ -1,6 +1,5 @@
 """Likeliest tokens drawn on the host are those that the device draws, for any logits, masks and stop rule."""
 
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -9,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Shape, chain, forest, tree
 from spec_lab.core.probabilities import Sampling
-from spec_lab.core.readback import Readback
 from spec_lab.propose.expansion import RowLogits
-from spec_lab.propose.growth import Growth, Stop, likeliest_on_host
-from spec_lab.propose.stop_rules import AdaEdl, Confidence, Gain, Svip
+from spec_lab.propose.grower import likeliest_on_host
+from spec_lab.propose.levels import LevelByLevel
+from spec_lab.propose.stop_rules import AdaEdl, Confidence, Gain, Stop, Svip
 from spec_lab.propose.trees import parse
+from tests.propose.lab import bare_batch
 
 V = 6
 COLD = Sampling()
@@ -46,16 +45,11 @@ RULES = {"none": None, "confidence": Confidence(), "adaedl": AdaEdl(), "svip": S
 def grown(shape: Shape, drawn, seed, broken, masked, stop, on_host):
     """A draft, the rows that were computed, and the copies to the host."""
     allowed = np.random.default_rng(seed + 1).random((shape.rows, V)) < 0.5
-    read = Readback()
-    batch = SimpleNamespace(
-        clock=Clock(), target=SimpleNamespace(vocabulary=V), device=torch.device("cpu"), read=read,
-        draft_masks=(lambda _, rows, token: allowed[rows]) if masked else None,
-        sequences=[SimpleNamespace(tokens=[1], key=(0, 0, 0)) for _ in range(shape.roots)],
-    )  # fmt: skip
+    batch = bare_batch([(0, 0, 0)] * shape.roots, V, masks=(lambda _, rows, token: allowed[rows]) if masked else None)
     lm = Table(shape.rows, seed, broken)
-    growth = Growth(drawn, batch, shape, [COLD] * shape.roots, stop)
-    with patch.object(Growth, "_on_host", on_host):
-        return growth.grow(RowLogits(lm.logits[: shape.roots]), lm.expand), lm.computed, read.copies
+    grower = LevelByLevel(drawn, batch, shape, [COLD] * shape.roots, stop)
+    with patch.object(LevelByLevel, "_on_host", on_host):
+        return grower.grow(RowLogits(lm.logits[: shape.roots]), lm.expand), lm.computed, batch.read.copies
 
 
 @pytest.mark.each_value

@@ -1,0 +1,313 @@
+"""Draws a forest: computes rows that a rule chooses, and draws the children of each."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.probabilities import (
+    Sampling,
+    finite,
+    likeliest,
+    likeliest_of,
+    logits_to_probs,
+    one_hot_,
+    probs_dtype,
+)
+from spec_lab.core.randomness import Key, Purpose
+from spec_lab.decode.rows import tokens_before, tokens_of
+from spec_lab.decode.sequence import Batch, by_row
+from spec_lab.propose.expansion import Computed, Expand
+from spec_lab.propose.siblings import BROKEN, allow_, how_many, sample_siblings
+from spec_lab.propose.stop_rules import Stop
+
+
+class Children(NamedTuple):
+    """What is drawn below some rows.
+
+    Args:
+        token: ``[n, K]`` the tokens of each row's children by rank. Those of children that do not exist mean nothing.
+        counts: ``[n]`` how many there are; None: as many as the plan has below each row.
+        stopped: ``[n]`` bool, at which rows drafting stops: the children get no children. None: nowhere.
+        probability: ``[n, K]`` of each child, where the rule or the stop rule reads it.
+    """
+
+    token: np.ndarray
+    counts: np.ndarray | None = None
+    stopped: np.ndarray | None = None
+    probability: np.ndarray | None = None
+
+
+class Grower(ABC):
+    """A forest that grows: each forward of the drafter computes some rows, whose children are then drawn.
+
+    A subclass is the rule: it names the rows that are computed next (``choose``) and adds what was drawn (``add``).
+
+    Args:
+        drawn: how siblings are drawn.
+        batch: the sequences.
+        shape: what is known of the forest.
+        samplings: ``[B]`` how the drafter samples.
+        stop: where nothing more is drafted; None: nowhere.
+        lenient: see ``TreePlan.draft``.
+
+    Attributes:
+        token: ``[M]`` of the nodes of ``shape``, those drawn so far.
+        live: ``[R]`` bool, the rows of the draft.
+        kept: the tokens of the draft, when it is complete.
+    """
+
+    scored = False  # whether it needs the probability of every child, the likeliest included
+
+    def __init__(
+        self,
+        drawn: Drawn,
+        batch: Batch,
+        shape: Shape,
+        samplings: Sequence[Sampling],
+        stop: Stop | None = None,
+        lenient: bool = False,
+    ) -> None:
+        self.drawn, self.batch, self.shape, self.samplings, self.stop = drawn, batch, shape, samplings, stop
+        self.lenient = lenient
+        cold = drawn in ("iid", "without") and all(sampling.temperature == 0 for sampling in samplings)
+        self.one_hot = cold and not self.scored and not shape.branches
+        self.greedy = drawn == "point" or self.one_hot  # the likeliest tokens, whatever the random choice
+        self.token = self.kept = np.zeros(shape.nodes, dtype=np.int64)
+        self.broken: dict[int, str] = {}
+        self.live = np.zeros(shape.rows, dtype=bool)
+        self.live[: shape.roots] = True
+        self.path = np.ones(shape.rows) if stop is not None and stop.rule.reads_path else None
+        self.q: list[Tensor] = []
+        self.noise: list[Tensor] = []
+        self.q_row = np.full(shape.rows, -1, dtype=np.int64)
+        texts = (sequence.tokens for sequence in batch.sequences)
+        self.texts = tokens_of(texts, samplings, batch.target.vocabulary, batch.device)
+
+    @abstractmethod
+    def choose(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return rows ``[n]`` whose children are drawn next, roots first, and what is allowed there (``allowed``).
+
+        All roots of which logits are given come in the first call. Without rows the draft is complete.
+        """
+
+    @abstractmethod
+    def siblings(self, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return for each rank the places in ``rows`` of the parents, and the numbers that key the draws."""
+
+    @abstractmethod
+    def add(self, rows: np.ndarray, children: Children) -> None:
+        """Add what was drawn below ``rows``."""
+
+    def grow(self, roots: Computed, expand: Expand) -> Draft:
+        """Draw the whole forest.
+
+        Args:
+            roots: of the roots that have nodes below them, in order.
+            expand: computes further rows.
+        """
+        rows, allowed = self.choose()
+        while len(rows):
+            computed = roots if rows[0] < self.shape.roots else self.compute(rows, expand)
+            self.add(rows, self.draw(rows, computed, allowed))
+            rows, allowed = self.choose()
+        return self.draft(roots.logits)
+
+    def compute(self, rows: np.ndarray, expand: Expand) -> Computed:
+        """Compute nodes ``rows``."""
+        return expand(self.shape, rows, self.token)
+
+    def allowed(self, rows: np.ndarray) -> np.ndarray | None:
+        """Return what a constraint allows below ``rows``, ``[n, V]`` bool; None for everything."""
+        if self.batch.draft_masks is None or not len(rows):
+            return None
+        return self.batch.draft_masks(self.shape, rows, self.token)
+
+    def paths(self, rows: np.ndarray) -> np.ndarray | None:
+        """Return the probability of the path to each of ``rows``, ``[n]``; None where no stop rule reads it."""
+        return None if self.path is None else self.path[rows]
+
+    def draw(self, rows: np.ndarray, computed: Computed, allowed: np.ndarray | None) -> Children:
+        """Draw the children of ``rows`` ``[n]`` from ``computed``, of which a constraint allows ``allowed``."""
+        ranks = self.siblings(rows)
+        if self._keeps_logits and self._on_host:
+            host = self._on_cpu(rows, computed, allowed, len(ranks))
+        else:
+            host = self._compute(rows, computed.logits, allowed, ranks)
+        fine, without, stopped = host.get("possible"), host.get("without"), host.get("stopped")
+        if without is not None:
+            self.broken |= dict.fromkeys(self.shape.root[rows[without]].tolist(), BROKEN)
+            if self.lenient:
+                fine = ~without if fine is None else fine & ~without
+        if stopped is not None and self.stop is not None and self.stop.rule.before:
+            fine = ~stopped if fine is None else fine & ~stopped
+        count = None if "support" not in host else how_many(host["support"], len(ranks), self.drawn)
+        if fine is not None:
+            count = np.where(fine, len(ranks) if count is None else count, 0)
+        if not self.greedy:
+            some = np.arange(len(rows)) if fine is None else np.flatnonzero(fine)
+            self.q_row[rows[some]] = sum(map(len, self.q[:-1])) + some
+        return Children(host["token"], count, stopped, host.get("probability"))
+
+    @property
+    def _on_host(self) -> bool:
+        """Whether ``likeliest_on_host`` draws the likeliest tokens."""
+        return self.batch.device.type == "cpu"
+
+    def _on_cpu(
+        self, rows: np.ndarray, computed: Computed, allowed: np.ndarray | None, width: int
+    ) -> dict[str, np.ndarray]:
+        """Draw the likeliest tokens on the host. See ``likeliest_on_host``."""
+        array, probs = computed.array, list[Tensor]()
+        if array is None:
+            array = computed.logits.to(probs_dtype(computed.logits.dtype)).numpy()
+
+        def stops(logits: np.ndarray) -> np.ndarray:
+            probs.append(torch.from_numpy(logits).softmax(-1))
+            return self._stopped(probs[0], rows).numpy()
+
+        (array,) = self.batch.read(array)
+        host = likeliest_on_host(array, width, allowed, None if self.stop is None else stops)
+        if self.path is not None:
+            host["probability"] = np.take_along_axis(probs[0].numpy(), host["token"], 1)
+        return host
+
+    def _stopped(self, probs: Tensor, rows: np.ndarray) -> Tensor:  # [n] bool
+        """At which of ``rows`` drafting stops, given their draft probabilities ``[n, V]``."""
+        assert self.stop is not None
+        return self.stop(probs, self.shape.root[rows], self.paths(rows))
+
+    def _compute(
+        self,
+        rows: np.ndarray,
+        logits: Tensor,
+        allowed: np.ndarray | None,
+        ranks: Sequence[tuple[np.ndarray, np.ndarray]],
+    ) -> dict[str, np.ndarray]:
+        """Draw tokens on the device, and read all that the host needs by one copy; sampled, append q.
+
+        Returns:
+            As of ``likeliest_on_host``; ``probability`` ``[n, width]`` of each token, where somebody reads it.
+        """
+        width, ask = len(ranks), {}
+        own, without = finite(logits.to(probs_dtype(logits.dtype)))
+        if without is not None:
+            ask["without"] = without
+        if own is logits and (allowed is not None or not self._keeps_logits):
+            own = logits.clone()  # it is written to
+        if allowed is not None:
+            ask["possible"] = allow_(own, allowed)
+        probs = None if self.stop is None else own.softmax(-1)
+        if probs is not None:
+            ask["stopped"] = self._stopped(probs, rows)
+        if self.greedy and allowed is not None and not self.scored:
+            ask["support"] = (own > -torch.inf).sum(-1)
+        if not self._keeps_logits:
+            plain = self.greedy  # ranked as penalised logits are, none of them truncated to zero
+            samplings = [sampling.untruncated for sampling in self.samplings] if plain else self.samplings
+            seen = tokens_before(self.texts, self.shape, self.token, rows)
+            own = logits_to_probs(own, by_row(samplings, self.shape.root[rows]), seen, scratch=own)
+        if not self.greedy:
+            self.q.append(own)
+            if width > 1:
+                ask["support"] = (own > 0).sum(-1)
+        if self.greedy or self.drawn == "gumbel":
+            token = likeliest(own if self.greedy else self._race(own, rows), width)
+        else:
+            keyed = [(places, self._keys(rows[places], Purpose.DRAFT, numbers)) for places, numbers in ranks]
+            token = sample_siblings(self.batch.draws, self.drawn, own, ask.get("support"), keyed)
+        ask["token"] = token
+        if self.scored or self.path is not None:
+            ask["probability"] = (own if self.scored or probs is None else probs).gather(-1, token)
+        host = dict(zip(ask, self.batch.read(*ask.values()), strict=True))
+        if self.scored and self.greedy:  # the largest first, so that those without mass are the last
+            host["support"] = (host["probability"] > 0).sum(-1)
+        return host
+
+    @property
+    def _keeps_logits(self) -> bool:
+        """Whether tokens are ranked by their logits, so that nobody needs probabilities."""
+        return self.greedy and self.texts is None and not self.scored
+
+    def _race(self, q: Tensor, rows: np.ndarray) -> Tensor:  # [n, V]
+        """Log q + g, with standard Gumbel noise g, drawn for each parent; tokens without mass come last."""
+        keys = self._keys(rows, Purpose.RACE, self.shape.places[rows])
+        noise = torch.from_numpy(self.batch.draws.race(q.shape[-1], keys)).to(q.device)
+        self.noise.append(noise)
+        return q.double().log() + noise
+
+    def _keys(self, rows: np.ndarray, purpose: Purpose, numbers: np.ndarray) -> list[Key]:
+        """Return the keys of what is drawn at ``rows``: numbers within a row's own tree, whatever the batch holds."""
+        keys = [sequence.key for sequence in self.batch.sequences]
+        roots: list[int] = self.shape.root[rows].tolist()
+        return [Key(*keys[root], purpose, number) for root, number in zip(roots, numbers.tolist(), strict=True)]
+
+    def draft(self, like: Tensor) -> Draft:
+        """Return what was drawn as a draft.
+
+        Args:
+            like: logits.
+        """
+        shape, token, q_row = self.shape, self.token, self.q_row
+        if not self.live.all():
+            shape, kept = shape.keep(self.live)
+            token, q_row = token[kept], np.concatenate([q_row[: shape.roots], q_row[shape.roots :][kept]])
+        self.kept = token
+        tokens = torch.from_numpy(token).to(self.batch.device)
+        if self.drawn == "point":
+            return Draft(shape, tokens, broken=self.broken)
+        nothing = like.new_empty(0, self.batch.target.vocabulary, dtype=probs_dtype(like.dtype))
+        if self.one_hot:  # each row has one child at most, of which its q is certain
+            q_row[shape.parent] = np.arange(shape.nodes)
+            q = one_hot_(tokens, nothing.new_empty(shape.nodes, nothing.shape[1]))
+            return Draft(shape, tokens, self.drawn, q, q_row, broken=self.broken, one_hot=True)
+        q = torch.cat(self.q) if self.q else nothing
+        noise = None if self.drawn != "gumbel" else torch.cat(self.noise) if self.noise else nothing.double()
+        return Draft(shape, tokens, self.drawn, q, q_row, noise, self.broken)
+
+
+def likeliest_on_host(
+    x: np.ndarray,
+    width: int,
+    allowed: np.ndarray | None = None,
+    stops: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> dict[str, np.ndarray]:
+    """Draw the likeliest tokens in few functions of NumPy (``runner.Output``).
+
+    Args:
+        x: ``[n, V]`` logits, float32 or float64; not written to.
+        width: how many tokens of each row.
+        allowed: ``[n, V]`` what a constraint allows; None for everything.
+        stops: tells from the logits of what is allowed, ``[n, V]``, at which rows drafting stops; None: at none.
+
+    Returns:
+        ``token`` ``[n, width]``, the likeliest first. ``without`` ``[n]``, rows without a distribution, if there are
+        any. With ``allowed``: ``possible`` ``[n]``, rows with an allowed token that has a probability, and ``support``
+        ``[n]``, how many each has. With ``stops``: ``stopped`` ``[n]``.
+    """
+    host: dict[str, np.ndarray] = {}
+    rows, best = np.arange(len(x)), x.argmax(-1)
+    top = x[rows, best]
+    if not all(map(math.isfinite, top.tolist())):  # NaN is larger than all others, and -inf the largest of its own kind
+        fine = np.isfinite(top)
+        host["without"] = ~fine
+        x = np.where(fine[:, None], x, 0)
+        best, top = np.where(fine, best, 0), np.where(fine, top, 0)
+    if allowed is not None:
+        x = np.where(allowed, x, -np.inf)
+        best = x.argmax(-1)
+        top = x[rows, best]
+        host["possible"] = possible = top > -np.inf
+        x[~possible, 0] = top[~possible] = 0
+        host["support"] = (x > -np.inf).sum(-1)
+    if stops is not None:
+        host["stopped"] = stops(x)
+    host["token"] = best[:, None] if width == 1 else likeliest_of(x, width)
+    return host
