@@ -116,7 +116,7 @@ def limits_of_the_machine_in_milliseconds():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine_limits, "SIZES", {"cpu": (64,), "cuda": (64,)})
-        patch.setattr(machine_limits, "MOST_PASSES", 2)
+        patch.setattr(machine_limits, "MAX_PASSES", 2)
         yield
 
 

@@ -21,7 +21,7 @@ from spec_lab.cli import interrupt
 from spec_lab.cli.declarations import check_values
 from spec_lab.cli.redaction import written
 from spec_lab.cli.status import Status
-from spec_lab.core.faults import causes, described, place
+from spec_lab.core.faults import causes, described, location
 from spec_lab.core.options import WrongOption, brief
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.core.protocols import Part, WrongValue, check_declared, required
@@ -255,10 +255,10 @@ def fault(error: BaseException, target: str) -> str:
     expected = isinstance(error, InstantiationException | OSError | OmegaConfBaseException | TypeError | ValueError)
     cause = causes(error)[-1]  # of Hydra's errors: that of the import
     if isinstance(error, InstantiationException) and cause is not error:
-        return visible(f"_target_={target} cannot be imported: {described(cause)}{place(cause, target)}")
+        return visible(f"_target_={target} cannot be imported: {described(cause)}{location(cause, target)}")
     if expected and target.partition(".")[0] == __name__.partition(".")[0]:
         return reason(error)
-    where = place(error, target)
+    where = location(error, target)
     if expected:
         return f"_target_={target}: {reason(error)}{where}" if where else reason(error)
     return visible(f"_target_={target} raised {' '.join(described(error).split())}{where}")

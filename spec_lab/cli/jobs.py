@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from spec_lab.cli import interrupt
 from spec_lab.cli.build import REUSED, Refused, build, reason, start
 from spec_lab.cli.redaction import overrides_of, without_values
-from spec_lab.core.faults import described, of_a_part, place
+from spec_lab.core.faults import described, location, of_a_part
 from spec_lab.core.files import read_json
 from spec_lab.results import sweep
 
@@ -129,7 +129,8 @@ def carry_out(config: DictConfig, out: Path, overrides: Sequence[str] | None = N
         code = start(config, out, overrides)
     except SystemExit as error:  # of a part's code: nothing here raises it
         raise Refused(
-            f"spec_lab: a part ended the run by {described(error)}{place(error, __name__)}: let it raise another error"
+            f"spec_lab: a part ended the run by {described(error)}{location(error, __name__)}: let it raise another "
+            "error"
         ) from error
     if code != sweep.INTERRUPTED and any(file.name != ".lock" for file in out.iterdir()):  # some tasks write no files
         sweep.end(out, overrides or (), identity(config), code, time.perf_counter() - began)

@@ -19,7 +19,7 @@ from spec_lab.constrain.healing import Healing
 from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.protocol import Constraint
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.core.faults import described, place
+from spec_lab.core.faults import described, location
 from spec_lab.core.options import Texts, WrongOption, brief, checked
 
 EngineName = Literal["llguidance", "xgrammar"]
@@ -138,11 +138,11 @@ def controller(vocabulary: Vocabulary, make: str, options: Mapping[str, Any] | N
         found = resolve_name(f"{module}:{name}")
     except (Exception, SystemExit) as error:
         said = str(error) if isinstance(error, ImportError | AttributeError) else described(error)
-        raise WrongOption(f"make={make} cannot be imported: {said}{place(error, module, skip=1)}") from error
+        raise WrongOption(f"make={make} cannot be imported: {said}{location(error, module, skip=1)}") from error
     try:
         made: Any = found(vocabulary, **(options or {}))
     except (Exception, SystemExit) as error:
-        where = place(error, module, skip=1)  # of the call itself: it cannot be called so
+        where = location(error, module, skip=1)  # of the call itself: it cannot be called so
         said = (
             f"raised {described(error)}{where}" if where else f"cannot be called with (vocabulary, **options): {error}"
         )

@@ -1,1 +1,1 @@
-"""What everything else is built on: drafts, probabilities, keyed randomness, time, files."""
+"""The basis of everything else: drafts, probabilities, keyed randomness, time, files."""

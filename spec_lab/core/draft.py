@@ -5,7 +5,7 @@ sequence), rows ``B .. B+M-1`` are the M drafted nodes. A node's parent is a row
 node" are one thing. No nodes: autoregressive decoding. A path: a chain. More roots: a batch.
 
 Letters used in shapes everywhere: B roots (live sequences), M nodes, R = B + M rows, V vocabulary, E expanded parents,
-K most children of a row, D depth of the deepest node.
+K maximum number of children of a row, D depth of the deepest node.
 """
 
 from __future__ import annotations
@@ -221,9 +221,9 @@ class Shape:
     def tree_masks(self) -> list[np.ndarray]:
         """For each root the additive float32 mask ``[n, n]`` of its tree's rows: each attends to the path to it."""
         width = self.grid.shape[1]
-        own = np.append(self.places + 1, width)  # the last column, found by -1, stands for no row and is left out
+        columns = np.append(self.places + 1, width)  # the last column, found by -1, stands for no row and is left out
         mask = np.full((self.rows, width + 1), -np.inf, dtype=np.float32)
-        mask[np.arange(self.rows)[:, None], own[self.lineage]] = 0.0
+        mask[np.arange(self.rows)[:, None], columns[self.lineage]] = 0.0
         return [mask[rows, : len(rows)] for rows in self.trees]
 
     @cached_property
@@ -272,9 +272,8 @@ class Shape:
             here, numbered = rows[depths == depth], ranks[depths == depth]
             parents = np.unique(self.parent[here - self.roots])
             nodes = [here[numbered == rank] for rank in range(int(numbered.max()) + 1)]
-            levels.append(
-                Level(parents, [(own, np.searchsorted(parents, self.parent[own - self.roots])) for own in nodes])
-            )
+            above = [np.searchsorted(parents, self.parent[same_rank - self.roots]) for same_rank in nodes]
+            levels.append(Level(parents, list(zip(nodes, above, strict=True))))
         return levels
 
     @cached_property
@@ -344,7 +343,7 @@ class Shape:
         """
         key = np.asarray(rows[self.roots :], dtype=bool).tobytes()
         if key not in self._kept:
-            if len(self._kept) >= MOST_DERIVED:
+            if len(self._kept) >= MAX_DERIVED:
                 self._kept.clear()
             self._kept[key] = self._keep(rows)
         return self._kept[key]
@@ -358,7 +357,7 @@ class Shape:
         return Shape(self.roots, new_row[self.parent[kept]]), kept
 
     def on(self, device: torch.device) -> DeviceShape:
-        """What verifiers and ``choose`` read of the shape, as tensors on ``device``: one upload, kept for the next."""
+        """Return the arrays that verifiers and ``choose`` read, on ``device``: one upload, kept for the next call."""
         if device not in self._devices:
             self._devices[device] = DeviceShape.of(self, device)
         return self._devices[device]
@@ -366,7 +365,7 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class DeviceShape:
-    """What verifiers and ``choose`` read of a ``Shape``, under the same names, as int64 tensors."""
+    """The arrays of a ``Shape`` that verifiers and ``choose`` read, under the same names, as int64 tensors."""
 
     roots: int
     rows: int
@@ -390,20 +389,21 @@ class DeviceShape:
         names = ("parent", "lineage", "depth", "root", "rank", "table", "expanded", "grid", "visit", "count")
         arrays = [getattr(shape, name) for name in names]
         orders = (shape.by_rank, shape.by_turn)
-        every = upload(device, *arrays, *(array for one in orders for array in (one.nodes, one.parents, one.last)))
-        found = [
-            Schedule(nodes, parents, one.steps, last, one.sampled)
-            for one, nodes, parents, last in zip(orders, every[-6::3], every[-5::3], every[-4::3], strict=True)
+        arrays += [array for order in orders for array in (order.nodes, order.parents, order.last)]
+        every = upload(device, *arrays)
+        schedules = [
+            Schedule(nodes, parents, order.steps, last, order.sampled)
+            for order, nodes, parents, last in zip(orders, every[-6::3], every[-5::3], every[-4::3], strict=True)
         ]
         tensors = dict(zip(names, every, strict=False))
-        return DeviceShape(shape.roots, shape.rows, shape.nodes, **tensors, by_rank=found[0], by_turn=found[1])
+        return DeviceShape(shape.roots, shape.rows, shape.nodes, **tensors, by_rank=schedules[0], by_turn=schedules[1])
 
 
 def upload(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
     """Several arrays of whole numbers or booleans as int64 tensors on ``device``, by one copy."""
-    packed = torch.from_numpy(np.concatenate([one.ravel().astype(np.int64, copy=False) for one in arrays]))
-    parts = packed.to(device, non_blocking=True).split([one.size for one in arrays])
-    return [part.view(one.shape) for part, one in zip(parts, arrays, strict=True)]
+    packed = torch.from_numpy(np.concatenate([array.ravel().astype(np.int64, copy=False) for array in arrays]))
+    parts = packed.to(device, non_blocking=True).split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def tree(choices: tuple[tuple[int, ...], ...]) -> Shape:
@@ -454,17 +454,17 @@ def forest(trees: tuple[Shape, ...]) -> Shape:
     known, others = trees[0]._forests, trees[1:]
     if others not in known:
         roots, parents, nodes = len(trees), [], 0
-        for root, one in enumerate(trees):
-            parents.append(np.where(one.parent == 0, root, one.parent - 1 + roots + nodes))
-            nodes += one.nodes
-        if len(known) >= MOST_DERIVED:
+        for root, shape in enumerate(trees):
+            parents.append(np.where(shape.parent == 0, root, shape.parent - 1 + roots + nodes))
+            nodes += shape.nodes
+        if len(known) >= MAX_DERIVED:
             known.clear()
         known[others] = Shape(roots, np.concatenate(parents).astype(np.int64))
     return known[others]
 
 
-MOST_DERIVED = 64
-"""Most forests that a tree remembers, and most shapes of what was kept of it."""
+MAX_DERIVED = 64
+"""Maximum number of forests that a tree remembers, and of shapes of what was kept of it."""
 
 
 class ComputedOnly(NamedTuple):

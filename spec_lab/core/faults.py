@@ -40,7 +40,7 @@ class attributed:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if not isinstance(error, Exception | SystemExit) or isinstance(error, (PartError, Passing, *self.but)):
             return
-        where = place(error, type(self.part).__module__)
+        where = location(error, type(self.part).__module__)
         raise PartError(f"{self.kind} '{_name(self.part)}' raised {described(error)}{where}") from error
 
 
@@ -59,13 +59,13 @@ def causes(error: BaseException | None) -> list[BaseException]:
 
 
 def described(error: BaseException) -> str:
-    """Return the error's type and message; of an error of syntax without its file (``place``)."""
+    """Return the error's type and message; of an error of syntax without its file (``location``)."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def place(error: BaseException, module: str, skip: int = 0) -> str:
+def location(error: BaseException, module: str, skip: int = 0) -> str:
     """Return `` (file:line, in function)`` of where a part raised an error; empty where it is not known.
 
     It is the innermost frame in the part's package. A part of this package may call code of a user's: then the

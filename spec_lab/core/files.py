@@ -281,33 +281,33 @@ def file_hash(*files: Path) -> str:
     return digest.hexdigest()
 
 
-def read_text(file: Path, most: int = MAX_BYTES) -> str:
+def read_text(file: Path, max_bytes: int = MAX_BYTES) -> str:
     """Return the text of a regular file in UTF-8.
 
     Args:
         file: the file, or a symlink to one.
-        most: maximum size of the file, in bytes.
+        max_bytes: maximum size of the file, in bytes.
 
     Raises:
         OSError: it does not exist, or cannot be opened.
         ValueError: it is not a regular file (but a pipe, device or folder), is larger, or is not UTF-8; names it.
     """
     with open_regular(file) as stream:
-        data = stream.read(most + 1)
-    if len(data) > most:
-        raise Unreadable(f"{file} is not readable (it is larger than {most} bytes)")
+        data = stream.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise Unreadable(f"{file} is not readable (it is larger than {max_bytes} bytes)")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise Unreadable(f"{file} is not readable (not UTF-8: byte {error.start})") from error
 
 
-def read_json(file: Path, most: int = MAX_BYTES, any_number: bool = False) -> dict[str, Any] | None:
+def read_json(file: Path, max_bytes: int = MAX_BYTES, any_number: bool = False) -> dict[str, Any] | None:
     """Return the mapping in a JSON file; None if there is no file.
 
     Args:
         file: the file.
-        most: as in ``read_text``.
+        max_bytes: as in ``read_text``.
         any_number: also allow NaN, infinities and whole numbers of more than 64 bits (up to 1000 digits), which
             checkpoints hold: a tokenizer without a maximum length writes 10**30 for it.
 
@@ -317,22 +317,22 @@ def read_json(file: Path, most: int = MAX_BYTES, any_number: bool = False) -> di
         OSError: it cannot be opened.
     """
     try:
-        text = read_text(file, most)
+        text = read_text(file, max_bytes)
     except FileNotFoundError:
         return None
     try:
         if any_number:
-            found = json.loads(text, parse_int=_long)
+            mapping = json.loads(text, parse_int=_long)
         else:
-            found = json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_whole)
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds {type(found).__name__}, not a mapping")
-        _check(found)
+            mapping = json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_whole)
+        if not isinstance(mapping, dict):
+            raise ValueError(f"it holds {type(mapping).__name__}, not a mapping")
+        _check(mapping)
     except RecursionError as error:
         raise Unreadable(f"{file} is not readable (nested deeper than {MAX_DEPTH} levels)") from error
     except ValueError as error:
         raise Unreadable(f"{file} is not readable ({error})") from error
-    return found
+    return mapping
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -361,15 +361,15 @@ def _check(value: Any) -> None:
     """Refuse too deep nesting and texts that cannot be written as UTF-8."""
     left: list[tuple[Any, int]] = [(value, 1)]
     while left:
-        one, depth = left.pop()
+        item, depth = left.pop()
         if depth > MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
-        if isinstance(one, str):
-            one.encode()
-        elif isinstance(one, dict):
-            left += [(inner, depth + 1) for pair in one.items() for inner in pair]
-        elif isinstance(one, list):
-            left += [(inner, depth + 1) for inner in one]
+        if isinstance(item, str):
+            item.encode()
+        elif isinstance(item, dict):
+            left += [(inner, depth + 1) for pair in item.items() for inner in pair]
+        elif isinstance(item, list):
+            left += [(inner, depth + 1) for inner in item]
 
 
 def expect(value: Any, shape: Any, name: str) -> None:
@@ -388,14 +388,14 @@ def expect(value: Any, shape: Any, name: str) -> None:
     """
     if isinstance(shape, list):
         _of(value, (list,), name)
-        for place, one in enumerate(value):
-            expect(one, shape[0], f"{name}[{place}]")
+        for index, item in enumerate(value):
+            expect(item, shape[0], f"{name}[{index}]")
     elif isinstance(shape, dict):
         _of(value, (dict,), name)
         for key, inner in shape.items():
             if key is str:
-                for own, one in value.items():
-                    expect(one, inner, f"{name}.{own}")
+                for field, item in value.items():
+                    expect(item, inner, f"{name}.{field}")
             elif key.lstrip("?") in value:
                 expect(value[key.lstrip("?")], inner, f"{name}.{key.lstrip('?')}".lstrip("."))
             elif not key.startswith("?"):
@@ -403,9 +403,9 @@ def expect(value: Any, shape: Any, name: str) -> None:
     elif isinstance(shape, set | frozenset):
         if not isinstance(value, str | int) or value not in shape:
             raise ValueError(f"{name} must be one of {', '.join(map(str, sorted(shape)))}, not {_short(value)}")
-    elif isinstance(shape, tuple) and any(isinstance(one, list | dict) for one in shape):  # (None, a shape)
-        if value is not None:
-            expect(value, next(one for one in shape if one is not None), name)
+    elif isinstance(shape, tuple) and (inner := [kind for kind in shape if isinstance(kind, list | dict)]):
+        if value is not None:  # the shape is (None, inner)
+            expect(value, inner[0], name)
     else:
         _of(value, shape if isinstance(shape, tuple) else (shape,), name)
 

@@ -1,4 +1,4 @@
-"""What a policy allows a proposer to draft: a depth for each sequence and step, and a rule that stops a draft early."""
+"""Limits that a policy sets for a proposer: a depth for each sequence and step, a rule that stops a draft early."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Limit:
-    """What may be drafted below one root in one step. It follows from what was known before anything was drawn.
+    """Limits of what is drafted below one root in one step. They follow from what was known before anything was drawn.
 
     Args:
         depth: the deepest level; 0 drafts nothing. None: as deep as the proposer drafts.
@@ -35,14 +35,14 @@ class Limit:
             ValueError: it is something else.
         """
         try:
-            found = Limit(**json.loads(text))
+            limit = Limit(**json.loads(text))
         except (TypeError, ValueError) as error:
             raise ValueError(f"not a policy's decision: {str(text)[:100]!r}") from error
-        depth, threshold = found.depth, found.threshold
+        depth, threshold = limit.depth, limit.threshold
         fine = depth is None or (isinstance(depth, int) and not isinstance(depth, bool) and depth >= 0)
-        if not fine or not isinstance(threshold, int | float) or not isinstance(found.part, str):
+        if not fine or not isinstance(threshold, int | float) or not isinstance(limit.part, str):
             raise ValueError(f"not a policy's decision: {text[:100]!r}")
-        return replace(found, threshold=float(threshold))
+        return replace(limit, threshold=float(threshold))
 
 
 class StopRule(Protocol):

@@ -1,4 +1,4 @@
-"""What timings depend on: the processor, its cores, and their use by other processes."""
+"""The machine that timings depend on: the processor, its cores, and their use by other processes."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Usage:
     @staticmethod
     def now() -> Usage:
         """Return the usage up to now. Only Linux reports that of all processes."""
-        own = os.times()
-        return Usage(time.monotonic(), _machine_seconds(), own.user + own.system)
+        times = os.times()
+        return Usage(time.monotonic(), _machine_seconds(), times.user + times.system)
 
 
 def other_load(start: Usage, end: Usage) -> float | None:

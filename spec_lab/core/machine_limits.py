@@ -18,16 +18,16 @@ from spec_lab.core.machine import Usage, allowed_cores, other_load
 from spec_lab.core.roofline import MachineLimits
 
 SECONDS = 0.3
-"""Most seconds of timed passes of reading, and again of products, unless a few passes take longer."""
+"""Maximum seconds of timed passes of reading, and again of products, unless a few passes take longer."""
 
-MOST_PASSES = 40
+MAX_PASSES = 40
 """Of each way of reading, and of each product."""
 
-SMALLEST = {"cpu": 2**20, "cuda": 2**24}
-"""Fewest bytes that are read in a pass: below, calls take longer than reading."""
+MIN_READ = {"cpu": 2**20, "cuda": 2**24}
+"""Minimum number of bytes that are read in a pass: below, calls take longer than reading."""
 
-LARGEST = {"cpu": 2**29, "cuda": 2**32}
-"""Most bytes that are read in a pass, by device; on the CPU twice the last-level cache, where that is more."""
+MAX_READ = {"cpu": 2**29, "cuda": 2**32}
+"""Maximum number of bytes that are read in a pass; on the CPU twice the last-level cache, where that is more."""
 
 SIZES = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
 """Sizes of the square factors, ascending. Larger ones follow while time is left."""
@@ -69,11 +69,13 @@ def measure(
             with _threads(count):
                 read = max(read, _fastest(ways, seconds / len(counts), clock))
                 share = seconds / len(counts) / len(dtypes)
-                peaks += [(_fastest_product(one, device, share, clock), one) for one in dtypes]
+                peaks += [
+                    (_fastest_product(factor_dtype, device, share, clock), factor_dtype) for factor_dtype in dtypes
+                ]
     del ways
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the buffer may be as large as the weights
-    peak, best = max(peaks, key=lambda one: one[0])
+    peak, best = max(peaks, key=lambda entry: entry[0])
     cache, load = cache_bytes(device), other_load(began, Usage.now())
     return MachineLimits(
         bandwidth=size * read[0],
@@ -123,15 +125,15 @@ def cache_bytes(device: torch.device, caches: Path = CACHES) -> int | None:
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    found: dict[str, tuple[int, int]] = {}  # level and bytes, by the cores that share it
+    by_cores: dict[str, tuple[int, int]] = {}  # level and bytes, by the cores that share it
     try:
         for core in allowed_cores():
-            own = [_cache(folder) for folder in sorted((caches / f"cpu{core}" / "cache").glob("index*"))]
-            level, size, shared = max(one for one in own if one is not None)
-            found[shared] = level, size
+            caches_of_core = [_cache(folder) for folder in sorted((caches / f"cpu{core}" / "cache").glob("index*"))]
+            level, size, shared = max(cache for cache in caches_of_core if cache is not None)
+            by_cores[shared] = level, size
     except (OSError, ValueError):
         return None
-    return sum(size for _, size in found.values()) or None
+    return sum(size for _, size in by_cores.values()) or None
 
 
 def _cache(folder: Path) -> tuple[int, int, str] | None:
@@ -162,10 +164,10 @@ def _threads(count: int) -> Iterator[None]:
 
 def _buffer_bytes(weight_bytes: int, device: torch.device) -> int:
     """Return how many bytes are read: as many as the weights, but not more than is needed or than memory allows."""
-    kind, most = "cpu", max(LARGEST["cpu"], 2 * (cache_bytes(device) or 0))
+    kind, max_bytes = "cpu", max(MAX_READ["cpu"], 2 * (cache_bytes(device) or 0))
     if device.type == "cuda":
-        kind, most = "cuda", min(LARGEST["cuda"], torch.cuda.mem_get_info(device)[0] // 2)
-    return min(max(weight_bytes, SMALLEST[kind]), most) // 4096 * 4096
+        kind, max_bytes = "cuda", min(MAX_READ["cuda"], torch.cuda.mem_get_info(device)[0] // 2)
+    return min(max(weight_bytes, MIN_READ[kind]), max_bytes) // 4096 * 4096
 
 
 def _fastest_product(dtype: torch.dtype, device: torch.device, seconds: float, clock: Clock) -> tuple[float, float]:
@@ -192,7 +194,7 @@ def _fastest(ways: Mapping[str, Callable[[], Tensor]], seconds: float, clock: Cl
     clock.synchronise()
     end = time.perf_counter() + seconds
     took: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(MOST_PASSES):
+    for number in range(MAX_PASSES):
         for name, run in ways.items():
             began = clock.mark()
             run()

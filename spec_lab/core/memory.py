@@ -28,8 +28,8 @@ def available(device: torch.device) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     if device.type != "cpu":
         return None
-    found = [one for one in (_field(MEMINFO, "MemAvailable"), *group_room()) if one is not None]
-    return max(min(found), 0) if found else None
+    rooms = [room for room in (_field(MEMINFO, "MemAvailable"), *group_room()) if room is not None]
+    return max(min(rooms), 0) if rooms else None
 
 
 def group_room(groups: Path = GROUPS, mount: Path = MOUNT) -> Iterator[int]:
@@ -44,26 +44,26 @@ def group_room(groups: Path = GROUPS, mount: Path = MOUNT) -> Iterator[int]:
     except OSError:
         return
     for line in lines:
-        _, kinds, own = line.split(":", 2)
+        _, kinds, group = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):
             continue
         root = mount / "memory" if kinds else mount
         names = "memory.limit_in_bytes memory.usage_in_bytes" if kinds else "memory.max memory.current"
         prefix = "total_" if kinds else ""  # of the groups inside as well
-        folder = root / own.lstrip("/")
-        for one in (folder, *folder.parents):
+        folder = root / group.lstrip("/")
+        for ancestor in (folder, *folder.parents):
             with suppress(OSError, ValueError):  # no limit ("max"), or not visible from inside a container
-                limit, used = (int((one / name).read_text()) for name in names.split())
-                stat = (one / "memory.stat").read_text()
+                limit, used = (int((ancestor / name).read_text()) for name in names.split())
+                stat = (ancestor / "memory.stat").read_text()
                 cached = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", stat, re.MULTILINE)
                 yield limit - used + sum(map(int, cached))
-            if one == root:
+            if ancestor == root:
                 break
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory that this process uses on a device from a moment on.
+    """The maximum memory that this process uses on a device from a moment on.
 
     Args:
         device: which.
@@ -84,17 +84,17 @@ class Peak:
         return Peak(device, _field(STATUS, "VmRSS"))
 
     def facts(self, decoded: bool = True) -> dict[str, int | None]:
-        """What a record should keep: the bytes in use before, and at most since then.
+        """Return the bytes in use before, and at most since then, for a record.
 
         Args:
             decoded: whether anything was; if not, there is no peak (a finished run's tables are written again).
         """
         if not decoded:
             return {"before_bytes": None, "peak_bytes": None}
-        most = _field(STATUS, "VmHWM")
+        peak = _field(STATUS, "VmHWM")
         if self.device.type == "cuda":
-            most = torch.cuda.max_memory_allocated(self.device)
-        return {"before_bytes": self.before, "peak_bytes": most}
+            peak = torch.cuda.max_memory_allocated(self.device)
+        return {"before_bytes": self.before, "peak_bytes": peak}
 
 
 def readable(size: float) -> str:
@@ -109,6 +109,6 @@ def readable(size: float) -> str:
 def _field(file: Path, name: str) -> int | None:
     """Return a line's kibibytes as bytes; None where there is no such line."""
     with suppress(OSError):
-        found = re.search(rf"^{name}:\s+(\d+) kB$", file.read_text(), re.MULTILINE)
-        return int(found[1]) * 1024 if found else None
+        match = re.search(rf"^{name}:\s+(\d+) kB$", file.read_text(), re.MULTILINE)
+        return int(match[1]) * 1024 if match else None
     return None

@@ -258,7 +258,8 @@ def bounds(hint: Any, meaning: str) -> str:
     said = []
     for alternative in _alternatives(hint):
         kind, arguments, stated = _parts(alternative)
-        names = arguments if kind is Literal else next((some.names for some in stated if isinstance(some, OneOf)), ())
+        listed = next((bound.names for bound in stated if isinstance(bound, OneOf)), ())
+        names = arguments if kind is Literal else listed
         said += [", ".join(map(str, names))] * any(str(name) not in meaning for name in names)
         said += [str(bound) for bound in stated if not isinstance(bound, OneOf) and bound not in PLAIN]
     return re.sub(r"\bof (\S+) or more", r"at least \1", " or ".join(said))
@@ -276,8 +277,8 @@ def accept(name: str, value: Any, hint: Any) -> None:
         WrongOption: it does not fit; names the option, what it must be and the value.
     """
     if wrong := misfit(value, hint):
-        place, value, hint = wrong
-        raise WrongOption(f"{name}{place} must be {words(hint)}, not {brief(value)}")
+        inner_path, value, hint = wrong
+        raise WrongOption(f"{name}{inner_path} must be {words(hint)}, not {brief(value)}")
 
 
 def evaluate(annotation: Any, names: Mapping[str, Any]) -> Any:
@@ -312,12 +313,13 @@ def hints(made: Callable[..., Any]) -> dict[str, Any]:
     if isinstance(made, type) and not is_dataclass(made) and not is_typeddict(made):
         return {} if made.__init__ is object.__init__ else hints(made.__init__)  # type: ignore[misc]
     if isinstance(made, type):
-        found = {name: hint for base in reversed(made.__mro__) for name, hint in _annotations(base).items()}
-        return {name: hint for name, hint in found.items() if ClassVar not in (hint, get_origin(hint))}
-    found = _annotations(inspect.unwrap(made))
-    found.pop("return", None)
-    further = [name for name, hint in found.items() if get_origin(hint) is Unpack]
-    return found | {option: hint for name in further for option, hint in hints(get_args(found.pop(name))[0]).items()}
+        declared = {name: hint for base in reversed(made.__mro__) for name, hint in _annotations(base).items()}
+        return {name: hint for name, hint in declared.items() if ClassVar not in (hint, get_origin(hint))}
+    declared = _annotations(inspect.unwrap(made))
+    declared.pop("return", None)
+    further = [name for name, hint in declared.items() if get_origin(hint) is Unpack]
+    unpacked = [hints(get_args(declared.pop(name))[0]) for name in further]
+    return declared | {option: hint for options in unpacked for option, hint in options.items()}
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
@@ -337,7 +339,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             for name, value in (stated if variable else {argument: stated}).items():
                 hint = hints(function).get(name, Any)
                 accept(name, value, hint)
-                if isinstance(value, int) and {_parts(one)[0] for one in _alternatives(hint)} <= {float, type(None)}:
+                if isinstance(value, int) and {_parts(kind)[0] for kind in _alternatives(hint)} <= {float, type(None)}:
                     (stated if variable else given.arguments)[name] = float(value)
         return function(*given.args, **given.kwargs)
 

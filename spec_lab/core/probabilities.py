@@ -122,8 +122,8 @@ def finite(logits: Tensor) -> tuple[Tensor, Tensor | None]:  # [n, V] -> [n, V],
     """``finite_`` of a copy; on the CPU the same tensor where every row has a distribution."""
     if logits.device.type == "cpu" and math.isfinite(float(logits.sum())):
         return logits, None
-    own = logits.clone()
-    return own, finite_(own)
+    copy = logits.clone()
+    return copy, finite_(copy)
 
 
 def finite_(logits: Tensor) -> Tensor | None:  # [n, V] -> [n] bool
@@ -165,13 +165,13 @@ def argmax_of_finite(x: Tensor | np.ndarray) -> tuple[Tensor | np.ndarray, Tenso
             return token, ~torch.isfinite(x.gather(-1, token[:, None])[:, 0])
         converts = x.dtype != probs_dtype(x.dtype)
         if converts and x.numel() > CHUNK and len(x) > 1:  # a few rows at a time reuse their memory
-            found = [argmax_of_finite(rows) for rows in x.split(max(1, CHUNK // x.shape[-1]))]
-            wrong = [np.zeros(len(best), dtype=bool) if bad is None else bad for best, bad in found]
+            parts = [argmax_of_finite(rows) for rows in x.split(max(1, CHUNK // x.shape[-1]))]
+            wrong = [np.zeros(len(best), dtype=bool) if bad is None else bad for best, bad in parts]
             without = np.concatenate(wrong)
-            return np.concatenate([best for best, _ in found]), without if without.any() else None
+            return np.concatenate([best for best, _ in parts]), without if without.any() else None
         x = x.to(probs_dtype(x.dtype)).numpy()
     token = x.argmax(-1)
-    fine = [math.isfinite(x.item(row, place)) for row, place in enumerate(token.tolist())]
+    fine = [math.isfinite(x.item(row, best)) for row, best in enumerate(token.tolist())]
     return token, None if all(fine) else ~np.array(fine)
 
 
@@ -193,14 +193,14 @@ def likeliest_of(x: np.ndarray, width: int) -> np.ndarray:  # [R, V] -> [R, widt
     if width == 1:
         return x.argmax(-1, keepdims=True)
     values = x.copy()
-    rows, found = np.arange(len(values)), np.empty((len(values), width), dtype=np.int64)
+    rows, tokens = np.arange(len(values)), np.empty((len(values), width), dtype=np.int64)
     for rank in range(width):
-        found[:, rank] = best = values.argmax(-1)
+        tokens[:, rank] = best = values.argmax(-1)
         if rank == width - 1 and (values[rows, best] == -np.inf).any():  # what was found before is -inf as well
             order = np.argsort(-x, axis=-1, kind="stable")  # of equals the first, as above
             return order[:, :width]
         values[rows, best] = -np.inf
-    return found
+    return tokens
 
 
 FEW = 6

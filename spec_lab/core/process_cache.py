@@ -1,4 +1,4 @@
-"""What the runs of one process may share: facts that were expensive to find and stay true as long as it runs."""
+"""Facts that the runs of one process share: expensive to find, and true as long as it runs."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Part(ABC):
 
     @default
     def facts(self) -> Mapping[str, Any]:
-        """What the manifest records: options and results, as values that JSON can hold."""
+        """Options and results for the manifest, as values that JSON can hold."""
         return {}
 
 
@@ -93,13 +93,13 @@ class Hashed(Protocol):
 
     @property
     def sha256(self) -> str | None:
-        """Of the files; empty where it is not known, None where there are none."""
+        """The hash of its files; empty where it is not known, None where there are none."""
         ...
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What the value of an attribute must be.
+    """A condition on the value of an attribute.
 
     Args:
         words: for messages, such as "a whole number".

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Purpose(IntEnum):
-    """What a choice is for. Two choices of one request in one step never share a purpose and an index."""
+    """The use of a choice. Two choices of one request in one step never share a purpose and an index."""
 
     STOP = 0
     EMIT = 1
@@ -132,11 +132,11 @@ def _invert_on_host(weights: Tensor, uniform: np.ndarray) -> np.ndarray | list[i
     blocks = weights.reshape(rows, -1, BLOCK)
     sums, values = blocks.sum(-1), blocks.numpy()  # torch sums ten times as fast as NumPy
     if rows <= FEW:
-        found = []
+        chosen = []
         for row, (masses, u) in enumerate(zip(sums.tolist(), uniform.tolist(), strict=True)):
             block, within = _search(masses, u)
-            found.append(block * BLOCK + _search(values[row, block].tolist(), within)[0])
-        return found
+            chosen.append(block * BLOCK + _search(values[row, block].tolist(), within)[0])
+        return chosen
     several, shares = _search_all(sums.numpy(), uniform)
     return several * BLOCK + _search_all(values[np.arange(rows), several], shares)[0]
 
@@ -163,10 +163,10 @@ def _search_all(weights: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, n
     total = weights.cumsum(-1, dtype=np.float64)
     for whole in total[:, -1].tolist():
         _check_total(whole)
-    mass, each = uniform * total[:, -1], np.arange(len(total))
+    mass, row = uniform * total[:, -1], np.arange(len(total))
     index = (total > np.minimum(mass, np.nextafter(total[:, -1], 0.0))[:, None]).argmax(-1)
-    below = np.where(index > 0, total[each, index - 1], 0.0)
-    return index, (mass - below) / (total[each, index] - below)
+    below = np.where(index > 0, total[row, index - 1], 0.0)
+    return index, (mass - below) / (total[row, index] - below)
 
 
 def _invert_on_device(weights: Tensor, uniform: np.ndarray) -> Tensor:
@@ -174,8 +174,8 @@ def _invert_on_device(weights: Tensor, uniform: np.ndarray) -> Tensor:
     u = torch.from_numpy(uniform).to(weights.device, non_blocking=True)[:, None]
     chosen = torch.searchsorted(total, u * total[:, -1:], right=True).clamp_max_(weights.shape[-1] - 1)
     # A parallel sum can round up where nothing is added: the last index with weight up to there is meant.
-    place = torch.arange(weights.shape[-1], device=weights.device)
-    weighty = torch.where(weights > 0, place, 0).cummax(-1).values
+    index = torch.arange(weights.shape[-1], device=weights.device)
+    weighty = torch.where(weights > 0, index, 0).cummax(-1).values
     whole = total[:, -1]
     return torch.where((whole > 0) & (whole < torch.inf), weighty.gather(-1, chosen)[:, 0], -1)
 

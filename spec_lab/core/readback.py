@@ -22,20 +22,20 @@ class Readback:
     def __call__(self, *tensors: Tensor | np.ndarray) -> list[np.ndarray]:
         """The same numbers as NumPy arrays. What is an array already stays."""
         self.copies += 1
-        away = [one for one in tensors if isinstance(one, Tensor)]
-        if all(one.device.type == "cpu" for one in away):
-            return [one if isinstance(one, np.ndarray) else one.numpy() for one in tensors]
+        away = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+        if all(tensor.device.type == "cpu" for tensor in away):
+            return [tensor if isinstance(tensor, np.ndarray) else tensor.numpy() for tensor in tensors]
         parts = iter(self.fetch(away))
-        return [one if isinstance(one, np.ndarray) else next(parts) for one in tensors]
+        return [tensor if isinstance(tensor, np.ndarray) else next(parts) for tensor in tensors]
 
     def fetch(self, tensors: list[Tensor]) -> list[np.ndarray]:
         """One copy of their bytes, widest types first, so that each begins where its type allows."""
-        order = sorted(range(len(tensors)), key=lambda place: -tensors[place].element_size())
-        flat = [tensors[place].contiguous().view(-1).view(torch.uint8) for place in order]
+        order = sorted(range(len(tensors)), key=lambda number: -tensors[number].element_size())
+        flat = [tensors[number].contiguous().view(-1).view(torch.uint8) for number in order]
         packed, start = torch.cat(flat).cpu(), 0
-        found: list[np.ndarray] = [np.empty(0)] * len(tensors)
-        for place, part in zip(order, flat, strict=True):
-            own = packed[start : start + len(part)].view(tensors[place].dtype)
-            found[place] = own.view(tensors[place].shape).numpy()
+        arrays: list[np.ndarray] = [np.empty(0)] * len(tensors)
+        for number, part in zip(order, flat, strict=True):
+            values = packed[start : start + len(part)].view(tensors[number].dtype)
+            arrays[number] = values.view(tensors[number].shape).numpy()
             start += len(part)
-        return found
+        return arrays

@@ -23,14 +23,14 @@ BROKEN = ("nan", "stuck")
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks for.
+    """A prompt that is to be continued, and how.
 
     Args:
         id: keys the request's randomness; unique in a run.
         name: as prompts and records call it.
         tokens: the prompt, at least one token.
         sampling: how to sample.
-        max_new_tokens: most tokens to emit.
+        max_new_tokens: maximum number of tokens to emit.
         stop: tokens that end the text; the one that stops it is kept.
         constraint: the request's own pattern, schema or grammar; empty: the constraint's.
         stop_strings: strings that end the text, which then ends before them; their tokens are kept.

@@ -9,18 +9,19 @@ bandwidth utilization (MBU), with the bandwidth that was measured in place of th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from spec_lab.core.machine import crowded
+from spec_lab.core.options import hints
 
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """What attention reads and computes, summed over layers with the same window or chunk.
+    """The work of attention: what it reads and computes, summed over layers with the same window or chunk.
 
     Args:
         kv_bytes: keys and values of one position.
@@ -42,7 +43,7 @@ class AttentionWork:
 
 @dataclass(frozen=True)
 class ForwardWork:
-    """What a forward of a model reads and computes, as far as it depends on the model and the number of rows only.
+    """The work of a forward, as far as it depends on the model and the number of rows only.
 
     Activations, norms and softmax are left out, and of the embedding table the few rows that are read. Of a mixture of
     experts the experts of one row are counted, whatever the number of rows: exact for one row, a lower bound for more.
@@ -62,7 +63,7 @@ class ForwardWork:
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """What bounds a forward on this machine (``core.machine_limits.measure``).
+    """The limits of a forward on this machine (``core.machine_limits.measure``).
 
     Args:
         bandwidth: bytes per second of reading ``read_bytes`` again and again; ``bandwidth_median``: of the same passes
@@ -119,13 +120,14 @@ class Roofline:
             pending: ``[N]`` of them, those that the step computed.
             nodes: ``[N]`` rows below the last pending token, all with logits.
         """
-        step, context, pending, nodes = (np.asarray(one, dtype=np.int64) for one in (step, context, pending, nodes))
+        columns = (step, context, pending, nodes)
+        step, context, pending, nodes = (np.asarray(column, dtype=np.int64) for column in columns)
         rows, positions, work = pending + nodes, context + nodes, self.work
         read, flops = np.zeros(len(step)), work.row_flops * rows + work.logits_flops * (1.0 + nodes)
-        for one in work.attention:
-            attended = positions - one.first(context - pending)
-            read += one.kv_bytes * attended
-            flops += float(one.flops) * rows * np.minimum(attended, min(one.window or np.inf, one.chunk or np.inf))
+        for kind in work.attention:
+            attended = positions - kind.first(context - pending)
+            read += kind.kv_bytes * attended
+            flops += float(kind.flops) * rows * np.minimum(attended, min(kind.window or np.inf, kind.chunk or np.inf))
         count = int(step.max(initial=-1)) + 1
         total_read = work.weight_bytes + np.bincount(step, read, count)
         return total_read / self.limits.bandwidth, np.bincount(step, flops, count) / self.limits.peak
@@ -140,33 +142,27 @@ class Roofline:
         if not facts:
             return None
         work, limits = facts["work"], facts["limits"]
-        attention = tuple(
-            AttentionWork(one["kv_bytes"], one["flops"], one["window"], one.get("chunk")) for one in work["attention"]
-        )
-        own = ForwardWork(work["weight_bytes"], work["row_flops"], work["logits_flops"], attention)
-        return Roofline(own, MachineLimits(**{name: limits[name] for name in SHAPE["limits"]}))
+        attention = tuple(AttentionWork(**_known(AttentionWork, part)) for part in work["attention"])
+        forward_work = ForwardWork(**_known(ForwardWork, work) | {"attention": attention})
+        return Roofline(forward_work, MachineLimits(**_known(MachineLimits, limits)))
+
+
+def _known(made: type, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: recorded[name] for name in hints(made) if name in recorded}
+
+
+def _shape(made: type) -> dict[str, Any]:
+    """Return the shape of a recorded dataclass (``files.expect``); fields with a default may be missing."""
+    shape = {}
+    for field in fields(made):
+        hint = hints(made)[field.name]
+        kinds = tuple(None if kind is type(None) else kind for kind in get_args(hint))
+        shape["?" * (field.default is not MISSING) + field.name] = kinds or hint
+    return shape
 
 
 SHAPE = {
-    "work": {
-        "weight_bytes": int,
-        "row_flops": int,
-        "logits_flops": int,
-        "attention": [{"kv_bytes": int, "flops": int, "window": (int, None), "?chunk": (int, None)}],
-    },
-    "limits": {
-        "bandwidth": float,
-        "bandwidth_median": float,
-        "read_bytes": int,
-        "peak": float,
-        "peak_median": float,
-        "peak_dtype": str,
-        "cache_bytes": (int, None),
-        "fits_cache": (bool, None),
-        "threads": int,
-        "cores": int,
-        "other_load": (float, None),
-        "seconds": float,
-    },
+    "work": _shape(ForwardWork) | {"attention": [_shape(AttentionWork)]},
+    "limits": _shape(MachineLimits),
 }
 """The shape of ``Roofline.facts``."""

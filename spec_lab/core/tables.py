@@ -57,11 +57,11 @@ def check_rows(facts: pq.FileMetaData, file: Path, named: str = "it") -> None:
     rows = max(facts.num_rows, sum(abs(group.num_rows) for group in groups))  # that of the groups is what is read
     columns = [sum(abs(group.column(number).num_values) for group in groups) for number in range(facts.num_columns)]
     few = max(rows, sum(columns)) <= ALWAYS_READ
-    if rows > (most := min(MAX_ROWS, rows if few else size)):
-        raise ValueError(f"{named} has {rows} rows in {size} bytes, and at most {most} are read")
+    if rows > (max_rows := min(MAX_ROWS, rows if few else size)):
+        raise ValueError(f"{named} has {rows} rows in {size} bytes, and at most {max_rows} are read")
     for number, values in enumerate(columns):
-        if not few and values > (most := MAX_VALUES * size):
+        if not few and values > (max_values := MAX_VALUES * size):
             name = facts.schema.column(number).path
             raise ValueError(
-                f"{named} has {values} values in {size} bytes in its column {name}, and at most {most} are read"
+                f"{named} has {values} values in {size} bytes in its column {name}, and at most {max_values} are read"
             )

@@ -15,7 +15,7 @@ def visible(text: object) -> str:
 
     A page or a terminal then shows every character, and no text can change how other text is displayed.
     """
-    return UNSEEN.sub(lambda found: f"<U+{ord(found[0]):04X}>", str(text).translate(CONTROLS))
+    return UNSEEN.sub(lambda match: f"<U+{ord(match[0]):04X}>", str(text).translate(CONTROLS))
 
 
 def short_path(path: object) -> str:

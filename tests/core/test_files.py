@@ -162,9 +162,9 @@ def test_a_file_that_is_not_regular_is_refused_at_once(tmp_path):
 def test_size_and_encoding_are_bounded(tmp_path):
     file = tmp_path / "a.txt"
     file.write_bytes(b"12345")
-    assert read_text(file, most=5) == "12345"
+    assert read_text(file, max_bytes=5) == "12345"
     with pytest.raises(Unreadable, match=r"a\.txt .*4 bytes"):
-        read_text(file, most=4)
+        read_text(file, max_bytes=4)
     file.write_bytes(b"ab\xff")
     with pytest.raises(Unreadable, match="UTF-8: byte 2"):
         read_text(file)

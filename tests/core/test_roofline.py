@@ -82,7 +82,7 @@ class ScriptedClock(Clock):
 @pytest.fixture
 def small(monkeypatch):
     """Buffers of one page and products of 8 x 8."""
-    monkeypatch.setattr(machine_limits, "SMALLEST", {"cpu": 4096})
+    monkeypatch.setattr(machine_limits, "MIN_READ", {"cpu": 4096})
     monkeypatch.setattr(machine_limits, "SIZES", {"cpu": (8,)})
 
 
@@ -112,7 +112,7 @@ def test_every_way_of_reading_reads_every_word():
 
 
 def test_weights_larger_than_any_cache_are_read_in_part(monkeypatch, small):
-    monkeypatch.setattr(machine_limits, "LARGEST", {"cpu": 16384})
+    monkeypatch.setattr(machine_limits, "MAX_READ", {"cpu": 16384})
     for cache, read in ((None, 16384), (4096, 16384), (12288, 24576)):
         monkeypatch.setattr(machine_limits, "cache_bytes", lambda device, cache=cache: cache)
         assert measure(10**12, torch.float32, CPU, 0.0).read_bytes == read
