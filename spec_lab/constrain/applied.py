@@ -22,10 +22,11 @@ from spec_lab.constrain.protocol import (
     calling,
     masks_by_forking,
     single_token,
+    started,
     unpack,
 )
 from spec_lab.core.draft import Draft, Shape
-from spec_lab.core.options import Whole, WrongOption, brief, check_fields
+from spec_lab.core.options import Whole, WrongOption, check_fields
 from spec_lab.core.readback import Readback
 from spec_lab.core.request import Request
 
@@ -271,10 +272,7 @@ class StepConstraint:
     def start(self, request: Request) -> ConstraintState:
         """See ``Constraint.start``."""
         with calling(self.constraint):
-            state = self.constraint.start(request)
-            if not isinstance(state, ConstraintState):
-                raise TypeError(f"start must return a ConstraintState, not {brief(state)}: derive its class from it")
-            return state
+            return started(self.constraint, request)
 
     def draft_masks(self, states: Sequence[ConstraintState | None]) -> DraftTreeMasks | None:
         """Return the masks for a draft below these states; None where drafts are not masked."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from spec_lab.constrain.protocol import Constraint, ConstraintState, Continuation, Masks, calling
+from spec_lab.constrain.protocol import Constraint, ConstraintState, Continuation, Masks, calling, started
 from spec_lab.core.draft import Shape
 from spec_lab.core.request import Ended, Request
 
@@ -61,7 +61,7 @@ class Combined(Constraint):
 
     def start(self, request: Request) -> CombinedState:
         """See ``Constraint``."""
-        origins = tuple(_call(part, part.start, request) for part in self.parts)
+        origins = tuple(_call(part, started, part, request) for part in self.parts)
         state = CombinedState(self.parts, origins, origins, None)
         return state.fork() if self.has_actions else state
 

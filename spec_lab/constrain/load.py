@@ -149,8 +149,8 @@ def controller(vocabulary: Vocabulary, make: str, options: Mapping[str, Any] | N
         raise WrongOption(f"make={make} {said}") from error
     if not callable(made) and not isinstance(made, Constraint):
         raise WrongOption(
-            f"make={make} returned {brief(made)}: it must return a constraint, or a function that makes a "
-            "controller for each request"
+            f"make={make} returned {brief(made)}: it must return a Constraint (derive its class from it), or a "
+            "function that makes a controller for each request"
         )
     return made if isinstance(made, Constraint) else ControllerConstraint(made, vocabulary.size, name)
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from spec_lab.core.draft import Shape
 from spec_lab.core.faults import attributed
-from spec_lab.core.protocols import COUNT, FACTS, FLAG, TEXT, Part, default
+from spec_lab.core.options import brief
+from spec_lab.core.protocols import COUNT, FACTS, FLAG, TEXT, Part, check_spelling, default
 from spec_lab.core.request import Ended, Request
 
 if TYPE_CHECKING:
@@ -53,6 +54,15 @@ class ConstraintState(ABC):
     A state is a function of the tokens. Advancing a fork has no effect on the original, so draft tokens are tried on
     forks. Any method may raise ``ConstraintError``; the request ends with it only once its tokens are committed.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse a class with a name that is nearly that of a member.
+
+        Raises:
+            TypeError: names both.
+        """
+        super().__init_subclass__(**options)
+        check_spelling(cls, ConstraintState, vars(cls))
 
     @abstractmethod
     def fork(self) -> ConstraintState:
@@ -317,3 +327,17 @@ def single_token(mask: np.ndarray) -> int | None:
         return None
     word = int(mask[words[0]])
     return int(words[0]) * 32 + word.bit_length() - 1 if word & (word - 1) == 0 else None
+
+
+def started(constraint: Constraint, request: Request) -> ConstraintState:
+    """Return the state after a request's prompt, of a constraint that declares rightly whether it acts.
+
+    Raises:
+        TypeError: ``start`` returns something else, or a state whose actions the constraint does not declare.
+    """
+    state = constraint.start(request)
+    if not isinstance(state, ConstraintState):
+        raise TypeError(f"start must return a ConstraintState, not {brief(state)}: derive its class from it")
+    if type(state).action is not ConstraintState.action and not constraint.has_actions:
+        raise TypeError(f"{type(state).__name__} has an action, but {type(constraint).__name__}.has_actions is False")
+    return state

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from spec_lab.core.options import brief
 
 SIMILAR = 0.85
-"""How similar (``difflib``) a name is to a member's for it to be a misspelling of it: "branchs" is 0.93."""
+"""How similar (``difflib``) a name is to a member's for it to be a misspelling of it: "branchs" is 0.93. One with the
+same letters in another order ("frok") is one as well."""
 
 if TYPE_CHECKING:
     default = property
@@ -79,7 +80,9 @@ def check_spelling(cls: type, kind: type, named: Mapping[str, Any]) -> None:
     known = members(kind)
     for name, value in named.items():
         alike = [member for member in known if isfunction(getattr_static(kind, member)) == isfunction(value)]
-        if name.startswith("_") or name in known or not (near := get_close_matches(name, alike, 1, SIMILAR)):
+        swapped = [member for member in alike if sorted(member) == sorted(name)]
+        near = swapped or get_close_matches(name, alike, 1, SIMILAR)
+        if name.startswith("_") or name in known or not near:
             continue
         raise TypeError(
             f"{cls.__name__}.{name} is no member of {kind.__name__}: did you mean {near[0]}? For something of your own "
@@ -142,19 +145,19 @@ def check_declared(part: object, declared: Mapping[str, Declared]) -> None:
 
 
 def members(contract: type) -> list[str]:
-    """Return what a contract declares: the members of a kind of part or a Protocol, a dataclass's fields, an abstract
-    class's methods.
+    """Return what a contract declares: the members of a kind of part, a Protocol or an abstract class, the fields of a
+    dataclass.
     """
     if is_dataclass(contract):
         return [field.name for field in fields(contract)]
-    if isabstract(contract) and not issubclass(contract, Part):
-        return sorted(contract.__abstractmethods__)  # type: ignore[attr-defined]
     declared = dict.fromkeys(name for base in contract.__mro__ for name in (*get_annotations(base), *vars(base)))
     return [name for name in declared if name == "__call__" or not name.startswith("_")]
 
 
 def required(contract: type) -> list[str]:
     """Return those members of a contract for which there is no default."""
+    if isabstract(contract) and not issubclass(contract, Part):
+        return sorted(contract.__abstractmethods__)  # type: ignore[attr-defined]
     if not issubclass(contract, Part):
         return members(contract)
     return [name for name in members(contract) if getattr(getattr_static(contract, name), "missing", False)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -42,9 +43,9 @@ class Memory:
 
     def like(self, logits: Tensor) -> Tensor:
         """``[>= R, V]``, in the dtype of probabilities."""
-        rows, width = logits.shape
-        if len(self.scratch) < rows or self.scratch.shape[1] != width:
-            self.scratch = torch.empty(rows, width, dtype=probs_dtype(logits.dtype), device=logits.device)
+        (rows, width), dtype, held = logits.shape, probs_dtype(logits.dtype), self.scratch
+        if len(held) < rows or held.shape[1] != width or held.dtype != dtype or held.device != logits.device:
+            self.scratch = torch.empty(rows, width, dtype=dtype, device=logits.device)
         return self.scratch
 
     def certain(self, roots: int) -> dict[str, np.ndarray]:
@@ -109,6 +110,13 @@ class Arm:
                 f"the constraint '{self.applied.constraint.name}' is over {self.applied.constraint.vocabulary} tokens, "
                 f"the target has {self.target.vocabulary}: build it with the target's vocabulary"
             )
+
+    def within(self, proposer: Proposer, draws: Draws, choose: Choose) -> Arm:
+        """Return the same arm with a proposer that drafts alike, for some of its steps; nothing is checked again."""
+        arm = copy(self)
+        for name, part in (("proposer", proposer), ("draws", draws), ("choose", choose)):
+            object.__setattr__(arm, name, part)
+        return arm
 
     @cached_property
     def _conditioned(self) -> tuple[AppliedConstraint | None, Conditional | None]:

@@ -16,7 +16,7 @@ from spec_lab.constrain.protocol import calling
 from spec_lab.core.faults import attributed
 from spec_lab.core.options import whole
 from spec_lab.core.request import BROKEN, Ended, Request, without_name
-from spec_lab.decode.arm import Arm
+from spec_lab.decode.arm import Arm, Memory
 from spec_lab.decode.commit import Committed
 from spec_lab.decode.prefix_cache import copier
 from spec_lab.decode.proposer import Observation, release
@@ -77,7 +77,7 @@ class Engine:
     errors: dict[SequenceState, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.arm = replace(self.arm)
+        self.arm = replace(self.arm, memory=Memory())  # it is freed with the engine
         self._ids: set[int] = set()
         self._waiting: deque[Request | SequenceState] = deque()
         self._live: list[SequenceState] = []  # in the order of admission

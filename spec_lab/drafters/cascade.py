@@ -244,7 +244,7 @@ class DraftCascade(Proposer):
         try:
             self.arm.proposer.check_sampling(self.sampling(sampling))
         except ValueError as error:
-            raise WrongOption(f"inner, which drafts for the draft model: {error}") from error
+            raise ValueError(f"proposer.inner, which drafts for the draft model: {error}") from error
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> DraftCascade:
         """The same with another draft model, for which an inner draft model is the toy's target."""
@@ -319,7 +319,7 @@ class DraftCascade(Proposer):
             ``rows`` keeps them; and why sequences are broken.
         """
         proposer = WithinChain(self.arm.proposer, ends)
-        arm = replace(self.arm, proposer=proposer, draws=batch.draws, choose=rows or self.arm.choose)
+        arm = self.arm.within(proposer, batch.draws, rows or self.arm.choose)
         q: dict[SequenceState, list[Tensor]] = {one: [] for one in ends}
         broken: dict[SequenceState, str] = {}
         left, most = list(ends), most_at_once(self.arm.proposer, self.arm.target)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from spec_lab.constrain.protocol import Constraint, ConstraintState, started
 from spec_lab.core.draft import empty
 from spec_lab.core.protocols import Part, check_declared, required
 from spec_lab.decode.proposer import DECLARED, Proposer, Requires
@@ -25,11 +26,11 @@ class Least(Proposer):
 
 
 def test_what_is_not_stated_has_defaults_that_follow_from_what_is():
-    one, many = Least(1), Least(2)
-    assert (one.branches, many.branches) == (False, None) and one.draws == {"iid"}
-    assert one.requires == Requires() and one.why_not_stopped is one.sha256 is None and one.shared_store == ""
-    assert one.toy(None, None, ()) is one and one.fork([state := []]) == [state]
-    check_declared(one, DECLARED)
+    chain, tree = Least(1), Least(2)
+    assert (chain.branches, tree.branches) == (False, None) and chain.draws == {"iid"}
+    assert chain.requires == Requires() and chain.why_not_stopped is chain.sha256 is None and chain.shared_store == ""
+    assert chain.toy(None, None, ()) is chain and chain.fork([state := []]) == [state]
+    check_declared(chain, DECLARED)
 
 
 def test_an_attribute_of_a_class_of_an_object_and_a_field_replace_a_default():
@@ -93,3 +94,43 @@ def test_other_names_are_free():
     }
     assert type("Right", (Least,), free)(1).closed
     assert issubclass(Least, Part) and not isinstance(SimpleNamespace(), Part)
+
+
+@pytest.mark.parametrize("name", ["frok", "clsoe", "rewidn", "inti", "darws"])
+def test_a_name_with_a_members_letters_in_another_order_is_a_misspelling(name):
+    value = property(lambda part: frozenset()) if name == "darws" else lambda part, *arguments: None
+    with pytest.raises(TypeError, match=name):
+        type("Misspelt", (Least,), {name: value})
+
+
+def test_a_misspelt_member_of_a_constraints_state_is_refused():
+    with pytest.raises(TypeError, match="actions.*action"):
+        type("Misspelt", (ConstraintState,), {"actions": lambda state: None})
+
+
+def test_actions_that_a_constraint_does_not_declare_are_refused():
+    class Acting(ConstraintState):
+        def fork(self):
+            return self
+
+        def advance(self, token):
+            pass
+
+        def mask(self):
+            return None
+
+        def action(self):
+            return ()
+
+    class Undeclared(Constraint):
+        name, vocabulary = "undeclared", 4
+
+        def start(self, request):
+            return Acting()
+
+    class Declares(Undeclared):
+        has_actions = True
+
+    with pytest.raises(TypeError, match="has_actions"):
+        started(Undeclared(), None)
+    assert isinstance(started(Declares(), None), Acting)

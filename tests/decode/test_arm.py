@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.decode.arm import Arm
+from spec_lab.decode.arm import Arm, Memory
 from spec_lab.decode.engine import Engine
 from spec_lab.decode.prefix_cache import PrefixCache
 from spec_lab.propose import Null, Proposer, Requires
@@ -60,12 +61,25 @@ def test_a_replaced_part_is_checked_again():
     assert replace(arm, proposer=draft_model("1x1", "gumbel"), verifier=Gumbel()).draws is arm.draws
 
 
-def test_engines_of_one_arm_count_their_own_forks_and_share_its_memory():
+def test_engines_of_one_arm_count_their_own_forks_and_have_their_own_memory():
     arm = an_arm()
-    one, other = Engine(arm), Engine(arm)
-    one.arm.made[0] += 1
-    assert not arm.made and not other.arm.made
-    assert one.arm.memory is arm.memory
+    first, second = Engine(arm), Engine(arm)
+    first.arm.made[0] += 1
+    assert not arm.made and not second.arm.made
+    assert len({id(memory) for memory in (arm.memory, first.arm.memory, second.arm.memory)}) == 3
+
+
+def test_memory_for_probabilities_follows_the_dtype_of_the_logits():
+    memory = Memory()
+    assert memory.like(torch.zeros(2, 5)).dtype == torch.float32
+    assert memory.like(torch.zeros(2, 5, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_an_arm_for_some_steps_shares_all_but_three_parts():
+    arm = an_arm()
+    drafts = arm.within(draft_model("1x1", "gumbel"), CounterDraws(7), arm.choose)
+    assert drafts.proposer.drawn == "gumbel" and drafts.draws is not arm.draws
+    assert (drafts.target, drafts.verifier, drafts.memory) == (arm.target, arm.verifier, arm.memory)
 
 
 def test_rows_and_cells_follow_from_the_proposer_and_a_constraint_that_forces_tokens():

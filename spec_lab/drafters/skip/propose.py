@@ -2,7 +2,7 @@
 
 Sources: Draft&Verify (2309.08168) and SWIFT (2410.06916). The draft reads the target's keys and values of committed
 tokens. Those of pending tokens and of nodes are the draft's own, and are dropped at the end of each draft. Which
-sublayers are skipped is given, or found while requests are decoded (``skip_search``).
+sublayers are skipped is given, or found while requests are decoded (``skip.search``).
 """
 
 from __future__ import annotations
