@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from spec_lab.constrain.protocol import Constraint, ConstraintState, Continuation, Masks, calling, started
+from spec_lab.constrain.protocol import Constraint, ConstraintState, Continuation, Masks, action_of, calling, started
 from spec_lab.core.draft import Shape
 from spec_lab.core.request import Ended, Request
 
@@ -113,7 +113,7 @@ class CombinedState(ConstraintState):
     def action(self) -> tuple[Continuation, ...] | None:
         """See ``ConstraintState``."""
         for number, (part, state) in enumerate(zip(self.parts, self.states, strict=True)):
-            action = _call(part, state.action)
+            action = _call(part, action_of, part, state)
             if action is not None:
                 return tuple(Continuation(after.backtrack, self._continued(number, after)) for after in action)
         return None

@@ -330,14 +330,24 @@ def single_token(mask: np.ndarray) -> int | None:
 
 
 def started(constraint: Constraint, request: Request) -> ConstraintState:
-    """Return the state after a request's prompt, of a constraint that declares rightly whether it acts.
+    """Return the state after a request's prompt.
 
     Raises:
-        TypeError: ``start`` returns something else, or a state whose actions the constraint does not declare.
+        TypeError: ``start`` returns something else.
     """
     state = constraint.start(request)
     if not isinstance(state, ConstraintState):
         raise TypeError(f"start must return a ConstraintState, not {brief(state)}: derive its class from it")
-    if type(state).action is not ConstraintState.action and not constraint.has_actions:
-        raise TypeError(f"{type(state).__name__} has an action, but {type(constraint).__name__}.has_actions is False")
     return state
+
+
+def action_of(constraint: Constraint, state: ConstraintState) -> tuple[Continuation, ...] | None:
+    """Return what must happen before the next token, by ``ConstraintState.action``.
+
+    Raises:
+        TypeError: an action, which the constraint does not declare; what relies on that would be wrong.
+    """
+    action = state.action()
+    if action is not None and not constraint.has_actions:
+        raise TypeError(f"{type(state).__name__}.action acts, but {type(constraint).__name__}.has_actions is False")
+    return action

@@ -11,7 +11,7 @@ import numpy as np
 
 from spec_lab.constrain import AppliedConstraint, ConstraintError, Masks
 from spec_lab.constrain.applied import forced_token
-from spec_lab.constrain.protocol import allows, calling
+from spec_lab.constrain.protocol import action_of, allows, calling
 from spec_lab.core.draft import Draft
 from spec_lab.decode.sequence import SequenceState
 
@@ -196,7 +196,7 @@ def act(
         try:
             while one.finish is None:
                 with calling(applied.constraint):
-                    action = one.constraint.action()
+                    action = action_of(applied.constraint, one.constraint)
                 actions += 1
                 if actions > MAX_ACTIONS:
                     raise ConstraintError(f"its constraint took {MAX_ACTIONS} actions without a token between them")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spec_lab.constrain.protocol import Constraint, ConstraintState, started
+from spec_lab.constrain.protocol import Constraint, ConstraintState, action_of
 from spec_lab.core.draft import empty
 from spec_lab.core.protocols import Part, check_declared, required
 from spec_lab.decode.proposer import DECLARED, Proposer, Requires
@@ -132,5 +132,5 @@ def test_actions_that_a_constraint_does_not_declare_are_refused():
         has_actions = True
 
     with pytest.raises(TypeError, match="has_actions"):
-        started(Undeclared(), None)
-    assert isinstance(started(Declares(), None), Acting)
+        action_of(Undeclared(), Acting())
+    assert action_of(Declares(), Acting()) == ()
