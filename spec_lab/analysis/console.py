@@ -67,7 +67,7 @@ def show_table(title: str, table: DataTable, console: Console, verbose: bool = F
     for number, part in enumerate(_parts(table, [*main, *(one for one in columns if one not in main)], ends, console)):
         if title:
             say(console, f"\n{title}{', continued' * (number > 0)}", "bold")
-        console.print(_grid(table, part, ends))
+        console.print(_grid(table, part, ends, console.width))
     return True
 
 
@@ -100,15 +100,29 @@ def _parts(table: DataTable, columns: Sequence[int], ends: bool, console: Consol
     yield part
 
 
-def _grid(table: DataTable, columns: Sequence[int], ends: bool) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+def _widths(table: DataTable, columns: Sequence[int], ends: bool, width: int) -> list[int]:
+    """Return the width of each column: what it needs, and of what is left as much as keeps it on one line.
+
+    (Left to itself, rich cuts columns whose least widths only just fit.)
+    """
+    widths, left = [], max(0, width - _width(table, columns, ends))
     for column in columns:
+        texts = [visible(table.columns[column][0]), *(_text(row[column], ends) for row in table.rows)]
+        needed = _needed(table, column, ends)
+        widths.append(needed + min(left, max(0, max(map(cell_len, texts)) - needed)))
+        left -= widths[-1] - needed
+    return widths
+
+
+def _grid(table: DataTable, columns: Sequence[int], ends: bool, width: int) -> Table:
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    for column, column_width in zip(columns, _widths(table, columns, ends, width), strict=True):
         heading, numeric = table.columns[column]
         shown.add_column(
             Text(visible(heading)),
             justify="right" if numeric else "left",
             overflow="fold",
-            min_width=_needed(table, column, ends),
+            width=column_width,
         )
     for row in table.rows:
         shown.add_row(*(Text(_text(row[column], ends)) for column in columns))

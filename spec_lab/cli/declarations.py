@@ -46,24 +46,30 @@ def check_values(config: DictConfig, top: Collection[str]) -> None:
     Raises:
         WrongOption: an option that a part does not have, or a value that its declaration does not allow.
     """
-    values: Any = OmegaConf.to_container(config, resolve=True)
     sources = package_sources()
-    for name, argument in declared(sources, "", SETTINGS)[0].items():
-        if name in values:
-            accept(name, values[name], argument.hint)
-        elif name in top:
-            raise WrongOption(f"{name} is missing: leave ~{name} out, or give {name}=...")
+    settings = declared(sources, "", SETTINGS)[0]
+    if missing := [name for name in settings if name in top and name not in config]:
+        raise WrongOption(f"{missing[0]} is missing: leave ~{missing[0]} out, or give {missing[0]}=...")
+    values: Any = OmegaConf.to_container(config, resolve=True)
+    for name in settings.keys() & values.keys():
+        accept(name, values[name], settings[name].hint)
+    referring = []  # values that are those of other options, which are checked first
     for path, part in _parts(values, ""):
+        node = OmegaConf.select(config, path)
         options, others = declared(sources, path.partition(".")[0], str(part["_target_"]))
         for name, value in part.items():
             if name.startswith("_") or value == "???" or (isinstance(value, Mapping) and "_target_" in value):
                 continue
-            if name in options:
+            if name in options and OmegaConf.is_interpolation(node, name):
+                referring.append((f"{path}.{name}", value, options[name].hint))
+            elif name in options:
                 accept(f"{path}.{name}", value, options[name].hint)
             elif not others:
                 near = get_close_matches(name, options, 1)
                 hint = f"did you mean {path}.{near[0]}?" if near else f"{part['_target_']} does not have it"
                 raise WrongOption(f"there is no option {path}.{name}: {hint}")
+    for full_name, value, hint in referring:
+        accept(full_name, value, hint)
 
 
 def _parts(values: Mapping[str, Any], above: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -31,6 +31,18 @@ def test_intervals_are_left_out_or_columns_continue_where_a_table_does_not_fit(c
     assert text.count("1.50") == columns and text.count("continued") == tables - 1
 
 
+@pytest.mark.parametrize("width", range(60, 100, 4))
+def test_every_number_and_word_is_printed_at_any_width(width):
+    """As the table of bounds: headings of several words over short numbers, and a last column that just fits."""
+    headings = ["level", "tree", "verifier", "open lost: tree", "lost: draft", "own steps", "lost: verifier"]
+    numbers = [Cell(f"{1234 + column}.5") for column in range(len(headings))]
+    table = DataTable(
+        [("verifier", False), *((heading, True) for heading in headings)], [[Cell("traversal"), *numbers]]
+    )
+    text = printed(table, width)
+    assert all(cell.text in text for cell in numbers) and all(word in text for word in " ".join(headings).split())
+
+
 def test_columns_of_more_are_shown_if_verbose_or_on_a_wide_terminal():
     table = DataTable([("arm", False), ("tau", True), ("cost", True)], [[Cell("a"), cell(2), cell(3)]], more=("cost",))
     assert "3.00" not in printed(table, 80)

@@ -97,6 +97,8 @@ def test_the_source_declares_what_python_sees(group, target, arguments):
          "there is no option verifier.tops: did you mean verifier.top?"),
         ({"verifier": {"_target_": "spec_lab.verify.Token", "zzz": 3}},
          "there is no option verifier.zzz: spec_lab.verify.Token does not have it"),
+        ({"proposer": {"_target_": "spec_lab.propose.ngram.Ngram.load", "depth": "${verifier.top}"},
+          "verifier": {"_target_": "spec_lab.verify.Relaxed", "top": 0}}, "verifier.top must be a whole number"),
     ],
 )  # fmt: skip
 def test_the_message_has_the_full_path(config, message):
