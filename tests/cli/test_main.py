@@ -242,7 +242,7 @@ def test_a_run_from_any_directory_writes_to_output_dir(cli, tiny, tmp_path):
     code, output, errors = cli(*tiny, "output_dir=here", "sampling.temperature=1", "name=mine")
     assert code == 0, errors
     assert "Traceback" not in errors
-    assert "mine: ngram" in output
+    assert "mine: proposer ngram" in output
     assert {"rounds.parquet", "summary.json", "manifest.json", "figures"} <= {p.name for p in tmp_path.glob("here/*")}
     manifest = json.loads((tmp_path / "here" / "manifest.json").read_text())
     assert manifest["config"]["sampling"]["temperature"] == 1

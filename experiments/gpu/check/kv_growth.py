@@ -77,7 +77,7 @@ def decode(model: Any, draft: Any, captured: bool, pools: bool = False) -> dict[
                 accepted += sum(len(done.path) for done in info.committed)
                 drafted += info.draft.shape.nodes
                 for name, cells in (("target", target.lm.cells), ("draft", lm.cells)):
-                    size = cells.spans, cells.capacity
+                    size = cells.streams, cells.capacity
                     if [size] != sizes[name][-1:]:
                         sizes[name].append(size)
     target.lm.clock.synchronise()
@@ -85,7 +85,7 @@ def decode(model: Any, draft: Any, captured: bool, pools: bool = False) -> dict[
     engine.close()
     return {
         "tokens": texts,
-        "spans_and_cells": sizes,
+        "streams_and_cells": sizes,
         "captures": {name: [counted.count, counted.seconds] for name, counted in captures.items()},
         "accepted": accepted,
         "drafted": drafted,
@@ -138,7 +138,7 @@ def compare(part: Part, name: str, model: Any, draft: Any, exact: bool) -> None:
     part.keep(f"{name}, first difference", different)
     where = "equal those of eager" if different is None else f"differ first at request {different[0]}, {different[1]}"
     captured = ended["captured"]
-    grown = {who: len(sizes) - 1 for who, sizes in captured["spans_and_cells"].items()}
+    grown = {who: len(sizes) - 1 for who, sizes in captured["streams_and_cells"].items()}
     captures = {who: number for who, (number, _) in captured["captures"].items()}
     part.say(
         f"{name}: {count} tokens {where}; {captured['accepted']} of {captured['drafted']} draft tokens accepted; the "
