@@ -53,14 +53,15 @@ def check_values(config: DictConfig, top: Collection[str]) -> None:
     values: Any = OmegaConf.to_container(config, resolve=True)
     for name in settings.keys() & values.keys():
         accept(name, values[name], settings[name].hint)
+    written: Any = OmegaConf.to_container(config, resolve=False)
+    written_parts = dict(_parts(written, ""))
     referring = []  # values that are those of other options, which are checked first
     for path, part in _parts(values, ""):
-        node = OmegaConf.select(config, path)
         options, others = declared(sources, path.partition(".")[0], str(part["_target_"]))
         for name, value in part.items():
             if name.startswith("_") or value == "???" or (isinstance(value, Mapping) and "_target_" in value):
                 continue
-            if name in options and OmegaConf.is_interpolation(node, name):
+            if name in options and "${" in str(written_parts.get(path, {}).get(name)):
                 referring.append((f"{path}.{name}", value, options[name].hint))
             elif name in options:
                 accept(f"{path}.{name}", value, options[name].hint)
