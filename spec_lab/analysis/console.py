@@ -101,16 +101,20 @@ def _parts(table: DataTable, columns: Sequence[int], ends: bool, console: Consol
 
 
 def _widths(table: DataTable, columns: Sequence[int], ends: bool, width: int) -> list[int]:
-    """Return the width of each column: what it needs, and of what is left as much as keeps it on one line.
+    """Return the width of each column: what it needs, and an even share of what is left, up to its longest text.
 
     (Left to itself, rich cuts columns whose least widths only just fit.)
     """
-    widths, left = [], max(0, width - _width(table, columns, ends))
-    for column in columns:
+    widths = [_needed(table, column, ends) for column in columns]
+    wanted = []
+    for number, column in enumerate(columns):
         texts = [visible(table.columns[column][0]), *(_text(row[column], ends) for row in table.rows)]
-        needed = _needed(table, column, ends)
-        widths.append(needed + min(left, max(0, max(map(cell_len, texts)) - needed)))
-        left -= widths[-1] - needed
+        wanted.append((max(0, max(map(cell_len, texts)) - widths[number]), number))
+    left = max(0, width - _width(table, columns, ends))
+    for rank, (more, number) in enumerate(sorted(wanted)):
+        share = min(more, left // (len(wanted) - rank))
+        widths[number] += share
+        left -= share
     return widths
 
 
