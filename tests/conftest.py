@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(config, items):
 def _surplus(cases, n):
     """All cases of a test but one in n, and but one for each value that several cases share."""
     values = {case: {(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases}
-    uses = Counter(value for own in values.values() for value in own)
+    uses = Counter(value for argument_values in values.values() for value in argument_values)
     seen = {value for value, count in uses.items() if count == 1}
     for number, case in enumerate(sorted(cases, key=lambda case: crc32(case.nodeid.encode()))):
         if number * n >= len(cases) and values[case] <= seen:

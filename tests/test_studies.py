@@ -191,8 +191,8 @@ def test_every_engine_has_the_same_proposers(tmp_path):
     for engine in engines.ENGINES:
         with initialize_config_dir(conf(), version_base=None):
             config = compose("config", overrides=engines.options("proposers", engine, chosen))
-        own = {name: {**arm, "path": ""} for name, arm in config.arms.items()}
-        arms.add(json.dumps(OmegaConf.to_container(OmegaConf.create(own)), sort_keys=True))
+        of_engine = {name: {**arm, "path": ""} for name, arm in config.arms.items()}
+        arms.add(json.dumps(OmegaConf.to_container(OmegaConf.create(of_engine)), sort_keys=True))
     assert len(arms) == 1
 
 
@@ -229,9 +229,9 @@ def test_host_work_is_the_time_of_a_step_outside_module_calls():
     assert list(table.index) == ["baseline", "chain"] and (table > 0).all().all()
     _, steps = decode(target, proposer, requests(new=6))
     for info, following in pairwise(steps):
-        found, seconds = host.host_seconds(info, following), info.seconds()
+        host_seconds, seconds = host.host_seconds(info, following), info.seconds()
         outside = seconds["whole"] - seconds["target_forward"] - seconds["propose_forward"]
-        assert found["whole"] == pytest.approx(outside + following.began - info.ended, abs=1e-4)
+        assert host_seconds["whole"] == pytest.approx(outside + following.began - info.ended, abs=1e-4)
 
 
 @pytest.mark.nightly
@@ -247,10 +247,10 @@ def test_long_context_measures_every_way_at_every_length(monkeypatch):
 @pytest.mark.parametrize(("kind", "words", "right"), [("quiet", "rrd", 2), ("loaded", "rdn", 2)])
 def test_the_study_of_the_verdict_counts_which_are_right(tmp_path, monkeypatch, capsys, kind, words, right):
     verdict, names = study("verdict"), {"r": "reliable", "d": "doubtful", "n": "not reliable"}
-    found = iter(words)
+    remaining = iter(words)
 
     def measure(out, way, prompts, seed, seconds, options):
-        return {"run": out.name, "way": way, "verdict": names[next(found)], "speedup": 1.5, "reasons": "why"}
+        return {"run": out.name, "way": way, "verdict": names[next(remaining)], "speedup": 1.5, "reasons": "why"}
 
     monkeypatch.setattr(verdict, "measure", measure)
     table = verdict.main([f"--{kind}", "--runs", "3", "--ways", "all", "stop", "--out", str(tmp_path)])
@@ -269,7 +269,9 @@ def test_some_busy_processes_are_enough_that_a_run_is_not_reliable(threads, core
 def test_lookups_are_measured_with_and_without_a_store(tmp_path):
     for folder, functions in (("text", 40), ("packages", 20)):
         (tmp_path / folder).mkdir()
-        text = "".join(f"def function_{one}(argument):\n    return argument + {one}\n\n\n" for one in range(functions))
+        text = "".join(
+            f"def function_{number}(argument):\n    return argument + {number}\n\n\n" for number in range(functions)
+        )
         (tmp_path / folder / "module.py").write_text(text)
     given = ["--own", "40", "80", "--store", "150", "--steps", "5", "--evict", "1", "--out", str(tmp_path)]
     table = lookup.main([*given, "--text", str(tmp_path / "text"), "--packages", str(tmp_path / "packages")])
@@ -279,9 +281,9 @@ def test_lookups_are_measured_with_and_without_a_store(tmp_path):
 
 @pytest.mark.nightly
 def test_enumeration_finds_which_published_rules_are_lossless():
-    found = on_toys(0.5).set_index("rule")["largest"]
-    assert found[["token verification", "sample and match"]].max() < 1e-12
-    assert found[["typical acceptance", "paths drawn apart", "bonus from raw logits"]].min() > 0.1
+    largest = on_toys(0.5).set_index("rule")["largest"]
+    assert largest[["token verification", "sample and match"]].max() < 1e-12
+    assert largest[["typical acceptance", "paths drawn apart", "bonus from raw logits"]].min() > 0.1
 
 
 # Tables that follow from recorded results, and prompts that follow from scripts

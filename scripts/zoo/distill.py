@@ -168,7 +168,7 @@ def _texts(
         if part != at:
             read, at = TextPart.read(paths[part]), part
         rows = [slice(start, start + plan.part) for start in range(row, row + plan.rows, plan.part)]
-        yield [TextPart(read.ids[one], read.hidden[one], read.prefix, read.temperature) for one in rows]
+        yield [TextPart(read.ids[chunk], read.hidden[chunk], read.prefix, read.temperature) for chunk in rows]
 
 
 def distill(

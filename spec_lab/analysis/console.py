@@ -64,7 +64,9 @@ def show_table(title: str, table: DataTable, console: Console, verbose: bool = F
         return False
     main = [number for number in columns if table.columns[number][0] not in table.more]
     ends = _width(table, main, True) <= console.width or _width(table, main, False) > console.width
-    for number, part in enumerate(_parts(table, [*main, *(one for one in columns if one not in main)], ends, console)):
+    for number, part in enumerate(
+        _parts(table, [*main, *(column for column in columns if column not in main)], ends, console)
+    ):
         if title:
             say(console, f"\n{title}{', continued' * (number > 0)}", "bold")
         console.print(_grid(table, part, ends, console.width))

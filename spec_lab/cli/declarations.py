@@ -30,10 +30,10 @@ def declared(sources: Sources, group: str, target: str) -> tuple[Mapping[str, Ar
     described = sources.describe(target)
     if described is None:
         return {}, True
-    found = dict(described.arguments)
+    arguments = dict(described.arguments)
     if group == "constraint" and (applied := sources.describe(APPLIED)):
-        found = {**applied.arguments, **found}
-    return found, described.open
+        arguments = {**applied.arguments, **arguments}
+    return arguments, described.open
 
 
 def check_values(config: DictConfig, top: Collection[str]) -> None:

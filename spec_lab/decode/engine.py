@@ -276,7 +276,7 @@ class Engine:
 
     def _used(self) -> int:
         """See ``Limits.max_kv_tokens``: what the next step needs if nothing else is admitted."""
-        return sum(len(one.tokens) + 1 + self.arm.most_cells for one in self._live)
+        return sum(len(sequence.tokens) + 1 + self.arm.most_cells for sequence in self._live)
 
     def _make_room(self) -> None:
         """Preempt the sequences admitted last until the next step fits."""

@@ -199,7 +199,7 @@ def tokens_before(
         return None
     lineage = shape.lineage[rows]
     places, edges = np.nonzero(lineage >= shape.roots)
-    root, place, node = upload(texts.device, shape.root[rows], places, lineage[places, edges] - shape.roots)
+    root, row, node = upload(texts.device, shape.root[rows], places, lineage[places, edges] - shape.roots)
     seen = texts[root]
-    seen[place, torch.as_tensor(token, device=seen.device)[node]] = True
+    seen[row, torch.as_tensor(token, device=seen.device)[node]] = True
     return seen

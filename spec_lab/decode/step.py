@@ -253,19 +253,19 @@ def settle(committed: Sequence[tuple[SequenceState, Committed]], arm: Arm) -> No
         return
     proposer, applied = arm.proposer, arm.constraint.applied
 
-    def fork_state(one: SequenceState) -> object:
+    def fork_state(sequence: SequenceState) -> object:
         with attributed("proposer", proposer):
-            return proposer.fork(one.state)
+            return proposer.fork(sequence.state)
 
     try:
         for sequence, done in committed:
             rewound = act(sequence, applied, arm.target.context, done, arm.made, fork_state)
-            for one, length in rewound.items():
+            for shortened, length in rewound.items():
                 with attributed("proposer", proposer):
-                    proposer.rewind(one.state, length)
+                    proposer.rewind(shortened.state, length)
     except BaseException:  # the engine does not track these forks yet
         with suppress(Exception):  # the first error is the one to raise
-            release(proposer, [one for _, done in committed for one in done.forks])
+            release(proposer, [fork for _, done in committed for fork in done.forks])
         raise
 
 
@@ -302,18 +302,18 @@ def _observation(
     logits = top_k = None
     rows: list[int] = []
     if requires.logits or requires.top_k:
-        own = shape.trees[tree]
-        rows = [sequence.tokens[context - 1], *host["computed"][own[1:] - shape.roots].tolist()]
+        tree_rows = shape.trees[tree]
+        rows = [sequence.tokens[context - 1], *host["computed"][tree_rows[1:] - shape.roots].tolist()]
         if requires.logits:
-            logits = output.logits[torch.from_numpy(own).to(output.logits.device)]
+            logits = output.logits[torch.from_numpy(tree_rows).to(output.logits.device)]
         if requires.top_k:
-            top_k = host["top_k"][own]
+            top_k = host["top_k"][tree_rows]
     tokens = sequence.tokens[start : end + 1]
     return Observation(sequence, start, tokens, hidden, rows, logits, top_k, accepted)
 
 
-def _chunk(arm: Arm, sequence: SequenceState, count: int, output: Output, place: int) -> Observation:
+def _chunk(arm: Arm, sequence: SequenceState, count: int, output: Output, number: int) -> Observation:
     """What a sequence computed of its prompt."""
     end = len(sequence.kv)
-    hidden = output.observed(place) if arm.proposer.requires.hidden else None
+    hidden = output.observed(number) if arm.proposer.requires.hidden else None
     return Observation(sequence, end - count, sequence.tokens[end - count : end + 1], hidden)

@@ -214,16 +214,16 @@ class DraftCascade(Proposer):
     @property
     def sha256(self) -> str | None:
         """Of the draft model's weights, with those of the inner proposer's files if it has any."""
-        other, own = self.arm.proposer.sha256, self.arm.target.sha256
-        return sha256(f"{own} {other}".encode()).hexdigest() if own and other else own
+        inner, model = self.arm.proposer.sha256, self.arm.target.sha256
+        return sha256(f"{model} {inner}".encode()).hexdigest() if model and inner else model
 
     @property
     def facts(self) -> Mapping[str, Any]:
         """What a record should keep."""
         inner = self.arm.proposer
         of_inner = {"name": inner.name, "drawn": inner.drawn, **inner.facts}
-        own = {"depth": self.depth, "temperature": self.temperature, "verifier": self.arm.verifier.name}
-        return own | {"inner": of_inner}
+        facts = {"depth": self.depth, "temperature": self.temperature, "verifier": self.arm.verifier.name}
+        return facts | {"inner": of_inner}
 
     @property
     def shared_store(self) -> str:
@@ -256,10 +256,10 @@ class DraftCascade(Proposer):
 
     def init(self, request: Request) -> DraftedText:
         """An empty KV cache of the draft model, and the inner proposer's state."""
-        model, inner, own = self.arm.target, self.arm.proposer, self._inner_request(request)
-        kv = model.lm.open(min(len(own.tokens) + own.max_new_tokens, model.context + inner.nodes))
+        model, inner, inner_request = self.arm.target, self.arm.proposer, self._inner_request(request)
+        kv = model.lm.open(min(len(inner_request.tokens) + inner_request.max_new_tokens, model.context + inner.nodes))
         try:
-            return DraftedText(kv, inner.init(own))
+            return DraftedText(kv, inner.init(inner_request))
         except BaseException:
             kv.close()
             raise
@@ -267,8 +267,8 @@ class DraftCascade(Proposer):
     def kv_bytes(self, positions: Sequence[int]) -> int:
         """See ``Proposer``; with that of the inner proposer."""
         model, inner = self.arm.target, self.arm.proposer
-        own = runner_kv_bytes(model.lm, [min(end, model.context + inner.nodes) for end in positions])
-        return own + inner.kv_bytes(positions)
+        model_bytes = runner_kv_bytes(model.lm, [min(end, model.context + inner.nodes) for end in positions])
+        return model_bytes + inner.kv_bytes(positions)
 
     def fork(self, state: DraftedText) -> DraftedText:
         """A copy that shares the KV cache of the tokens so far."""

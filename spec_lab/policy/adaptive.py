@@ -130,7 +130,7 @@ class Adaptive(Hybrid):
         """See ``Proposer``. Outcomes are enumerated side by side: they share nothing."""
         return Adaptive(self.toy_parts(target, draft, tree), self.policy.toy())
 
-    def init(self, request: Request, own: Any = None) -> PartStates:
+    def init(self, request: Request, record: Any = None) -> PartStates:
         """See ``Proposer``."""
         with attributed("policy", self.policy):
             state = self.policy.init(request)
@@ -142,18 +142,20 @@ class Adaptive(Hybrid):
         Raises:
             ValueError: the policy decided nothing sensible for the batch.
         """
-        own: list[Decided] = [sequence.state.own for sequence in batch.sequences]
+        decisions: list[Decided] = [sequence.state.own for sequence in batch.sequences]
         with attributed("policy", self.policy):
-            limits = list(self.policy.decide(batch, [decided.state for decided in own]))
-            if len(limits) != len(own) or not all(isinstance(limit, Limit) for limit in limits):
-                raise ValueError(f"decide must return {len(own)} Limit, one for each sequence, not {brief(limits)}")
+            limits = list(self.policy.decide(batch, [decided.state for decided in decisions]))
+            if len(limits) != len(decisions) or not all(isinstance(limit, Limit) for limit in limits):
+                raise ValueError(
+                    f"decide must return {len(decisions)} Limit, one for each sequence, not {brief(limits)}"
+                )
         inner = replace(self.view(batch, 0), limits=limits, stop=self.policy.stop)
         draft = self.proposer.propose(inner).cut_nodes(inner.room())
-        deepest = np.zeros(len(own), dtype=np.int64)
+        deepest = np.zeros(len(decisions), dtype=np.int64)
         np.maximum.at(deepest, draft.shape.root, draft.shape.depth)
-        every = zip(own, limits, deepest.tolist(), draft.acceptable_nodes.tolist(), strict=True)
+        every = zip(decisions, limits, deepest.tolist(), draft.acceptable_nodes.tolist(), strict=True)
         for decided, limit, levels, nodes in every:
-            decided.last = DraftOutcome(decided.state, limit, levels, nodes, 0, len(own))
+            decided.last = DraftOutcome(decided.state, limit, levels, nodes, 0, len(decisions))
         return replace(draft, limits=tuple(limits))
 
     def observe(self, observed: Sequence[Observation]) -> None:
@@ -171,6 +173,6 @@ class Adaptive(Hybrid):
             replace(each, sequence=replace(each.sequence, state=each.sequence.state.each[0])) for each in observed
         ])  # fmt: skip
 
-    def fork(self, state: PartStates, own: Any = None) -> PartStates:
+    def fork(self, state: PartStates, record: Any = None) -> PartStates:
         """See ``Proposer``."""
         return super().fork(state, Decided(deepcopy(state.own.state)))

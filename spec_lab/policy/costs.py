@@ -111,8 +111,8 @@ def without_costs(facts: Any) -> Any:
 
 def drafter_of(proposer: Proposer) -> dict[str, Any]:
     """Return what tells a proposer's drafts from another's, as part of the key of cached costs."""
-    own = {"name": proposer.name, "sha256": proposer.sha256, "drawn": proposer.drawn, "nodes": proposer.nodes}
-    return own | {"facts": without_costs(proposer.facts)}
+    facts = {"name": proposer.name, "sha256": proposer.sha256, "drawn": proposer.drawn, "nodes": proposer.nodes}
+    return facts | {"facts": without_costs(proposer.facts)}
 
 
 def draft_costs(
@@ -138,8 +138,8 @@ def draft_costs(
     sizes = [*(k for k in depths if k < depth), depth]
     sampling = Sampling(timing.temperature or 0.0)
     stop = None if proposer.why_not_stopped is None else Confidence()  # at the threshold 0: never
-    own = {proposer.name: proposer}
-    limited: dict[int, Proposer] = {k: Adaptive(own, FixedDepth(k, part, stop=stop)) for k in sizes}
+    parts = {proposer.name: proposer}
+    limited: dict[int, Proposer] = {k: Adaptive(parts, FixedDepth(k, part, stop=stop)) for k in sizes}
     drafter = drafter_of(proposer) | {"part": part}
     cache = CostCache(default_folder() if timing.cache is None else Path(timing.cache))
     found: dict[int, Mapping[int, float]] = {}

@@ -119,10 +119,10 @@ class BestFirst(Grower):
         assert children.probability is not None and self.frontier is not None
         count = self.budget.children if children.counts is None else children.counts[:, None]
         exists = np.broadcast_to(np.arange(self.budget.children) < count, children.token.shape)
-        place = exists.nonzero()[0]  # of the parent of each child
+        parent_of = exists.nonzero()[0]  # of the parent of each child
         with np.errstate(divide="ignore"):
             gains = np.log(children.probability, dtype=np.float64)[exists]
-        first, above = self.shape.rows, rows[place]
+        first, above = self.shape.rows, rows[parent_of]
         self.shape = Shape(self.shape.roots, np.append(self.shape.parent, above))
         self.token = np.append(self.token, children.token[exists])
         self.score = np.append(self.score, self.score[above] + gains)
@@ -130,7 +130,7 @@ class BestFirst(Grower):
         self.live = np.append(self.live, np.ones(len(above), dtype=bool))
         grows = self.shape.depth[first:] < self.depths[self.shape.root[first:]]
         if children.stopped is not None:
-            grows &= ~children.stopped[place]
+            grows &= ~children.stopped[parent_of]
         for row in (first + grows.nonzero()[0]).tolist():
             heapq.heappush(self.frontier[self.shape.root[row]], (-self.score[row], row))
 

@@ -112,7 +112,7 @@ class BestOf(Hybrid):
         """See ``Proposer``."""
         return replace(self, parts=self.toy_parts(target, draft, tree))
 
-    def init(self, request: Request, own: Any = None) -> PartStates:
+    def init(self, request: Request, record: Any = None) -> PartStates:
         """See ``Proposer``."""
         return super().init(request, Record([self.start] * len(self.costs)))
 
@@ -131,7 +131,7 @@ class BestOf(Hybrid):
         for one in observed:  # what is observed next may be a part of a prompt
             one.sequence.state.nodes, one.sequence.state.own.chosen = {}, None
 
-    def fork(self, state: PartStates, own: Any = None) -> PartStates:
+    def fork(self, state: PartStates, record: Any = None) -> PartStates:
         """See ``Proposer``."""
         return super().fork(state, replace(state.own, accepted=list(state.own.accepted)))
 
@@ -142,10 +142,10 @@ class BestOf(Hybrid):
             sequence.state.own.chosen = asked[tree][0] if room[tree] > 0 else None
         drafts, parts, owners = list[Draft](), list[int](), list[list[int]]()
         left = list(range(len(asked)))
-        for place in range(len(self.proposers)):
+        for rank in range(len(self.proposers)):
             empty = []
             for n, part in enumerate(self.proposers):
-                own = [tree for tree in left if asked[tree][place : place + 1] == [n]]
+                own = [tree for tree in left if asked[tree][rank : rank + 1] == [n]]
                 if not own:
                     continue
                 draft = part.propose(self.view(batch, n, own))

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from itertools import count
 
 
-def continuation(tokens: Sequence[int], place: int, length: int) -> list[int]:
+def continuation(tokens: Sequence[int], start: int, length: int) -> list[int]:
     """Return the ``length`` tokens from ``place`` on; at the end of the text they repeat from ``place``."""
-    found = list(tokens[place : place + length])
-    return found if len(found) == length else (found * -(-length // len(found)))[:length]
+    following = list(tokens[start : start + length])
+    return following if len(following) == length else (following * -(-length // len(following)))[:length]
 
 
 @dataclass(eq=False)

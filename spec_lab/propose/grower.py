@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +46,7 @@ class Children(NamedTuple):
     probability: np.ndarray | None = None
 
 
+@dataclass(eq=False)
 class Grower(ABC):
     """A forest that grows: each forward of the drafter computes some rows, whose children are then drawn.
 
@@ -64,22 +66,20 @@ class Grower(ABC):
         kept: the tokens of the draft, when it is complete.
     """
 
+    drawn: Drawn
+    batch: Batch
+    shape: Shape
+    samplings: Sequence[Sampling]
+    stop: Stop | None = None
+    lenient: bool = False
+
     scored = False  # whether it needs the probability of every child, the likeliest included
 
-    def __init__(
-        self,
-        drawn: Drawn,
-        batch: Batch,
-        shape: Shape,
-        samplings: Sequence[Sampling],
-        stop: Stop | None = None,
-        lenient: bool = False,
-    ) -> None:
-        self.drawn, self.batch, self.shape, self.samplings, self.stop = drawn, batch, shape, samplings, stop
-        self.lenient = lenient
-        cold = drawn in ("iid", "without") and all(sampling.temperature == 0 for sampling in samplings)
+    def __post_init__(self) -> None:
+        batch, shape, samplings, stop = self.batch, self.shape, self.samplings, self.stop
+        cold = self.drawn in ("iid", "without") and all(sampling.temperature == 0 for sampling in samplings)
         self.one_hot = cold and not self.scored and not shape.branches
-        self.greedy = drawn == "point" or self.one_hot  # the likeliest tokens, whatever the random choice
+        self.greedy = self.drawn == "point" or self.one_hot  # the likeliest tokens, whatever the random choice
         self.token = self.kept = np.zeros(shape.nodes, dtype=np.int64)
         self.broken: dict[int, str] = {}
         self.live = np.zeros(shape.rows, dtype=bool)
@@ -197,35 +197,35 @@ class Grower(ABC):
             As of ``likeliest_on_host``; ``probability`` ``[n, width]`` of each token, where somebody reads it.
         """
         width, ask = len(ranks), {}
-        own, without = finite(logits.to(probs_dtype(logits.dtype)))
+        scores, without = finite(logits.to(probs_dtype(logits.dtype)))
         if without is not None:
             ask["without"] = without
-        if own is logits and (allowed is not None or not self._keeps_logits):
-            own = logits.clone()  # it is written to
+        if scores is logits and (allowed is not None or not self._keeps_logits):
+            scores = logits.clone()  # it is written to
         if allowed is not None:
-            ask["possible"] = allow_(own, allowed)
-        probs = None if self.stop is None else own.softmax(-1)
+            ask["possible"] = allow_(scores, allowed)
+        probs = None if self.stop is None else scores.softmax(-1)
         if probs is not None:
             ask["stopped"] = self._stopped(probs, rows)
         if self.greedy and allowed is not None and not self.scored:
-            ask["support"] = (own > -torch.inf).sum(-1)
+            ask["support"] = (scores > -torch.inf).sum(-1)
         if not self._keeps_logits:
             plain = self.greedy  # ranked as penalised logits are, none of them truncated to zero
             samplings = [sampling.untruncated for sampling in self.samplings] if plain else self.samplings
             seen = tokens_before(self.texts, self.shape, self.token, rows)
-            own = logits_to_probs(own, by_row(samplings, self.shape.root[rows]), seen, scratch=own)
+            scores = logits_to_probs(scores, by_row(samplings, self.shape.root[rows]), seen, scratch=scores)
         if not self.greedy:
-            self.q.append(own)
+            self.q.append(scores)
             if width > 1:
-                ask["support"] = (own > 0).sum(-1)
+                ask["support"] = (scores > 0).sum(-1)
         if self.greedy or self.drawn == "gumbel":
-            token = likeliest(own if self.greedy else self._race(own, rows), width)
+            token = likeliest(scores if self.greedy else self._race(scores, rows), width)
         else:
             keyed = [(places, self._keys(rows[places], Purpose.DRAFT, numbers)) for places, numbers in ranks]
-            token = sample_siblings(self.batch.draws, self.drawn, own, ask.get("support"), keyed)
+            token = sample_siblings(self.batch.draws, self.drawn, scores, ask.get("support"), keyed)
         ask["token"] = token
         if self.scored or self.path is not None:
-            ask["probability"] = (own if self.scored or probs is None else probs).gather(-1, token)
+            ask["probability"] = (scores if self.scored or probs is None else probs).gather(-1, token)
         host = dict(zip(ask, self.batch.read(*ask.values()), strict=True))
         if self.scored and self.greedy:  # the largest first, so that those without mass are the last
             host["support"] = (host["probability"] > 0).sum(-1)

@@ -143,8 +143,8 @@ class Hybrid(Proposer):
         """Return the parts for a toy target."""
         return {name: part.toy(target, draft, tree) for name, part in self.parts.items()}
 
-    def init(self, request: Request, own: Any = None) -> PartStates:
-        """States of a new sequence; ``own`` is what the hybrid itself knows of it."""
+    def init(self, request: Request, record: Any = None) -> PartStates:
+        """States of a new sequence; ``record`` is what the hybrid itself knows of it."""
         made: list[Any] = []
         try:
             for part in self.proposers:
@@ -153,15 +153,15 @@ class Hybrid(Proposer):
             for part, state in zip(self.proposers, made, strict=False):
                 part.close(state)
             raise
-        return PartStates(made, own)
+        return PartStates(made, record)
 
     def view(self, batch: Batch, part: int, sequences: Sequence[int] | None = None) -> Batch:
         """What a part sees of a batch, or of some of its sequences: its forest has its own masks of a constraint."""
         numbers = range(len(batch.sequences)) if sequences is None else sequences
-        own = [replace(batch.sequences[n], state=batch.sequences[n].state.each[part]) for n in numbers]
+        viewed = [replace(batch.sequences[n], state=batch.sequences[n].state.each[part]) for n in numbers]
         masks = None if batch.draft_masks is None else batch.draft_masks.view(numbers)
         limits = [batch.limits[n] for n in numbers] if batch.limits else ()
-        return replace(batch, sequences=own, draft_masks=masks, limits=limits)
+        return replace(batch, sequences=viewed, draft_masks=masks, limits=limits)
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Let each part observe what it requires, and the rows that it drafted."""
@@ -193,9 +193,9 @@ class Hybrid(Proposer):
         top_k = observed.top_k[rows, : requires.top_k] if requires.top_k and observed.top_k is not None else None
         return replace(seen, rows=[observed.rows[row] for row in rows], logits=logits, top_k=top_k, accepted=accepted)
 
-    def fork(self, state: PartStates, own: Any = None) -> PartStates:
+    def fork(self, state: PartStates, record: Any = None) -> PartStates:
         """Independent copies of all states."""
-        return PartStates([part.fork(each) for part, each in zip(self.proposers, state.each, strict=True)], own)
+        return PartStates([part.fork(each) for part, each in zip(self.proposers, state.each, strict=True)], record)
 
     def rewind(self, state: PartStates, length: int) -> None:
         """Rewind every part."""

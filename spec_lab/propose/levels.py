@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from spec_lab.core.draft import Drawn, Shape, chain, forest
+from spec_lab.core.draft import Drawn, chain, forest
 from spec_lab.core.probabilities import Sampling
 from spec_lab.decode.sequence import Batch
 from spec_lab.propose.expansion import Computed, Expand, RowLogits
@@ -21,16 +21,8 @@ class LevelByLevel(Grower):
     Nodes that are left out are cut at the end.
     """
 
-    def __init__(
-        self,
-        drawn: Drawn,
-        batch: Batch,
-        shape: Shape,
-        samplings: Sequence[Sampling],
-        stop: Stop | None = None,
-        lenient: bool = False,
-    ) -> None:
-        super().__init__(drawn, batch, shape, samplings, stop, lenient)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.grows = self.live.copy()  # where something is drafted below
         self.level = -1
         self.below: list[tuple[np.ndarray, np.ndarray]] = []  # by rank: nodes below the chosen rows, places of those

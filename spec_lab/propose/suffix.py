@@ -175,11 +175,11 @@ class Suffix(Proposer):
         if not own and not shared and store is None:
             raise WrongOption("own=false leaves nothing to look up: set shared or store")
         responses = SharedResponses(SuffixIndex(max_match), shared) if shared else None
-        found = Suffix(rules, max_match, own, responses, None, name)
+        proposer = Suffix(rules, max_match, own, responses, None, name)
         if store is None:
-            return found
+            return proposer
         opened = TokenStore.open(store, target, max_match)
-        return replace(found, store=opened, sha256=opened.sha256)
+        return replace(proposer, store=opened, sha256=opened.sha256)
 
     @property
     def nodes(self) -> int:

@@ -153,13 +153,15 @@ class Union(Hybrid):
         extras = {n: _without_nodes(draft) for n, draft in points.items() if draft.computed_only is not None}
         drafts += [*extras.values(), *sampled.values()]
         joined, numbers = join(batch, drafts, [every] * len(drafts))
-        own = {n: [nodes and [numbers[0][tree][node] for node in nodes] for tree, nodes in enumerate(trees)]
+        joined_nodes = {n: [nodes and [numbers[0][tree][node] for node in nodes] for tree, nodes in enumerate(trees)]
                for n, trees in found.items()}  # fmt: skip
         for n, trees in zip([*extras, *sampled], numbers[1:], strict=True):
-            own[n] = [_added(first, more) for first, more in zip(own.get(n, [[]] * len(trees)), trees, strict=True)]
-        known = [[tree for tree in every if own[n][tree] is not None] for n in own]
-        note(batch, joined, list(own), known, [[own[n][tree] for tree in trees]
-                                               for n, trees in zip(own, known, strict=True)])  # fmt: skip
+            joined_nodes[n] = [
+                _added(first, more) for first, more in zip(joined_nodes.get(n, [[]] * len(trees)), trees, strict=True)
+            ]
+        known = [[tree for tree in every if joined_nodes[n][tree] is not None] for n in joined_nodes]
+        note(batch, joined, list(joined_nodes), known, [[joined_nodes[n][tree] for tree in trees]
+                                               for n, trees in zip(joined_nodes, known, strict=True)])  # fmt: skip
         return joined
 
     @property

@@ -176,8 +176,8 @@ class Lab:
         Raises:
             ValueError: as of ``Arm``; a proposer that refuses the sampling.
         """
-        own = CounterDraws(settings.seed), self.applied, self.pieces, settings.recording, settings.new_prefix_cache()
-        made = Loop(self.target, proposer, verifier, *own)
+        parts = CounterDraws(settings.seed), self.applied, self.pieces, settings.recording, settings.new_prefix_cache()
+        made = Loop(self.target, proposer, verifier, *parts)
         proposer.check_sampling(self.sampling)
         return made
 

@@ -38,7 +38,7 @@ def check_memory(lab: Lab, settings: Settings, prompts: Sequence[int], room: int
     decoding, proposers = _decoding(lab, settings, prompts), [lab.proposer, *lab.more_proposers.values()]
 
     def draft_bytes(positions: Sequence[int]) -> int:
-        return sum(one.kv_bytes(positions) for one in proposers)
+        return sum(proposer.kv_bytes(positions) for proposer in proposers)
 
     needed = need(model, decoding, draft_bytes)
     if room is not None and needed.total > room:

@@ -104,8 +104,8 @@ class Task:
                 judged = ("verdict", "verdict_reasons", "repeated_groups")
                 facts |= {name: summary[name] for name in judged if name in summary}
                 write_json(out / "manifest.json", facts)
-            found = done.result and done.result(out)
-            lab.tracker.finish(summary, _draw(found, out / "figures", done.drawn) if found else [], done.tables)
+            result = done.result and done.result(out)
+            lab.tracker.finish(summary, _draw(result, out / "figures", done.drawn) if result else [], done.tables)
         except KeyboardInterrupt:
             if self.parts is not None:
                 self.parts.gather()
@@ -121,8 +121,8 @@ class Task:
             raise
         finally:
             lab.tracker.close()
-        if found:
-            show(found, console, self.settings.verbose)
+        if result:
+            show(result, console, self.settings.verbose)
         console.print(f"{self.leaves}: {out}", soft_wrap=True, highlight=False)
         return done.code
 

@@ -28,7 +28,7 @@ VALUES = {
 
 def an_object(group, lacking="", **wrong):
     """Return an object with the members of ``group``."""
-    values = {name: VALUES.get(name, 1) for place, name in EVERY if place == group and name != lacking}
+    values = {name: VALUES.get(name, 1) for member_group, name in EVERY if member_group == group and name != lacking}
     contract = get_object(CONTRACTS[group])
     if not issubclass(contract, Part):
         return SimpleNamespace(**values | wrong)

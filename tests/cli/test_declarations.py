@@ -20,17 +20,17 @@ from spec_lab.core.options import Number, OneOf, Whole, WrongOption, words
 
 def parts():
     """Each part of conf/: its group, what it builds and its declared options; settings have no group."""
-    sources, found = package_sources(), {("", SETTINGS)}
+    sources, named = package_sources(), {("", SETTINGS)}
     for group in sorted(path for path in Path(conf()).iterdir() if path.is_dir() and path.name != "hydra"):
         files = {path.stem: comments.read(path, flat=group.name == "experiment") for path in group.glob("*.yaml")}
         for name, file in files.items():
             if group.name != "experiment":
-                found.add((group.name, target_of(name, files)))
+                named.add((group.name, target_of(name, files)))
             else:
-                found |= {
+                named |= {
                     (key.name.removesuffix("._target_"), key.value) for key in file.settings if "_target_" in key.name
                 }
-    return [(group, target, declared(sources, group, target)[0]) for group, target in sorted(found)]
+    return [(group, target, declared(sources, group, target)[0]) for group, target in sorted(named)]
 
 
 PARTS = parts()
@@ -44,7 +44,7 @@ DECLARED = [
 
 def outside(hint):
     """Values that a declaration excludes."""
-    alternatives = [options._parts(one) for one in options._alternatives(hint)]
+    alternatives = [options._parts(alternative) for alternative in options._alternatives(hint)]
     kinds = {kind for kind, _, _ in alternatives}
     numbers = [bound for _, _, bounds in alternatives for bound in bounds if isinstance(bound, Whole | Number)]
     yield from (bound.least - 1 for bound in numbers)

@@ -125,14 +125,14 @@ def test_a_stop_token_distinguishes_a_choice_from_a_longer_one():
 # Pattern -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("own", [regex, lambda _, source: unforced(source)], ids=["forced", "unforced"])
+@pytest.mark.parametrize("constraint_of", [regex, lambda _, source: unforced(source)], ids=["forced", "unforced"])
 @pytest.mark.parametrize("proposer", [Null(), Ngram(4, 3, 1), draft_model()], ids=["alone", "ngram", "drafted"])
-def test_the_output_matches_the_pattern_as_its_own_constraint_has_it(target, own, proposer):
+def test_the_output_matches_the_pattern_as_its_own_constraint_has_it(target, constraint_of, proposer):
     source = r"[a-n]{3,6}(: )?[0-9]{1,2}\."
-    group = play(target, pattern_of(own(LETTERS, source)), proposer, WARM)
+    group = play(target, pattern_of(constraint_of(LETTERS, source)), proposer, WARM)
     assert all(re.fullmatch(source, text) for text in texts(group))
     if proposer.name == "none":
-        assert results(group) == results(play(target, own(LETTERS, source), proposer, WARM))
+        assert results(group) == results(play(target, constraint_of(LETTERS, source), proposer, WARM))
 
 
 def test_a_state_wrapped_in_a_controller_has_its_own_distribution():

@@ -366,8 +366,8 @@ VALUES = [
 
 def compare(grammar: Grammar, rows: int = 60) -> None:
     """The masks of drafts are those of states that saw none."""
-    found = compare_masks(AppliedConstraint(grammar), [request()], rows, 0, grammar.tokens.bytes)
-    assert found.rows >= rows and found.different == 0, found.first
+    compared = compare_masks(AppliedConstraint(grammar), [request()], rows, 0, grammar.tokens.bytes)
+    assert compared.rows >= rows and compared.different == 0, compared.first
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -141,7 +141,7 @@ class DefectiveState(ConstraintState):
 @pytest.mark.parametrize("others", [False, True], ids=["alone", "combined"])
 @pytest.mark.parametrize(
     "options",
-    [{"placement": one} for one in get_args(Placement)]
+    [{"placement": placement} for placement in get_args(Placement)]
     + [{"fast_forward": True}, {"async_masks": True}, {"placement": "target", "async_masks": True}],
 )
 def test_an_error_in_a_constraint_ends_the_run_and_names_it_with_the_line(failing, others, options):

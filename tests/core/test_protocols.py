@@ -43,9 +43,9 @@ def test_an_attribute_of_a_class_of_an_object_and_a_field_replace_a_default():
     assert vars(Fields(2)) == {"forced_nodes": 2, "nodes": 3, "branches": True}
     with pytest.raises(TypeError, match="forced_nodes"):
         Fields()
-    one = Least(1)
-    one.requires = Requires(top_k=3)
-    assert one.requires.top_k == 3 and Least(1).requires.top_k == 0
+    proposer = Least(1)
+    proposer.requires = Requires(top_k=3)
+    assert proposer.requires.top_k == 3 and Least(1).requires.top_k == 0
 
 
 def test_what_has_no_default_is_missing_until_it_is_stated():
@@ -68,10 +68,10 @@ def test_a_name_that_is_nearly_that_of_a_member_is_refused(name, value, meant):
     with pytest.raises(TypeError, match=rf"Wrong\.{name} is no member of Proposer: did you mean {meant}\?"):
         type("Wrong", (Least,), {name: value})
     if not callable(value) and not isinstance(value, property):
-        one = Least(1)
-        setattr(one, name, value)
+        proposer = Least(1)
+        setattr(proposer, name, value)
         with pytest.raises(TypeError, match=rf"Least\.{name}"):
-            check_declared(one, DECLARED)
+            check_declared(proposer, DECLARED)
 
 
 def test_an_annotation_is_a_name_and_policies_have_names_of_their_own():

@@ -149,7 +149,7 @@ def test_kept_texts_give_their_ids_to_trees_and_requests_the_least_recently_used
     assert len(prefixes.texts) == V, "longer texts replace those that they begin with"
     wide = lm.open()
     lm.forward([wide], [[1]], Draft(Shape(1, np.zeros(240, dtype=np.int64)), torch.zeros(240).long()))
-    assert sum(bool(len(one.kv)) for one in prefixes.texts) == MAX_IDS - 240
+    assert sum(bool(len(text.kv)) for text in prefixes.texts) == MAX_IDS - 240
     wide.accept()
     found = prefixes.open(lm, [*prefixes.texts[-1].tokens, 5], 99)
     assert len(found) == len(prefixes.texts[-1].tokens) and len(prefixes.texts) == MAX_IDS - 240

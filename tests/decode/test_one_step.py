@@ -78,11 +78,11 @@ def modules() -> dict[str, set[str]]:
 
 
 def test_only_the_step_and_the_self_check_run_the_target(modules):
-    found = {
+    running = {
         name: runs(calls, "self.lm" if name.startswith(("propose/", "drafters/")) else None)
         for name, calls in modules.items()
     }
-    assert {name for name, some in found.items() if some} == RUNS
+    assert {name for name, some in running.items() if some} == RUNS
 
 
 def test_only_the_step_turns_the_targets_logits_into_probabilities(modules):

@@ -212,8 +212,8 @@ def test_a_drafter_gets_the_exit_states_of_every_row_and_position(target, truth,
             states = target.lm.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
         wanted = torch.cat([states[layer][0] for layer in recorded.requires.hidden], -1)
         length = len(sequence.tokens) - 1
-        found = torch.stack([recorded.seen[sequence.request.id, position] for position in range(length)])
-        torch.testing.assert_close(found, wanted[:length], rtol=0, atol=1e-10)
+        observed = torch.stack([recorded.seen[sequence.request.id, position] for position in range(length)])
+        torch.testing.assert_close(observed, wanted[:length], rtol=0, atol=1e-10)
 
 
 # Loading -----------------------------------------------------------------------------------------------------------

@@ -71,15 +71,15 @@ class Sequence:
 def step(own, timed, expected, sequences, pending, accepted):
     """A step in which every sequence has a tree; the nodes ``accepted`` of each are committed."""
     exits = [one.more(count) for one, count in zip(sequences, pending, strict=True)]
-    found = own.root_logits(sequences, pending, Partial(None, torch.cat(exits)), timed).logits
-    for one, given, logits in zip(sequences, exits, found, strict=True):
+    root_logits = own.root_logits(sequences, pending, Partial(None, torch.cat(exits)), timed).logits
+    for one, given, logits in zip(sequences, exits, root_logits, strict=True):
         torch.testing.assert_close(logits, expected(torch.cat([one.known, given])), rtol=0, atol=1e-6)
     shape = forest((tree(parse(SHAPE)),) * len(sequences))
     nodes = torch.randn(shape.nodes, H, generator=sequences[0].generator, dtype=torch.float64)
     for depth in (1, 2, 3):
         rows = np.flatnonzero(shape.depth == depth)
-        found = own.node_logits(sequences, shape, rows, Partial(None, nodes[rows - shape.roots]), timed).logits
-        for row, logits in zip(rows, found, strict=True):
+        node_logits = own.node_logits(sequences, shape, rows, Partial(None, nodes[rows - shape.roots]), timed).logits
+        for row, logits in zip(rows, node_logits, strict=True):
             root = next(number for number, some in enumerate(shape.trees) if row in some)
             path = nodes[[node - shape.roots for node in shape.path(row)]]
             whole = torch.cat([sequences[root].known, exits[root], path])

@@ -20,7 +20,7 @@ HELD = {
 
 
 @pytest.mark.parametrize(
-    ("published", "own"),
+    ("published", "network_name"),
     [
         ("head.7.9.weight", "heads.7.block.weight"),
         ("head.7.1.weight", "heads.7.first.weight"),
@@ -32,8 +32,8 @@ HELD = {
         ("other", None),
     ],
 )
-def test_our_name_of_a_published_one(published, own):
-    assert TABLE.network_name(published) == own
+def test_our_name_of_a_published_one(published, network_name):
+    assert TABLE.network_name(published) == network_name
 
 
 def test_published_names_of_ours():
@@ -46,11 +46,11 @@ def test_published_names_of_ours():
 
 
 def test_a_file_tells_numbers_and_sizes():
-    found = TABLE.of_file(HELD)
-    assert found.shapes == HELD and not misfits(found.shapes, HELD)
-    assert found.sizes.items() >= {"I": 2, "K": 2, "H": 4, "V": 9, "T": 3}.items()
-    assert found.names["heads.1.block.weight"] == ["head.1.3.weight", "head.1.5.weight"]
-    assert (found.names["outs.0"], found.names["outs.1"]) == (["last.0"], ["out.1.2"])
+    layout = TABLE.of_file(HELD)
+    assert layout.shapes == HELD and not misfits(layout.shapes, HELD)
+    assert layout.sizes.items() >= {"I": 2, "K": 2, "H": 4, "V": 9, "T": 3}.items()
+    assert layout.names["heads.1.block.weight"] == ["head.1.3.weight", "head.1.5.weight"]
+    assert (layout.names["outs.0"], layout.names["outs.1"]) == (["last.0"], ["out.1.2"])
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_sizes_that_are_known_count():
 
 
 def test_a_network_tells_the_shapes_of_what_it_reads():
-    own = {"heads.0.block.weight": (4, 4), "body.b": (6,)}
+    network_shapes = {"heads.0.block.weight": (4, 4), "body.b": (6,)}
     held = {"head.0.3.weight": (4, 4), "head.0.5.weight": (4, 4), "layers.0.b": (8,), "table": (3,)}
-    found = TABLE.of_network(own, held, copies=2, T=3)
-    assert found.names["heads.0.block.weight"] == ["head.0.3.weight", "head.0.5.weight"]
-    assert misfits(found.shapes, held) == ["layers.0.b is [8], not [6]"]
+    published_shapes = TABLE.of_network(network_shapes, held, copies=2, T=3)
+    assert published_shapes.names["heads.0.block.weight"] == ["head.0.3.weight", "head.0.5.weight"]
+    assert misfits(published_shapes.shapes, held) == ["layers.0.b is [8], not [6]"]

@@ -228,7 +228,7 @@ def test_its_constraint_is_enumerated_and_the_real_target_sampled_under_it(flat_
     found = left_behind("certificate.json")
     assert found["constraint"]["name"] == "apart" and found["constraint"]["enumerated"] is True
     toys = [name.rpartition(", ")[2] for name in found["instances"] if "apart on " in name]
-    assert toys == 2 * [f"apart on {place}" for place in get_args(Placement)]
+    assert toys == 2 * [f"apart on {placement}" for placement in get_args(Placement)]
     assert found["pairs"][0]["exact"]["instances"] == len(QUICK) + len(toys)
     assert [check["name"] for check in found["pairs"][0]["sampled"]][1:] == ["towards the draft", "mode"]
 

@@ -42,10 +42,16 @@ WITHOUT_SUBLAYERS = {"bloom", "bloom-six-heads"}
 """Families whose sublayers add the residual themselves, so that none can be skipped."""
 
 
+def marks(family):
+    """The short run has the families that differ most from each other."""
+    return [] if family.short else [pytest.mark.nightly]
+
+
 def cases(families):
-    """Every family; the short run has those that differ most from each other."""
-    marked = [pytest.param(name, marks=[] if one.short else [pytest.mark.nightly]) for name, one in families.items()]
-    return pytest.mark.parametrize("name", marked)
+    """Every family."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=marks(family)) for name, family in families.items()]
+    )
 
 
 CASES, POSITION_CASES = cases(EVERY), cases(POSITIONS)
@@ -122,25 +128,29 @@ def test_forwards_without_a_cache_have_the_logits_of_transformers_attention(name
     assert float((found - expected).abs().max() / expected.std()) < EXACT[FAMILIES[name].dtype]
 
 
-@CASES
-@pytest.mark.parametrize(("how", "shape"), [("alone", chain(3)), ("batch", TREE), ("dense", TREE), ("fixed", chain(3))])
-def test_chains_and_trees_emit_the_tokens_of_generate(name, truth, how, shape):
-    if how == "dense" and not EVERY[name].dense:
-        pytest.skip("the self-check refuses it")
-    target = target_of(name, "dense" if how == "dense" else "spans", how == "fixed")
-    if how == "alone":
-        found, steps = [], []
-        for one in wanted():
-            group, own = decode(target, told(truth, shape), [one])
-            found += emitted(group)
-            steps += own
-        most = NEW * len(PROMPTS)
-    else:
-        group, steps = decode(target, told(truth, shape), wanted())
-        found, most = emitted(group), NEW
-    assert found == truth
-    assert len(steps) < most, "drafts are accepted"
-    assert bool(target.lm.graphs.captured) == (how == "fixed")
+WAYS = {"alone": chain(3), "batch": TREE, "dense": TREE, "fixed": chain(3)}
+"""Ways of decoding, and the shape of their drafts."""
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(name, way, marks=marks(family))
+        for name, family in EVERY.items()
+        for way in WAYS
+        if way != "dense" or family.dense
+    ],
+)
+def test_chains_and_trees_emit_the_tokens_of_generate(name, truth, way):
+    target = target_of(name, "dense" if way == "dense" else "spans", way == "fixed")
+    texts, count = [], 0
+    for group in [[request] for request in wanted()] if way == "alone" else [wanted()]:
+        decoded, steps = decode(target, told(truth, WAYS[way]), group)
+        texts += emitted(decoded)
+        count += len(steps)
+    assert texts == truth
+    assert count < NEW * (len(PROMPTS) if way == "alone" else 1), "drafts are accepted"
+    assert bool(target.lm.graphs.captured) == (way == "fixed")
     assert not target.lm.cells.references.any()
 
 

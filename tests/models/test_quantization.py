@@ -177,7 +177,7 @@ def test_an_fp8_checkpoint_is_dequantized(source, tmp_path):
     pytest.importorskip("accelerate")
     meant = fp8(source, tmp_path / "target")
     target = load(tmp_path / "target")
-    read = {name: one.to_dense() for name, one in target.model.state_dict().items()}
+    read = {name: tensor.to_dense() for name, tensor in target.model.state_dict().items()}
     assert all(torch.equal(read[name], one) for name, one in meant.items())
     assert target.self_check < 1e-3 and target.tolerance == 1e-3
     assert target.facts["quantization"]["method"] == "fp8" and target.facts["quantization"]["dequantized"]

@@ -69,15 +69,15 @@ def test_a_trie_has_each_path_once_and_says_where_each_node_is(trees, most):
     trie = Trie()
     expected = []
     for parent, token in trees:
-        found = trie.add(parent, token, most)
+        nodes = trie.add(parent, token, most)
         for path in of_tree(parent, token):
             if path not in expected and path[:-1] in [(), *expected] and len(expected) < most:
                 expected.append(path)
         complete = all(path in expected for path in of_tree(parent, token))
-        assert (found is not None) == complete
-        if found is not None:
-            own = of_tree(trie.parent, trie.token)
-            assert [own[node] for node in found] == of_tree(parent, token)
+        assert (nodes is not None) == complete
+        if nodes is not None:
+            merged = of_tree(trie.parent, trie.token)
+            assert [merged[node] for node in nodes] == of_tree(parent, token)
     assert of_tree(trie.parent, trie.token) == expected
 
 

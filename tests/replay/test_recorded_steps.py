@@ -143,8 +143,8 @@ def test_truncation_follows_where_the_recorded_tokens_settle_it():
     trees = by_hand(Draft(without_nodes(20), torch.empty(0, dtype=torch.long)), x, top=25)
     for sampling in (Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.7), Sampling(1.0, min_p=0.2), Sampling(0.0)):
         expected = logits_to_probs(torch.from_numpy(x).log(), [sampling]).numpy()
-        found = pseudo_tokens.target(trees, sampling).complete("lower", 0)[:, :-2]
-        np.testing.assert_allclose(found, np.take_along_axis(expected, trees.ids.astype(np.int64), 1), atol=1e-9)
+        completed = pseudo_tokens.target(trees, sampling).complete("lower", 0)[:, :-2]
+        np.testing.assert_allclose(completed, np.take_along_axis(expected, trees.ids.astype(np.int64), 1), atol=1e-9)
     few = by_hand(Draft(without_nodes(20), torch.empty(0, dtype=torch.long)), x, top=2)
     for sampling in (Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.99), Sampling(1.0, min_p=0.01)):
         with pytest.raises(NeedsModel, match="record_top"):
@@ -191,8 +191,8 @@ def test_what_recorded_rows_cannot_identify_is_refused_by_name(target):
         (points, Token(), Subtree(), {"draft_temperature": 0.5}, "sampled drafts only"),
         (sampled, Token(), Subtree(), {"draft_temperature": 0.0}, "at temperature 1 do not show"),
     ):
-        (found,) = recorded_steps.evaluate(trees, verifier, [subtree], **more)
-        assert isinstance(found, NeedsModel) and why in str(found) and str(found).startswith("needs the model: ")
+        (sums,) = recorded_steps.evaluate(trees, verifier, [subtree], **more)
+        assert isinstance(sums, NeedsModel) and why in str(sums) and str(sums).startswith("needs the model: ")
     with pytest.raises(NeedsModel, match="noise"):
         recorded_steps.check(sampled, __import__("spec_lab.verify", fromlist=["Gumbel"]).Gumbel())
 
@@ -260,10 +260,10 @@ def test_drafts_stopped_by_q_are_not_weighted_as_those_of_another_temperature():
         ({"policy": {"name": "bandit", "bandit": "ucb"}}, False),
     ):
         trees = by_hand(draft, p.numpy(), proposer=facts | changed)
-        (found,) = recorded_steps.evaluate(trees, Token(), [Subtree()], None, 0.6)
-        assert trees.stops_by_q == stops == isinstance(found, NeedsModel), changed
+        (sums,) = recorded_steps.evaluate(trees, Token(), [Subtree()], None, 0.6)
+        assert trees.stops_by_q == stops == isinstance(sums, NeedsModel), changed
         if stops:
-            assert "the shape of the recorded trees follows from q" in str(found)
+            assert "the shape of the recorded trees follows from q" in str(sums)
 
 
 @pytest.mark.parametrize(("top", "shape", "kinds"), [

@@ -123,12 +123,12 @@ def test_draft_temperatures_confidences_and_mixtures_are_exact_too():
     totals = np.zeros(3)
     for text in product(range(V), repeat=LENGTH):
         chance = np.prod([P[a, b] for a, b in zip([0, *text], text, strict=False)])
-        own = TextRows.of(recorded_text(text))
+        text_rows = TextRows.of(recorded_text(text))
         rules = [Rule(choices, temperature=0.5), Rule(choices, confidence=0.6), Rule(parse("1")), Rule(parse("1x1"))]
-        each = [evaluate(own, Token(), [(1.0, rule)]).steps.item() for rule in rules]
-        both = evaluate(own, Token(), [(0.0, rules[2]), (1.0, rules[3])]).steps.item()
+        each = [evaluate(text_rows, Token(), [(1.0, rule)]).steps.item() for rule in rules]
+        both = evaluate(text_rows, Token(), [(0.0, rules[2]), (1.0, rules[3])]).steps.item()
         assert both == pytest.approx(each[3])
-        half = evaluate(own, Token(), [(0.5, rules[2]), (0.5, rules[3])]).steps.item()
+        half = evaluate(text_rows, Token(), [(0.5, rules[2]), (0.5, rules[3])]).steps.item()
         assert each[3] - 1e-12 <= half <= each[2] + 1e-12
         totals += chance * np.array([each[0], each[1], each[3]])
     expected = [
@@ -140,12 +140,12 @@ def test_draft_temperatures_confidences_and_mixtures_are_exact_too():
 
 def test_a_decoded_run_s_texts_hold_every_row_but_those_of_accepted_leaves(target):
     trees, rows = decoded(target, "iid", "1x1", new=12)
-    own = TextRows.of(trees)
-    inside = np.arange(own.text.shape[1]) < own.length[:, None]
-    assert (own.row[inside] >= 0).all() and own.prefill
-    leaves = ~trees.expanded[own.row[inside]]
+    text_rows = TextRows.of(trees)
+    inside = np.arange(text_rows.text.shape[1]) < text_rows.length[:, None]
+    assert (text_rows.row[inside] >= 0).all() and text_rows.prefill
+    leaves = ~trees.expanded[text_rows.row[inside]]
     assert leaves.sum() <= (rows["accepted"] == 2).sum()
-    exact = evaluate(own, Token(), [(1.0, Rule(parse("1x1")))])
+    exact = evaluate(text_rows, Token(), [(1.0, Rule(parse("1x1")))])
     assert len(exact.tokens) == (2 if leaves.any() else 1)
     assert (exact.steps.min(0) <= exact.steps.max(0)).all()
 
@@ -187,8 +187,8 @@ def test_recorded_point_trees_are_followed_along_the_text():
         elif text[place] == tree_here[1]:
             place += 1
         place += 1
-    found = evaluate_deterministic(TextRows.of(trees), Token(), Subtree())
-    assert found.steps.tolist() == [[count]] and found.tokens.tolist() == [[len(text) - 1]]
+    sums = evaluate_deterministic(TextRows.of(trees), Token(), Subtree())
+    assert sums.steps.tolist() == [[count]] and sums.tokens.tolist() == [[len(text) - 1]]
     single = evaluate_deterministic(TextRows.of(trees), Traversal(), Subtree(nodes=1)).steps.item()
     assert count <= single <= len(text) - 1
     cut = TextRows.of(replace(trees, proposer={"name": "ngram", "policy": {"name": "bandit"}}))
@@ -201,7 +201,7 @@ def test_recorded_point_trees_are_followed_along_the_text():
 
 def test_what_texts_cannot_identify_is_refused_by_name(target):
     trees, _ = decoded(target)
-    own, chain = TextRows.of(trees), [(1.0, Rule(parse("1x1")))]
+    text_rows, chain = TextRows.of(trees), [(1.0, Rule(parse("1x1")))]
     for verifier, changed, rules, why in (
         (Traversal(), {}, chain, "no closed form"),
         (Lenient(0.5), {}, chain, "lossy"),
@@ -211,7 +211,7 @@ def test_what_texts_cannot_identify_is_refused_by_name(target):
         (Token(), {}, [(1.0, Rule(parse("1x1"), "without"))], "siblings drawn 'without'"),
     ):
         with pytest.raises(NeedsModel, match=why):
-            evaluate(replace(own, trees=replace(trees, **changed)), verifier, rules)
+            evaluate(replace(text_rows, trees=replace(trees, **changed)), verifier, rules)
     points, _ = decoded(target, "point")
     with pytest.raises(NeedsModel, match="task.every=1"):
         evaluate_deterministic(TextRows.of(points), Token(), Subtree())

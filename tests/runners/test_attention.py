@@ -211,8 +211,8 @@ def test_soft_caps_and_sinks_are_those_of_plain_loops(asked, kv_heads):
             found = cell_attention(torch.nn.Identity(), query, layer, layer, None, **more)[0][0].transpose(0, 1)
             for one in prepared.pack.segments[kind]:
                 sees = [sorted(cells) for cells in attended(one)]
-                own = [store[one.stream][0] for store in layers.cells.views[number]]
-                expected = by_loops(query[0, :, one.start : one.stop], *own, sees, **asked)
+                views = [store[one.stream][0] for store in layers.cells.views[number]]
+                expected = by_loops(query[0, :, one.start : one.stop], *views, sees, **asked)
                 torch.testing.assert_close(found[:, one.start : one.stop], expected)
     for kind in KINDS:
         config = SimpleNamespace(

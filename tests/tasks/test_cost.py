@@ -43,7 +43,7 @@ def quiet() -> Console:
 
 
 def arms_of(target, **proposers):
-    return {name: Loop(target, one, Token(), CounterDraws(0)) for name, one in proposers.items()}
+    return {name: Loop(target, proposer, Token(), CounterDraws(0)) for name, proposer in proposers.items()}
 
 
 def test_a_fixed_tree_has_two_children_per_row_and_the_requested_nodes():

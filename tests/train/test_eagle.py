@@ -87,8 +87,8 @@ def test_each_unroll_is_compared_with_the_target_s_distribution_after_its_last_t
     after = torch.nn.functional.one_hot(torch.cat([own.ids[:, 1:], own.ids[:, :1]], 1), V)  # the token after each
     certain = SimpleNamespace(embed=SERVICES.embed, lm_head=lambda hidden: 1e4 * hidden[..., :V])
     padded = torch.nn.functional.pad(after.to(FLOAT), (0, H - V))
-    _, found = eagle3_objective(network, certain, FLOAT, 3)(replace(own, hidden=torch.cat([own.hidden, padded], -1)))
-    for unroll, one in enumerate(found):
+    _, measured = eagle3_objective(network, certain, FLOAT, 3)(replace(own, hidden=torch.cat([own.hidden, padded], -1)))
+    for unroll, achieved in enumerate(measured):
         logits = outputs(network, own, 3)[unroll][1]
         expected, rows = 0.0, 0
         for row in range(B):
@@ -98,14 +98,14 @@ def test_each_unroll_is_compared_with_the_target_s_distribution_after_its_last_t
                     log_q = logits[row, column].log_softmax(-1)
                     expected -= float(log_q[torch.searchsorted(IDS, own.ids[row, token])])
                     rows += 1
-        assert float(one.loss) == pytest.approx(expected / rows, abs=1e-5)
+        assert float(achieved.loss) == pytest.approx(expected / rows, abs=1e-5)
 
 
 def test_the_sum_over_unrolls_decays_and_reaches_every_weight():
     network = eagle3().requires_grad_(True)
     own = text(4)
-    loss, found = eagle3_objective(network, SERVICES, FLOAT, unrolls=3, decay=0.5)(own)
-    each = sum(0.5**n * float(one.loss.detach()) for n, one in enumerate(found))
+    loss, measured = eagle3_objective(network, SERVICES, FLOAT, unrolls=3, decay=0.5)(own)
+    each = sum(0.5**n * float(one.loss.detach()) for n, one in enumerate(measured))
     assert float(loss.detach()) == pytest.approx(each)
     gradients = torch.autograd.grad(loss, list(network.parameters()))
     assert all(bool((one != 0).any()) for one in gradients)
@@ -138,7 +138,7 @@ def test_taps_beyond_the_target_are_refused():
 
 def test_eagle1_learns_features_and_distributions_one_position_ahead():
     network = random_network(Eagle(EagleSettings(LAYER, H, V)), TARGET)
-    w = {EAGLE.published(name)[0]: one for name, one in network.named_parameters()}
+    w = {EAGLE.published(name)[0]: parameter for name, parameter in network.named_parameters()}
     own = text(1)
     truth = Truth.of(own.hidden.flatten(0, 1) @ HEAD.T)
     features, (first,) = eagle1_losses(network, own, truth, EMBEDDING[own.ids], SERVICES.lm_head)

@@ -217,7 +217,7 @@ def test_a_training_learns_resumes_to_the_same_weights_and_its_proposer_drafts(n
     proposer = recipe.load(target, tmp_path / "drafter", recipe.depth)
     wanted = requests(COLD, new=8)
     group, steps = decode(target, proposer, wanted)
-    assert emitted(group) == [plain_greedy(target.model, one.tokens, 8) for one in wanted]
+    assert emitted(group) == [plain_greedy(target.model, request.tokens, 8) for request in wanted]
     assert any(len(tree) == recipe.depth + 1 for info in steps for tree in info.draft.shape.trees)
     decode(target, proposer, requests(WARM, new=8))
 

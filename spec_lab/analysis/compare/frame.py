@@ -28,14 +28,19 @@ def as_frame(comparison: Comparison) -> pd.DataFrame:
             "reference_name": pair.names[0],
             "other_name": pair.names[1],
         }
-        for one in pair.changes:
-            values = {"figure": one.figure, "reference_value": one.reference, "other_value": one.other}
-            changes = {"change": one.interval.mean, "relative": one.relative, "smallest": one.smallest}
-            bounds = {"low": one.interval.low, "high": one.interval.high}
-            _, low, high = one.simultaneous
+        for change in pair.changes:
+            values = {"figure": change.figure, "reference_value": change.reference, "other_value": change.other}
+            changes = {"change": change.interval.mean, "relative": change.relative, "smallest": change.smallest}
+            bounds = {"low": change.interval.low, "high": change.interval.high}
+            _, low, high = change.simultaneous
             bounds |= {"simultaneous_low": low, "simultaneous_high": high}
-            tests = {"unit": one.unit, "units": min(one.units), "paired": one.paired, "verdict": one.verdict}
+            tests = {
+                "unit": change.unit,
+                "units": min(change.units),
+                "paired": change.paired,
+                "verdict": change.verdict,
+            }
             rows.append(
-                runs | values | changes | bounds | tests | {"why": one.why, "identical_outputs": pair.identical}
+                runs | values | changes | bounds | tests | {"why": change.why, "identical_outputs": pair.identical}
             )
     return pd.DataFrame(rows)

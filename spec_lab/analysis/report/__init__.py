@@ -65,8 +65,8 @@ def write(folder: Path) -> Path:
     if sweep.is_run(folder):
         page = _page(folder)
     elif sweep.is_sweep(folder):
-        found = sweep_result.result(folder)
-        page = render(found, folder, found.title, found.facts)
+        swept = sweep_result.result(folder)
+        page = render(swept, folder, swept.title, swept.facts)
     else:
         what = "holds neither a run (manifest.json) nor a sweep (sweep.json)" if folder.is_dir() else "does not exist"
         raise ValueError(f"{folder} {what}: name the output directory of a run or sweep")
@@ -115,7 +115,9 @@ def _refuse_other_task(folder: Path) -> None:
     Raises:
         ValueError: another task wrote it, or it ended without rows; names the files there.
     """
-    every = [file for place in (".", "parts", "figures") for file in (folder / place).glob("*.*") if file.is_file()]
+    every = [
+        file for subfolder in (".", "parts", "figures") for file in (folder / subfolder).glob("*.*") if file.is_file()
+    ]
     expected = re.compile(r"\.|(manifest|ended)\.json$|report\.html$|(rounds|steps|requests|tokens|replay)[-.]")
     others = sorted(str(file.relative_to(folder)) for file in every if not expected.match(file.name))
     ended = sweep.ended(folder)

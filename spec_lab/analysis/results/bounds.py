@@ -43,11 +43,11 @@ def bounds_table(
     """
     rows = []
     for arm, of_arm in bounds.items():
-        for name, own in of_arm.get("verifiers", {}).items():
-            verifier = label(name, own["lossless"]) + " *" * own["used"]
-            numbers = [cell(own["tau"], form), cell(of_arm.get("optimum"), form), Cell(of_arm["kind"])]
-            shares = [cell(own[share], ".1%") for share in ("share_first", "share")]
-            lost = [cell(own["lost"].get(part), form) for part in PARTS]
+        for name, bound in of_arm.get("verifiers", {}).items():
+            verifier = label(name, bound["lossless"]) + " *" * bound["used"]
+            numbers = [cell(bound["tau"], form), cell(of_arm.get("optimum"), form), Cell(of_arm["kind"])]
+            shares = [cell(bound[share], ".1%") for share in ("share_first", "share")]
+            lost = [cell(bound["lost"].get(part), form) for part in PARTS]
             rows.append([Cell(arm), Cell(verifier), *numbers, *shares, *lost])
     columns = [("arm", False), ("verifier", False), ("tau", True), ("optimal tau", True), ("which is", False)]
     columns += [(name, True) for name in ("share, first level", "share, tree", *(f"lost: {part}" for part in PARTS))]

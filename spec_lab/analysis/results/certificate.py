@@ -62,34 +62,40 @@ def result(folder: Path) -> Result:
     Raises:
         ValueError: files that are not readable; no pair is finished.
     """
-    manifest, found = read_run(folder, SUMMARY, "certificate.json")
-    if not found:
+    manifest, certificate = read_run(folder, SUMMARY, "certificate.json")
+    if not certificate:
         raise ValueError(f"{folder} has no certificate.json: no pair of proposer and verifier is finished yet")
-    pairs, masks, control = found["pairs"], (found.get("constraint") or {}).get("masks"), found.get("control")
+    pairs, masks, control = (
+        certificate["pairs"],
+        (certificate.get("constraint") or {}).get("masks"),
+        certificate.get("control"),
+    )
     count, known = len(pairs), {True: "; every pair that is declared lossless is certified", None: ""}
     samples = max((test["samples"] for pair in pairs for test in pair["sampled"][:1]), default=0)
     counts = [pair["exact"]["instances"] for pair in pairs if pair["exact"]["instances"]] or [0]
     how = VERDICTS.format(samples=samples, instances=" to ".join(map(str, sorted({min(counts), max(counts)}))))
-    curves = found.get("convergence")
+    curves = certificate.get("convergence")
     drawn = {"convergence": partial(figures.convergence, curves)} if curves else {}
-    verdicts = Section("Certificates", how, _verdicts(pairs, masks), notes=_notes(found), failures=found["failed"])
+    verdicts = Section(
+        "Certificates", how, _verdicts(pairs, masks), notes=_notes(certificate), failures=certificate["failed"]
+    )
     sections = [
         verdicts,
         *([_masks(masks)] if masks else []),
-        Section("Smallest detectable bias", DETECTABLE.format(**found), _tests(pairs),
+        Section("Smallest detectable bias", DETECTABLE.format(**certificate), _tests(pairs),
                 {"detectable": partial(figures.detectable, pairs)}),
         Section("Convergence", CONVERGENCE, None, drawn,
                 missing="certificate.json holds no convergence: it is incomplete, or of an older version."),
     ]  # fmt: skip
     warnings = []
-    if not found["complete"]:
+    if not certificate["complete"]:
         warnings = [
             "This certificate is not complete: its pairs are those examined so far, unconfirmed and without a control."
         ]
-    elif control and control["p_value"] >= found["alpha"]:
+    elif control and control["p_value"] >= certificate["alpha"]:
         warnings = ["The control was not detected: too few samples. Raise task.samples."]
     lead = f"{count} pair{'s' * (count != 1)} of proposer and verifier"
-    lead += known.get(found["certified"], "; NOT every pair is certified")
+    lead += known.get(certificate["certified"], "; NOT every pair is certified")
     return Result(manifest["config"].get("name", "run"), lead, sections, warnings=warnings)
 
 
@@ -139,23 +145,24 @@ def _tests(pairs: Pairs) -> DataTable:
     return DataTable(columns, rows, filters=("pair", "test"), more=[name for name, _ in columns])
 
 
-def _notes(found: Mapping[str, Any]) -> list[str]:
+def _notes(certificate: Mapping[str, Any]) -> list[str]:
     tests: dict[str, list[Mapping[str, Any]]] = {}
-    for pair in found["pairs"]:
+    for pair in certificate["pairs"]:
         for test in pair["sampled"]:
             tests.setdefault(test["name"], []).append(test)
     each = [
-        f"{name} {number(max(test['detectable'] or 0 for test in own), '.1%')} ({min(test['samples'] for test in own)} "
-        f"{'texts' if name == JOINT_DISTRIBUTION else 'tokens'} or more)"
-        for name, own in tests.items()
+        f"{name} {number(max(test['detectable'] or 0 for test in sampled), '.1%')} "
+        f"({min(test['samples'] for test in sampled)} {'texts' if name == JOINT_DISTRIBUTION else 'tokens'} or more)"
+        for name, sampled in tests.items()
     ]
-    power = f"with power {found['power']:g} at level {found['alpha']:g}, before Holm's correction over all tests"
-    lines = [f"Sampled tests detect a TV of: {', '.join(each)}, {power}."] * bool(each)
-    if control := found.get("control"):
+    power = f"with power {certificate['power']:g} at level {certificate['alpha']:g}"
+    known = f"Sampled tests detect a TV of: {', '.join(each)}, {power}, before Holm's correction over all tests."
+    lines = [known] * bool(each)
+    if control := certificate.get("control"):
         lines.append(f"The control, a wrong verifier, has p = {control['p_value']:.1g} in the test of sampled texts.")
-    if found["left_out"]:
-        lines.append(f"Left out, as the verifier does not support such drafts: {'; '.join(found['left_out'])}.")
-    for pair in found["pairs"]:
+    if certificate["left_out"]:
+        lines.append(f"Left out, as the verifier does not support such drafts: {'; '.join(certificate['left_out'])}.")
+    for pair in certificate["pairs"]:
         name = figures.pair_name(pair)
         lines += [f"{name}: chains only, as the verifier declares."] * pair.get("chains_only", False)
         lines += [f"{name}: not enumerated: {why}" for why in pair["exact"]["missing"]]

@@ -117,20 +117,20 @@ def heading(figure: str) -> str:
     return COLUMNS[figure].heading.removesuffix(" [95 %]")
 
 
-def verdict_text(one: FigureChange) -> str:
+def verdict_text(change: FigureChange) -> str:
     """Return the verdict, and why nothing was tested or what would be significant."""
-    if one.verdict == "not significant":
-        smallest = f"×{one.smallest:.2f}" if one.relative else f"{one.smallest:.2g}"
-        return f"{one.verdict}; {smallest} would be"
-    return f"{one.verdict}: {one.why}" if one.why else one.verdict
+    if change.verdict == "not significant":
+        smallest = f"×{change.smallest:.2f}" if change.relative else f"{change.smallest:.2g}"
+        return f"{change.verdict}; {smallest} would be"
+    return f"{change.verdict}: {change.why}" if change.why else change.verdict
 
 
-def change_text(one: FigureChange, value: float) -> str:
+def change_text(change: FigureChange, value: float) -> str:
     """Return a change of this figure as text, a factor or a difference; empty for NaN."""
     if value != value:
         return ""
-    digits = 3 if one.figure in ("draft_token_rate", "correct") else 2
-    return f"×{value:.2f}" if one.relative else f"{value:+.{digits}f}"
+    digits = 3 if change.figure in ("draft_token_rate", "correct") else 2
+    return f"×{value:.2f}" if change.relative else f"{value:+.{digits}f}"
 
 
 def value_text(value: float) -> str:
@@ -140,23 +140,23 @@ def value_text(value: float) -> str:
 
 def notes(comparison: Comparison) -> list[str]:
     """Return what a reader must know of these runs, and the meaning of the verdicts that occur."""
-    changes = [one for pair in comparison.pairs for one in pair.changes]
-    verdicts = {one.verdict for one in changes}
+    changes = [change for pair in comparison.pairs for change in pair.changes]
+    verdicts = {change.verdict for change in changes}
     lines = [*comparison.notes]
     if comparison.tested:
-        significant = sum(one.verdict == "significant" for one in changes)
+        significant = sum(change.verdict == "significant" for change in changes)
         lines.append(
             f"Significant: {significant} of {comparison.tested} tested changes. All intervals hold at once at "
             f"{comparison.level:.4g} (jackknife over prompts, of speed over groups; Student's t; Bonferroni)."
         )
     lines += [f"{verdict}: {text}" for verdict, text in VERDICTS.items() if verdict in verdicts]
-    if any(one.figure == "speedup_geometric_mean" for one in changes):
+    if any(change.figure == "speedup_geometric_mean" for change in changes):
         lines.append(
             "speed-up: total tokens/s over those of the baseline of the same run; the test uses the geometric mean "
             "over groups."
         )
     if len(comparison.runs) > 1 and any(
-        one.figure == "speedup_geometric_mean" and one.verdict == "significant" for one in changes
+        change.figure == "speedup_geometric_mean" and change.verdict == "significant" for change in changes
     ):
         lines.append(
             "The intervals of speed do not contain differences between a run and its repetition that affect all "

@@ -157,7 +157,7 @@ def result(run: RunFiles, arms: Arms, verdict: str) -> Result:
         verdict: on its times, in words.
     """
     tables, bounds = run.tables, run.summary["bounds"]
-    drafted = {arm: tree for arm, own in run.manifest["proposers"].items() if (tree := _tree(own.get("tree")))}
+    drafted = {arm: tree for arm, facts in run.manifest["proposers"].items() if (tree := _tree(facts.get("tree")))}
     depths, conditional, phases, seconds = (
         _depths(arms, "survival"), _depths(arms, "conditional"), _phases(arms, True), _phases(arms, False)
     )  # fmt: skip
@@ -177,7 +177,9 @@ def result(run: RunFiles, arms: Arms, verdict: str) -> Result:
                 missing="No arm drafted anything that was accepted."),
     ]  # fmt: skip
     if peers := metrics.speedups_over_peers(tables):
-        rows = [[Cell(arm), *(cell(one[arm]) for one in peers.values())] for arm in next(iter(peers.values()))]
+        rows = [
+            [Cell(arm), *(cell(speedups[arm]) for speedups in peers.values())] for arm in next(iter(peers.values()))
+        ]
         table = DataTable([("arm", False), *((peer, True) for peer in peers)], rows)
         sections.insert(1, Section("Speed-up over peers [95 %]", PEERS, table))
     if bounds:
@@ -201,7 +203,7 @@ def _tree(text: Any) -> tuple[Ranks, ...]:
 
 def _lead(run: RunFiles) -> str:
     config, requests, summary = run.manifest["config"], run.tables.requests, run.summary
-    names = [own.get("name") for own in run.manifest["proposers"].values()]
+    names = [facts.get("name") for facts in run.manifest["proposers"].values()]
     workloads = ", ".join(sorted(set(requests["workload"])))
     proposer = summary.get("proposer") or next(iter(names), "")
     parts = [
@@ -241,22 +243,22 @@ def _arms(arms: Arms, run: RunFiles) -> DataTable:
     colour, rows = figures.colours(arms), []
 
     def known(name: str, end: str = "mean") -> bool:
-        return any((own.get(name) or {}).get(end) is not None for own in arms.values())
+        return any((values.get(name) or {}).get(end) is not None for values in arms.values())
 
     checked, reduced = known("correct"), known("calibration", "variance_reduction")
     names = [name for name in FIGURES if checked or not name.startswith("correct")]
     names += ["identical_outputs"] * (run.temperature == 0)
-    for arm, own in arms.items():
-        facts, (word, why) = run.manifest["proposers"].get(arm, {}), losslessness(own)
+    for arm, values in arms.items():
+        facts, (word, why) = run.manifest["proposers"].get(arm, {}), losslessness(values)
         drawn = f" ({facts['drawn']})" if facts.get("drawn") and facts.get("name") != "none" else ""
         rows.append(
             [
                 Cell(arm, colour=colour[arm]),
-                Cell(f"{own.get('proposer') or facts.get('name', '')}{drawn}"),
-                Cell(own.get("verifier") or ""),
+                Cell(f"{values.get('proposer') or facts.get('name', '')}{drawn}"),
+                Cell(values.get("verifier") or ""),
                 Cell(word, badge=BADGES.get(word, ""), title=why),
-                *(COLUMNS[name].cell(own.get(name)) for name in names),
-                *[cell((own.get("calibration") or {}).get("variance_reduction"), ".1f")] * reduced,
+                *(COLUMNS[name].cell(values.get(name)) for name in names),
+                *[cell((values.get("calibration") or {}).get("variance_reduction"), ".1f")] * reduced,
             ]
         )
     columns = [(name, False) for name in ("arm", "proposer", "verifier", "losslessness")]
@@ -267,7 +269,7 @@ def _arms(arms: Arms, run: RunFiles) -> DataTable:
 
 def _depths(arms: Arms, kind: str) -> DataTable:
     """Return rates of acceptance by depth; on a terminal, those that are conditional only where all is shown."""
-    shown = {name: own[kind] for name, own in arms.items() if own.get(kind)}
+    shown = {name: values[kind] for name, values in arms.items() if values.get(kind)}
     deepest = max(map(len, shown.values()), default=0)
     rows = [
         [Cell(name), *(cell(rate) for rate in [*rates, *[None] * deepest][:deepest])] for name, rates in shown.items()
@@ -278,12 +280,12 @@ def _depths(arms: Arms, kind: str) -> DataTable:
 
 def _phases(arms: Arms, share: bool) -> DataTable:
     """Return the decode time of each arm by phase: shares; or seconds, on a terminal only where all is shown."""
-    timed = {name: own for name, own in arms.items() if own.get("decode_seconds")}
+    timed = {name: values for name, values in arms.items() if values.get("decode_seconds")}
     rows = []
     for phase, label in PHASES.items():
-        spent = [own["phase_seconds"][phase] for own in timed.values()]
+        spent = [values["phase_seconds"][phase] for values in timed.values()]
         if any(spent):
-            totals = [own["decode_seconds"] if share else 1 for own in timed.values()]
+            totals = [values["decode_seconds"] if share else 1 for values in timed.values()]
             parts = (part / total for part, total in zip(spent, totals, strict=True))
             rows.append([Cell(label), *(cell(part, ".1%" if share else ".2f") for part in parts)])
     columns = [("phase", False), *((name, True) for name in timed)]
@@ -302,7 +304,7 @@ def _notes(run: RunFiles, arms: Arms) -> list[str]:
         *kv_notes(summary.get("kv_dtype")),
         *cache_notes(summary["cached_prompt_shares"]),
         *roofline_notes(arms, run.manifest.get("roofline")),
-        *(f"Policy of {name}: {own['decisions']}." for name, own in arms.items() if own.get("decisions")),
+        *(f"Policy of {name}: {values['decisions']}." for name, values in arms.items() if values.get("decisions")),
         *_losslessness(arms),
         *_cut(summary.get("answers")),
         *accuracy_notes(arms),
@@ -327,7 +329,7 @@ def _cut(answers: Mapping[str, int] | None) -> list[str]:
 
 def _identical(arms: Arms) -> list[str]:
     """Return whether the arms' outputs equal the baseline's; nothing where none was compared."""
-    shares = {name: share for name, own in arms.items() if (share := own.get("identical_outputs")) is not None}
+    shares = {name: share for name, values in arms.items() if (share := values.get("identical_outputs")) is not None}
     different = [f"{name} {share:.1%}" for name, share in shares.items() if share < 1]
     if not different:
         return ["All outputs are identical to the baseline's."] * bool(shares)
@@ -338,20 +340,24 @@ def _identical(arms: Arms) -> list[str]:
 def _estimates(arms: Arms) -> list[str]:
     """Return how expected and untruncated tau compare."""
     lines = []
-    if noise := [name for name, own in arms.items() if own.get("expected_kind") == "noise"]:
+    if noise := [name for name, values in arms.items() if values.get("expected_kind") == "noise"]:
         lines.append(
             f"expected tau of {', '.join(noise)} is conditional on the noise that draft and target share: it equals "
             "untruncated tau."
         )
-    calibration = {name: own["calibration"] for name, own in arms.items() if own.get("calibration")}
-    reductions = [(name, own["variance_reduction"]) for name, own in calibration.items() if own["variance_reduction"]]
+    calibration = {name: values["calibration"] for name, values in arms.items() if values.get("calibration")}
+    reductions = [
+        (name, difference["variance_reduction"])
+        for name, difference in calibration.items()
+        if difference["variance_reduction"]
+    ]
     if reductions:
         factors = ", ".join(f"{name} {factor:.1f}" for name, factor in reductions)
         lines.append(f"Variance of untruncated tau over that of expected tau, over groups: {factors}.")
     if different := [
-        f"{name} {interval(own, '+.3f')}"
-        for name, own in calibration.items()
-        if own["low"] is not None and not own["low"] <= 0 <= own["high"]
+        f"{name} {interval(difference, '+.3f')}"
+        for name, difference in calibration.items()
+        if difference["low"] is not None and not difference["low"] <= 0 <= difference["high"]
     ]:
         lines.append(f"Untruncated tau differs from expected tau: {', '.join(different)}.")
     return lines

@@ -59,13 +59,13 @@ def result(folder: Path) -> Result:
         judged = serving_verdict(rows, manifest, "baseline" if "baseline" in arms else "").summary()
     warnings = [f"In {summary['broken_segments']} of {summary['segments']} segments a request broke: they are left out "
                 "of the figures of all arms."] * bool(summary["broken_segments"])  # fmt: skip
-    shares = {name: {**own, "memory_bound_steps": own.get("memory_bound_share")} for name, own in arms.items()}
+    shares = {name: {**values, "memory_bound_steps": values.get("memory_bound_share")} for name, values in arms.items()}
     notes = [
         *kv_notes(summary.get("kv_dtype")),
         *cache_notes(summary.get("cached_prompt_shares", {})),
         *roofline_notes(shares, manifest.get("roofline")),
     ]
-    requests = max((own["requests"] for own in arms.values()), default=0)
+    requests = max((values["requests"] for values in arms.values()), default=0)
     drawn = {"latency": lambda: figures.latency(latencies(rows))} if len(rows) else {}
     return Result(
         manifest["config"].get("name", "run"),

@@ -127,25 +127,25 @@ def _rows(folder: Path, table: pd.DataFrame, varied: Sequence[str], run_names: M
     """Return the table of all arms of all finished runs; runs have their labels of ``sweeps.run_labels``."""
     rows = sweeps.over_sweep(table, varied)
     others = table[~table["run"].isin(rows["run"])]  # baselines alone, and tasks without arms
-    parts = [one for one in (rows, others) if len(one)]
+    parts = [frame for frame in (rows, others) if len(frame)]
     rows = pd.concat(parts, ignore_index=True) if parts else table
     names = [name for name in FIGURES if name in rows and rows[name].notna().any()]
     state = "lossless" in rows and bool(rows["lossless"].notna().any())
     judged = "verdict" in rows and bool(rows["verdict"].notna().any())
     columns = [(name, False) for name in ("arm", *varied, *["losslessness"] * state, *["verdict"] * judged)]
     headings = [COLUMNS[name].heading for name in names]
-    columns += [(one if name in ACCURACY else one.removesuffix(" [95 %]"), True)
-                for name, one in zip(names, headings, strict=True)]  # fmt: skip
+    columns += [(heading if name in ACCURACY else heading.removesuffix(" [95 %]"), True)
+                for name, heading in zip(names, headings, strict=True)]  # fmt: skip
     columns.append(("run", False))
     reports = {name for name in rows["run"].unique() if os.path.isfile(folder / str(name) / "report.html")}
     cells = []
     for row in rows.to_dict("records"):
-        one = [Cell(sweeps.text(row[name])) for name in ("arm", *varied)] + [Cell(losslessness(row)[0])] * state
-        one += [Cell(sweeps.text(row["verdict"]), title=sweeps.text(row.get("verdict_reasons")))] * judged
-        one += [COLUMNS[name].cell(sweeps.with_bounds(row, name) if name in ACCURACY else row[name]) for name in names]
+        line = [Cell(sweeps.text(row[name])) for name in ("arm", *varied)] + [Cell(losslessness(row)[0])] * state
+        line += [Cell(sweeps.text(row["verdict"]), title=sweeps.text(row.get("verdict_reasons")))] * judged
+        line += [COLUMNS[name].cell(sweeps.with_bounds(row, name) if name in ACCURACY else row[name]) for name in names]
         link = f"{quote(str(row['run']))}/report.html" if row["run"] in reports else ""
         run = sweeps.text(row["run"])
-        cells.append([*one, Cell(run_names.get(run, run), link=link, title=run)])
+        cells.append([*line, Cell(run_names.get(run, run), link=link, title=run)])
     return DataTable(columns, cells, searchable=True, filters=("arm", *varied, "losslessness", "verdict"))
 
 

@@ -30,7 +30,7 @@ class Setting(NamedTuple):
 
     @property
     def here(self) -> str:
-        """Return what the comment says about the value in this file: "; here: ..."; empty if it says nothing."""
+        """Return the remark on this file's value, which stands behind "; here: " in the comment; empty if none does."""
         return "".join(self.comment.partition("; here: ")[1:])
 
 

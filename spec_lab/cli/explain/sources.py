@@ -163,11 +163,11 @@ class Sources:
                 return found._replace(owner=node)
         return None
 
-    def _arguments(self, place: Definition) -> tuple[dict[str, Argument], bool]:
+    def _arguments(self, definition: Definition) -> tuple[dict[str, Argument], bool]:
         """Return the arguments of a function or class, and whether it has others of any name."""
-        node, module = place.node, place.module
+        node, module = definition.node, definition.module
         meanings: dict[str, str] = {}
-        for documented in (place.owner, node):
+        for documented in (definition.owner, node):
             if isinstance(documented, FUNCTIONS | ast.ClassDef):
                 meanings |= _documented(ast.get_docstring(documented) or "")
         if isinstance(node, ast.ClassDef):
@@ -210,16 +210,16 @@ class Sources:
 
     def value(self, module: str, name: str) -> Any:
         """Return what a name of a module stands for in an annotation; ``Any`` of a class, or if it is not known."""
-        found = self._find([*module.split("."), name])
-        if found is None:
+        definition = self._find([*module.split("."), name])
+        if definition is None:
             return getattr(builtins, name, Any)
-        if isinstance(found.node, ast.Expr):
-            return getattr(import_module(found.module), ast.unparse(found.node), Any)
-        if not isinstance(found.node, ast.Assign | ast.AnnAssign) or found.node.value is None:
+        if isinstance(definition.node, ast.Expr):
+            return getattr(import_module(definition.module), ast.unparse(definition.node), Any)
+        if not isinstance(definition.node, ast.Assign | ast.AnnAssign) or definition.node.value is None:
             return Any
-        if isinstance(made := found.node.value, ast.Dict):  # a table: its keys
-            return [evaluate(ast.unparse(key), _ModuleNames(self, found.module)) for key in made.keys if key]
-        return evaluate(ast.unparse(made), _ModuleNames(self, found.module))
+        if isinstance(made := definition.node.value, ast.Dict):  # a table: its keys
+            return [evaluate(ast.unparse(key), _ModuleNames(self, definition.module)) for key in made.keys if key]
+        return evaluate(ast.unparse(made), _ModuleNames(self, definition.module))
 
 
 class _ModuleNames(Mapping[str, Any]):

@@ -51,9 +51,9 @@ def by_pieces(pieces: Sequence[bytes], banned: Sequence[str]) -> ControllerConst
     """Return what ``load`` returns, given the bytes of each token."""
     if not banned:
         raise WrongOption("strings is empty: give the texts to ban")
-    found = Strings(tuple(banned))
+    matcher = Strings(tuple(banned))
 
     def make(request: Request) -> BannedController:
-        return BannedController(Watcher(pieces, found, request.healed, request.stop))
+        return BannedController(Watcher(pieces, matcher, request.healed, request.stop))
 
     return ControllerConstraint(make, len(pieces), "banned", facts={"strings": list(banned)})

@@ -112,9 +112,9 @@ class BlockDrafter(FeatureReader):
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> RowLogits:
             level = number[shape.root[rows]] * logits.shape[1] + shape.depth[rows]
-            found = logits.flatten(0, 1).index_select(0, torch.from_numpy(level).to(device))
+            row_logits = logits.flatten(0, 1).index_select(0, torch.from_numpy(level).to(device))
             if markov is not None:
-                found = found + markov(torch.from_numpy(token[rows - shape.roots]).to(device))
-            return RowLogits.of(found)
+                row_logits = row_logits + markov(torch.from_numpy(token[rows - shape.roots]).to(device))
+            return RowLogits.of(row_logits)
 
         return Forwards(RowLogits.of(logits[:, 0] if markov is None else logits[:, 0] + markov(pending)), expand)

@@ -35,8 +35,8 @@ def load(
         OSError: a file is missing.
     """
     plan = TreePlan.read(**options)
-    own = None if dtype is None else DTYPES[dtype]
-    network = read_eagle(path, target, own)
+    own_dtype = None if dtype is None else DTYPES[dtype]
+    network = read_eagle(path, target, own_dtype)
     plan.check_width(network.tokens)
     pack(network)
-    return FeatureDrafter(network, target, plan, network.name, weights_hash(path), own)
+    return FeatureDrafter(network, target, plan, network.name, weights_hash(path), own_dtype)

@@ -200,12 +200,12 @@ class Skip(TreeProposer):
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Computed:
             found, order = [], []
             for skipped, trees in groups.items():
-                own = np.flatnonzero(np.isin(shape.root[rows], trees))
-                if len(own):
+                computed = np.flatnonzero(np.isin(shape.root[rows], trees))
+                if len(computed):
                     kvs = [batch.sequences[tree].kv if tree in trees else None for tree in range(len(depths))]
-                    given = token[rows[own] - shape.roots]
-                    found.append(passes[skipped].extend(kvs, shape, rows[own], given, timed).logits)
-                    order.append(own)
+                    given = token[rows[computed] - shape.roots]
+                    found.append(passes[skipped].extend(kvs, shape, rows[computed], given, timed).logits)
+                    order.append(computed)
             return _ordered(found, order)
 
         def finish(grown: Grown) -> None:
@@ -219,8 +219,8 @@ class Skip(TreeProposer):
             found, order = [], []
             number = np.cumsum(np.array(depths) > 0) - 1  # of each tree among those that are drafted
             for skipped, trees in groups.items():
-                kvs, own = [batch.sequences[n].kv for n in trees], [batch.sequences[n].pending for n in trees]
-                found.append(passes[skipped].forward(kvs, own, timed).logits)
+                kvs, pending = [batch.sequences[n].kv for n in trees], [batch.sequences[n].pending for n in trees]
+                found.append(passes[skipped].forward(kvs, pending, timed).logits)
                 order.append(number[trees])
             return Forwards(_ordered(found, order), expand, finish, drop)
         except BaseException:

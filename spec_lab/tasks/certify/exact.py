@@ -233,10 +233,10 @@ def _verified(
     pair = Arm(target, proposer, verifier, draws)
     requests = [instance.request(number, sampling) for number in range(count)]
     lives = [SequenceState(one, target.lm.open(), list(one.tokens), state=proposer.init(one)) for one in requests]
-    own = replace(pair, verifier=capture, choose=choose_nothing, commit=commit_nothing)
+    captured = replace(pair, verifier=capture, choose=choose_nothing, commit=commit_nothing)
     try:
-        step([], own, [(live, len(live.tokens) - 1) for live in lives])
-        info = step(lives, own)
+        step([], captured, [(live, len(live.tokens) - 1) for live in lives])
+        info = step(lives, captured)
         if info.errors:
             raise ValueError(f"a toy draft broke: {next(iter(info.errors.values()))}")
         assert capture.draft is not None and capture.p is not None
@@ -254,7 +254,7 @@ def _trees(draft: Draft, p: torch.Tensor, verifier: Verifier, v: int) -> list[_T
         verdict = verifier(draft, p)
         residual = verdict.residual(np.arange(shape.rows)).double().numpy()
         aim = verifier.aim(draft, p)
-        own = None if aim is None else aim.double().numpy()
+        aimed = None if aim is None else aim.double().numpy()
     total = residual.sum(-1, keepdims=True)
     ends = verdict.stop[:, None] * np.divide(residual, total, out=np.zeros_like(residual), where=total > 0)
     expected = verdict.expected_accepted(shape)
@@ -262,7 +262,9 @@ def _trees(draft: Draft, p: torch.Tensor, verifier: Verifier, v: int) -> list[_T
     for node, parent in enumerate(shape.parent.tolist()):
         number[shape.roots + node] = number[parent] * v + token[node]
     return [
-        _Tree(shape.depth[rows], number[rows], ends[rows], float(expected[root]), None if own is None else own[rows])
+        _Tree(
+            shape.depth[rows], number[rows], ends[rows], float(expected[root]), None if aimed is None else aimed[rows]
+        )
         for root, rows in enumerate(shape.trees)
     ]
 

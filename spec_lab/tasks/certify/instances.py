@@ -135,7 +135,9 @@ def under(applied: AppliedConstraint | None) -> tuple[Instance, ...]:
     constraint = None if applied is None else applied.constraint.toy(Vocabulary.plain(PIECES, 4))
     if applied is None or constraint is None:
         return ()
-    places = [place for place in get_args(Placement) if place in ("target", "both") or not constraint.has_actions]
+    places = [
+        placement for placement in get_args(Placement) if placement in ("target", "both") or not constraint.has_actions
+    ]
     every = [AppliedConstraint(constraint, place, fast_forward=place == "both") for place in places]
     toy = CONSTRAINED
     if applied.is_global:

@@ -76,7 +76,9 @@ def pairs(
     names = arm_names({arm: one.name for arm, one in proposers.items()})
     for name, proposer in proposers.items():
         fitting[name] = {
-            key: one for key, one in verifiers.items() if misfit(name, proposer.draws, one, proposer.branches) is None
+            key: verifier
+            for key, verifier in verifiers.items()
+            if misfit(name, proposer.draws, verifier, proposer.branches) is None
         }
         left_out += [
             {"proposer": name, "drawn": proposer.drawn, "verifier": key}

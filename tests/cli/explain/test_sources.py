@@ -90,8 +90,8 @@ def sources(tmp_path):
     return Sources([tmp_path])
 
 
-def stated(found):
-    return {name: (argument.type, argument.meaning) for name, argument in found.arguments.items()}
+def stated(arguments):
+    return {name: (argument.type, argument.meaning) for name, argument in arguments.arguments.items()}
 
 
 def test_a_method_is_described_through_imports_bases_and_typed_dicts(sources):
