@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, ControllerConstraint
-from spec_lab.core.draft import Draft, Shape, chain, empty, tree
+from spec_lab.core.draft import Draft, chain, empty, tree
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
@@ -30,6 +30,7 @@ from spec_lab.runners.llama_recurrent import LlamaRecurrent, RecurrentSequence, 
 from spec_lab.verify import Token
 from tests.constrain.scripted import Scripted, after
 from tests.runners import test_llama_cpp
+from tests.runners.chains_at_random import chains, decode_at_random
 from tests.runners.fake_llama import FakeLlama, logits_of
 from tests.runners.fake_recurrent import FakeRecurrent, RecurrentMemory
 
@@ -42,18 +43,6 @@ def runner(library=None, **more):
     return LlamaRecurrent(Model(library or FakeRecurrent(V), "fake.gguf"), own)
 
 
-def chains(counts, generator):
-    """A draft with so many nodes below each root, in any order."""
-    order = generator.permutation(np.repeat(np.arange(len(counts)), counts))
-    last, parents = [*range(len(counts))], []
-    for node, root in enumerate(order.tolist()):
-        parents.append(last[root])
-        last[root] = len(counts) + node
-    return Draft(
-        Shape(len(counts), np.array(parents, dtype=np.int64)), torch.from_numpy(generator.integers(0, V, len(order)))
-    )
-
-
 def forward(lm, sequences, pending, draft, prefill=()):
     return lm.run(lm.prepare(sequences, pending, draft, prefill))
 
@@ -63,51 +52,20 @@ def computed(library):
     return [len(rows) for rows in library.decoded]
 
 
-def history(seed, batch=64, steps=12, most=6, cells=None):
+def history(seed, batch=64, cells=None):
     """Decode at random, and assert on the logits of every row."""
-    generator = np.random.default_rng(seed)
-    lm = runner(batch=batch, cells=cells)
-    open_, tokens = [], []
-    for _ in range(steps):
-        while len(open_) < 2 or (len(open_) < most and generator.random() < 0.3):
-            open_.append(lm.open(int(generator.choice([0, 40]))))
-            tokens.append([])
-        chosen = generator.permutation(len(open_))[: int(generator.integers(1, len(open_) + 1))].tolist()
-        ahead = chosen.pop() if len(chosen) > 1 and generator.random() < 0.3 else None
-        pending = [generator.integers(0, V, generator.choice([1, 1, 1, 2, 7])).tolist() for _ in chosen]
-        draft = chains(generator.integers(0, SNAPSHOTS + 2, len(chosen)) * generator.integers(0, 2), generator)
-        prefill = [] if ahead is None else [(open_[ahead], generator.integers(0, V, 4).tolist())]
-        output = forward(lm, [open_[place] for place in chosen], pending, draft, prefill)
-        for place, more in zip(chosen, pending, strict=True):
-            tokens[place] = tokens[place] + more
-        if ahead is not None:
-            tokens[ahead] = tokens[ahead] + prefill[0][1]
-        for logits, text in zip(output.logits, test_llama_cpp.texts(draft, [tokens[n] for n in chosen]), strict=True):
-            np.testing.assert_array_equal(logits, logits_of(text, V))
-        for root, place in enumerate(chosen):
-            own = draft.shape.trees[root][1:]
-            accepted = int(generator.integers(0, len(own) + 1))
-            if generator.random() < 0.9:  # else it holds the nodes during further forwards
-                open_[place].accept(range(accepted))
-                tokens[place] = tokens[place] + draft.token[own[:accepted] - len(chosen)].tolist()
-            if generator.random() < 0.2:
-                length = max(0, len(open_[place]) - int(generator.integers(0, 4)))
-                open_[place].truncate(length)
-                tokens[place] = tokens[place][:length]
-        if generator.random() < 0.3:
-            place = int(generator.integers(0, len(open_)))
-            open_.append(open_[place].fork())
-            tokens.append(list(tokens[place]))
-        if len(open_) > 2 and generator.random() < 0.3:
-            place = int(generator.integers(0, len(open_)))
-            open_.pop(place).close()
-            del tokens[place]
-        assert [len(one) for one in open_] == [len(one) for one in tokens]
-    for sequence in open_:
+
+    def assert_logits(draft, texts, logits):
+        for row, text in zip(logits, test_llama_cpp.texts(draft, texts), strict=True):
+            np.testing.assert_array_equal(row, logits_of(text, V))
+
+    sequences, _ = decode_at_random(
+        runner(batch=batch, cells=cells), seed, V, assert_logits, steps=12, max_open=6, long_text=7,
+        max_nodes=SNAPSHOTS + 1, reserves=(0, 40),
+    )  # fmt: skip
+    for sequence in sequences:
         sequence.close()
         sequence.close()
-    assert not lm.context._handle.used and not lm.sequences
-    assert sorted(lm.context._free_ids) == list(range(MAX_IDS))
 
 
 @pytest.mark.nightly
@@ -180,7 +138,7 @@ def test_tokens_that_a_step_rejects_are_taken_back_without_computing_anything_ag
     sequences, texts = [lm.open(100) for _ in range(4)], [[number] for number in range(4)]
     forward(lm, sequences, texts, empty(4))
     for step in range(10):
-        draft = chains([4, 2, step % 3, 2], generator)
+        draft = chains([4, 2, step % 3, 2], generator, V)
         output = forward(lm, sequences, [[1]] * 4, draft)
         for root, sequence in enumerate(sequences):
             own, accepted = draft.shape.trees[root][1:] - 4, min(root, draft.shape.sizes[root] - 1)

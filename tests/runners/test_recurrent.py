@@ -30,6 +30,7 @@ from spec_lab.verify import Token
 from tests.constrain.scripted import Scripted, after
 from tests.propose.lab import COLD, draft_model, requests
 from tests.recurrent import FAMILIES
+from tests.runners.chains_at_random import chains, decode_at_random
 from tests.tiny import CONTEXT, VOCABULARY
 
 ERROR = {"lfm2": 1e-9, "qwen3_next": 2e-3, "falcon_h1": 2e-3, "mamba": 2e-3}
@@ -55,16 +56,6 @@ def target(lm):
 
 def tokens_of(generator, count):
     return generator.integers(0, VOCABULARY, count).tolist()
-
-
-def chains(counts, generator):
-    """A draft with so many nodes below each root, in any order."""
-    order = generator.permutation(np.repeat(np.arange(len(counts)), counts))
-    last, parents = [*range(len(counts))], []
-    for node, root in enumerate(order.tolist()):
-        parents.append(last[root])
-        last[root] = len(counts) + node
-    return Draft(Shape(len(counts), np.array(parents, dtype=np.int64)), torch.tensor(tokens_of(generator, len(order))))
 
 
 @torch.inference_mode()
@@ -102,45 +93,16 @@ def assert_states(lm, sequence, text, most):
     other.close()
 
 
-def history(lm, seed, steps=8, most=4, error=2e-3):
+def history(lm, seed, error=2e-3):
     """Decode at random, and assert on the logits of every row, and on the states in the end."""
-    generator = np.random.default_rng(seed)
-    open_, texts = [], []
-    for _ in range(steps):
-        while len(open_) < 2 or (len(open_) < most and generator.random() < 0.3):
-            open_.append(lm.open())
-            texts.append([])
-        chosen = generator.permutation(len(open_))[: int(generator.integers(1, len(open_) + 1))].tolist()
-        ahead = chosen.pop() if len(chosen) > 1 and generator.random() < 0.3 else None
-        pending = [tokens_of(generator, generator.choice([1, 1, 1, 2, 25])) for _ in chosen]
-        draft = chains(generator.integers(0, 6, len(chosen)) * generator.integers(0, 2), generator)
-        prefill = [] if ahead is None else [(open_[ahead], tokens_of(generator, 4))]
-        output = forward(lm, [open_[place] for place in chosen], pending, draft, prefill)
-        for place, more in zip(chosen, pending, strict=True):
-            texts[place] = texts[place] + more
-        if ahead is not None:
-            texts[ahead] = texts[ahead] + prefill[0][1]
-        assert_logits(lm, draft, [texts[place] for place in chosen], output.logits, error)
-        for root, place in enumerate(chosen):
-            own = draft.shape.trees[root][1:]
-            accepted = int(generator.integers(0, len(own) + 1))
-            if generator.random() < 0.9:  # else it holds the nodes during further forwards
-                open_[place].accept(range(accepted))
-                texts[place] = texts[place] + draft.token[own[:accepted] - len(chosen)].tolist()
-            if generator.random() < 0.2:
-                length = max(0, len(open_[place]) - int(generator.integers(0, 4)))
-                open_[place].truncate(length)
-                texts[place] = texts[place][:length]
-        if generator.random() < 0.3:
-            place = int(generator.integers(0, len(open_)))
-            open_.append(open_[place].fork())
-            texts.append(list(texts[place]))
-        if len(open_) > 2 and generator.random() < 0.3:
-            place = int(generator.integers(0, len(open_)))
-            open_.pop(place).close()
-            del texts[place]
-        assert [len(one) for one in open_] == [len(one) for one in texts]
-    for sequence, text in zip(open_, texts, strict=True):
+
+    def logits_are_the_texts(draft, texts, logits):
+        assert_logits(lm, draft, texts, logits, error)
+
+    sequences, texts = decode_at_random(
+        lm, seed, VOCABULARY, logits_are_the_texts, steps=8, max_open=4, long_text=25, max_nodes=5
+    )
+    for sequence, text in zip(sequences, texts, strict=True):
         assert_states(lm, sequence, text, error)
         sequence.close()
         sequence.close()
@@ -237,7 +199,7 @@ def test_after_any_number_of_accepted_tokens_the_states_are_those_of_the_text(mo
     text, sequence = tokens_of(generator, 40 if long else 3), lm.open()
     pending = text
     for _ in range(6):
-        draft = chains([4], generator)
+        draft = chains([4], generator, VOCABULARY)
         assert_logits(lm, draft, [text], forward(lm, [sequence], [pending], draft).logits, ERROR[family])
         sequence.accept(range(accepted))
         pending = tokens_of(generator, 1)
@@ -260,7 +222,7 @@ def test_only_mixers_compute_rows_again(model, family):
     sequence = lm.open()
     forward(lm, [sequence], [tokens_of(generator, 30)])
     for accepted in (0, 1, 2, 0, 3, 1, 0, 0):
-        forward(lm, [sequence], [[3]], chains([4], generator))
+        forward(lm, [sequence], [[3]], chains([4], generator, VOCABULARY))
         sequence.accept(range(accepted))
         assert len(sequence.states.inputs) == len(lm.recurrence.mixers)
         assert next(iter(sequence.states.inputs.values())).shape[1] <= MAX_AGAIN + 4
@@ -291,7 +253,7 @@ def test_a_sequence_from_which_more_is_removed_is_computed_again_with_its_next_f
 
 def test_a_truncation_that_the_kept_inputs_cover_computes_nothing_again(model, family):
     lm, generator = runner(model), np.random.default_rng(0)
-    sequence, text, draft = lm.open(), tokens_of(generator, 20), chains([4], generator)
+    sequence, text, draft = lm.open(), tokens_of(generator, 20), chains([4], generator, VOCABULARY)
     forward(lm, [sequence], [text], draft)
     sequence.accept(range(4))
     sequence.truncate(21)
@@ -305,7 +267,7 @@ def test_hidden_states_are_those_of_a_plain_forward(name):
     lm, generator = runner(FAMILIES[name](), chunk=8), np.random.default_rng(0)
     layers = tuple(range(lm.capabilities.hidden_layers + 1))
     assert layers == (0, 1, 2, 3, 4)
-    text, sequence, draft = tokens_of(generator, 21), lm.open(), chains([3], generator)
+    text, sequence, draft = tokens_of(generator, 21), lm.open(), chains([3], generator, VOCABULARY)
     for wanted in (layers, (-1,)):
         lm.capture(wanted)
         sequence.truncate(0)
@@ -324,7 +286,7 @@ def test_a_draft_model_extends_chains_node_by_node(model, family):
     pending = list(texts)
     for accepted in (3, 0, 2, 1):
         forward(lm, sequences, pending)
-        draft = chains([3, 2], generator)
+        draft = chains([3, 2], generator, VOCABULARY)
         computed = []
         with torch.inference_mode():
             for depth in (1, 2, 3):
