@@ -90,7 +90,7 @@ class Committed:
     def count(self, accepted: bool = False, forced: bool = False, kept: bool = False) -> int:
         """How many tokens were emitted; of them, only accepted ones, only forced ones, only kept ones."""
         some: Iterable[Emitted] = self.tokens[: len(self.path)] if accepted else self.tokens
-        return sum((not forced or one.origin == "forced") and (not kept or one.kept) for one in some)
+        return sum((not forced or emitted.origin == "forced") and (not kept or emitted.kept) for emitted in some)
 
 
 Commit = Callable[[Sequence[SequenceState], Decision, AppliedConstraint | None, int], list[Committed]]
@@ -143,20 +143,20 @@ def _commit(
     above = [tree, *done.path]
     after = "recovered" if shape.count[row] else "bonus"
     kept = 0
-    for place, (token, at) in enumerate(zip(tokens, rows, strict=True)):
-        forced = single is not None and bool(single[above[place]])
-        origin = "forced" if forced else "accepted" if place < accepted else after
+    for depth, (token, at) in enumerate(zip(tokens, rows, strict=True)):
+        forced = single is not None and bool(single[above[depth]])
+        origin = "forced" if forced else "accepted" if depth < accepted else after
         keep = sequence.finish is None
         done.tokens.append(Emitted(token, origin, keep))
         if not keep:
             continue
         if masks is not None and sequence.constraint is not None:
-            legal = bool(masks.legal[at]) and (place < accepted or allows(masks.bits[at], token))
+            legal = bool(masks.legal[at]) and (depth < accepted or allows(masks.bits[at], token))
             _watch(sequence, legal)
-        logprob = decision.logprobs[tree][place] if decision.logprobs is not None else float("nan")
+        logprob = decision.logprobs[tree][depth] if decision.logprobs is not None else float("nan")
         if error := _append(sequence, token, logprob, origin, applied, context):
             done.errors[sequence] = error
-        kept += place < accepted
+        kept += depth < accepted
     sequence.kv.accept([shape.places.item(row) for row in done.path[:kept]])
     on_target = applied is not None and applied.on_target
     if sequence.finish is None and on_target and last < 0 and masks is not None and not masks.barrier[row]:
@@ -191,58 +191,58 @@ def act(
     rewound: dict[SequenceState, int] = {}
     fresh = [sequence]
     while fresh:
-        one, actions = fresh.pop(), 0
-        computed = len(one.kv)
+        acting, actions = fresh.pop(), 0
+        computed = len(acting.kv)
         try:
-            while one.finish is None:
+            while acting.finish is None:
                 with calling(applied.constraint):
-                    action = action_of(applied.constraint, one.constraint)
+                    action = action_of(applied.constraint, acting.constraint)
                 actions += 1
                 if actions > MAX_ACTIONS:
                     raise ConstraintError(f"its constraint took {MAX_ACTIONS} actions without a token between them")
                 if action is None:
-                    _limit(one, context)
-                    if one.finish is not None:
+                    _limit(acting, context)
+                    if acting.finish is not None:
                         break
                     with calling(applied.constraint):
-                        token = forced_token(one.constraint) if applied.fast_forward else None
+                        token = forced_token(acting.constraint) if applied.fast_forward else None
                     if token is None:
                         break
                     actions = 0
-                    if why := _append(one, token, 0.0, "forced", applied, context):
-                        done.errors[one] = why
+                    if why := _append(acting, token, 0.0, "forced", applied, context):
+                        done.errors[acting] = why
                     done.tokens.append(Emitted(token, "forced", True))
                 elif not action:
-                    one.finish = "constraint"
-                elif len(action) > 1 and (one.prefill or not len(one.kv)):
+                    acting.finish = "constraint"
+                elif len(action) > 1 and (acting.prefill or not len(acting.kv)):
                     break  # the next step computes the prompt: forks then share its cells
                 else:
                     # Check everything first, so that an error leaves no fork without its constraint.
                     for onward in action:
-                        _check(one, onward.backtrack)
-                    made[one.request.id] += len(action) - 1
-                    if made[one.request.id] > MAX_FORKS:
+                        _check(acting, onward.backtrack)
+                    made[acting.request.id] += len(action) - 1
+                    if made[acting.request.id] > MAX_FORKS:
                         raise ConstraintError(f"its constraint made more than {MAX_FORKS} forks of the request")
                     forks = []
                     for number in range(1, len(action)):
-                        forks.append(fork(one, number, fork_state))
+                        forks.append(fork(acting, number, fork_state))
                         done.forks.append(forks[-1])
                     fresh += forks
-                    if one in rewound:  # their proposer's states have not been rewound either
+                    if acting in rewound:  # their proposer's states have not been rewound either
                         rewound |= {other: len(other.kv) for other in forks}
-                    one.forks += len(action) > 1
-                    for live, onward in zip([one, *forks], action, strict=True):
+                    acting.forks += len(action) > 1
+                    for live, onward in zip([acting, *forks], action, strict=True):
                         done.removed += onward.backtrack
                         live.constraint = onward.state
                         if onward.backtrack:
                             remove(live, onward.backtrack)
                             rewound[live] = len(live.kv)
         except ConstraintError as error:
-            one.finish, done.errors[one] = "stuck", str(error)
-        if len(one.kv) >= len(one.tokens):  # the last token is always pending
-            one.kv.truncate(len(one.tokens) - 1)
-        if len(one.kv) < computed or one in rewound:
-            rewound[one] = len(one.kv)
+            acting.finish, done.errors[acting] = "stuck", str(error)
+        if len(acting.kv) >= len(acting.tokens):  # the last token is always pending
+            acting.kv.truncate(len(acting.tokens) - 1)
+        if len(acting.kv) < computed or acting in rewound:
+            rewound[acting] = len(acting.kv)
     return rewound
 
 

@@ -117,8 +117,12 @@ class Engine:
     def abort(self, request_id: int) -> None:
         """End all sequences of a request, with finish "aborted"; nothing happens where it has ended already."""
         # A request that never started leaves no sequence.
-        preempted = [one for one in self._waiting if isinstance(one, SequenceState) and one.request.id == request_id]
-        self._waiting = deque(one for one in self._waiting if _id(one) != request_id)
+        preempted = [
+            waiting
+            for waiting in self._waiting
+            if isinstance(waiting, SequenceState) and waiting.request.id == request_id
+        ]
+        self._waiting = deque(waiting for waiting in self._waiting if _id(waiting) != request_id)
         for sequence in preempted + self._live:
             if sequence.request.id == request_id:
                 sequence.finish = "aborted"
@@ -191,7 +195,7 @@ class Engine:
             if self.arm.most_at_once is not None and len(self._live) >= self.arm.most_at_once:
                 return
             most, first = self.limits.max_batch_size, self._waiting[0]
-            if most is not None and len({one.request.id for one in self._live} | {_id(first)}) > most:
+            if most is not None and len({sequence.request.id for sequence in self._live} | {_id(first)}) > most:
                 return
             tokens = len(first.tokens)
             room = self.limits.max_kv_tokens
@@ -222,7 +226,7 @@ class Engine:
         if self.arm.prefix_cache is None:
             kv = self.arm.target.lm.open(reserve)
         else:
-            live = [(one.tokens, one.kv) for one in self._live]
+            live = [(sequence.tokens, sequence.kv) for sequence in self._live]
             kv = self.arm.prefix_cache.open(copier(self.arm.target), tokens, reserve, live)
         try:
             with attributed("proposer", self.arm.proposer):
@@ -258,8 +262,8 @@ class Engine:
         if on_target and not acts:
             done = Committed([])
             settle([(sequence, done)], self.arm)
-            for one, why in done.errors.items():
-                self._note(one, why)
+            for failed, why in done.errors.items():
+                self._note(failed, why)
             self._live += done.forks
             self.sequences += done.forks
 
@@ -310,7 +314,7 @@ class Engine:
         Args:
             preempted: finished ones that hold nothing.
         """
-        live = [one for one in self._live if one.finish is not None]
+        live = [sequence for sequence in self._live if sequence.finish is not None]
         over = [*live, *preempted]
         if not over:
             return
@@ -320,11 +324,11 @@ class Engine:
             for sequence in live:
                 if sequence.finish not in BROKEN:
                     self.arm.prefix_cache.keep(copier(self.arm.target), sequence.tokens, sequence.kv)
-        self._live = [one for one in self._live if one.finish is None]
+        self._live = [sequence for sequence in self._live if sequence.finish is None]
         release(self.arm.proposer, live)
-        left = {id(one.request) for one in self._live}
-        left |= {id(one.request) for one in self._waiting if isinstance(one, SequenceState)}
-        for request in {id(one.request): one.request for one in over}.values():
+        left = {id(sequence.request) for sequence in self._live}
+        left |= {id(waiting.request) for waiting in self._waiting if isinstance(waiting, SequenceState)}
+        for request in {id(sequence.request): sequence.request for sequence in over}.values():
             if id(request) not in left:
                 self._keep(request)
 
@@ -334,19 +338,25 @@ class Engine:
         keep = None if constraint is None else constraint.keep
         if keep is None:
             return
-        own = sorted((one for one in self.sequences if one.request is request), key=lambda one: one.lineage)
-        ended = [Ended(one.lineage, tuple(one.emitted), tuple(one.logprobs), str(one.finish)) for one in own]
+        sequences = sorted(
+            (sequence for sequence in self.sequences if sequence.request is request),
+            key=lambda sequence: sequence.lineage,
+        )
+        ended = [
+            Ended(sequence.lineage, tuple(sequence.emitted), tuple(sequence.logprobs), str(sequence.finish))
+            for sequence in sequences
+        ]
         try:
             kept = set(keep(ended))
-            if not kept <= set(range(len(own))):
-                raise ValueError(f"there are sequences 0 to {len(own) - 1}, not {sorted(kept)}")
+            if not kept <= set(range(len(sequences))):
+                raise ValueError(f"there are sequences 0 to {len(sequences) - 1}, not {sorted(kept)}")
         except Exception as error:  # all of them stay
             what = f"{type(error).__name__}: {error}"
             why = f"request '{request.name}': its constraint cannot choose which sequences to keep: {what}"
-            self.errors.setdefault(own[0], why)
+            self.errors.setdefault(sequences[0], why)
             return
-        for place, sequence in enumerate(own):
-            sequence.kept = place in kept
+        for number, sequence in enumerate(sequences):
+            sequence.kept = number in kept
 
     def _note(self, sequence: SequenceState, why: str) -> None:
         self.errors[sequence] = (

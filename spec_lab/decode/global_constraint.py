@@ -91,9 +91,9 @@ class Conditional(Constraint):
             TooManyPrefixes: they are more than ``max_prefixes``.
             ConstraintError: there are none; or as the constraint.
         """
-        own = self.applied.constraint
-        with calling(own):
-            state, length = own.start(request), self._length(request)
+        constraint = self.applied.constraint
+        with calling(constraint):
+            state, length = constraint.start(request), self._length(request)
             return explore(state, request.stop, self.vocabulary, length, self.applied.max_prefixes)
 
     def start(self, request: Request) -> PotentialState:
@@ -104,8 +104,8 @@ class Conditional(Constraint):
         """
         same = _same(request)
         if self._last is None or self._last[0] != same:  # copies of a request come one after another
-            found = self._explored.pop(same, None)
-            prefixes = self.prefixes(request) if found is None else found
+            explored = self._explored.pop(same, None)
+            prefixes = self.prefixes(request) if explored is None else explored
             self._last = same, potential(self.target, request, prefixes)
         return PotentialState(self._last[1])
 

@@ -64,7 +64,7 @@ class PrefixCache:
     @property
     def tokens(self) -> int:
         """Tokens kept, in whole blocks."""
-        return sum(one.size for one in self.texts)
+        return sum(text.size for text in self.texts)
 
     def open(
         self, lm: Runner, tokens: Sequence[int], reserve: int, live: Iterable[tuple[Sequence[int], Any]] = ()
@@ -78,16 +78,16 @@ class PrefixCache:
             live: tokens and KV caches of the sequences that are decoded.
         """
         self._forget_given_up()
-        found, length = None, max(self.least, 1) - 1
-        for one in self.texts:
-            if (common := _common(one.tokens, tokens[:-1])) > length:
-                found, length, source = one, common, one.kv
+        longest, length = None, max(self.least, 1) - 1
+        for text in self.texts:
+            if (common := _common(text.tokens, tokens[:-1])) > length:
+                longest, length, source = text, common, text.kv
         for other, kv in live:
             if (common := _common(other[: len(kv)], tokens[:-1])) > length:
-                found, length, source = None, common, kv
-        if found is not None:
-            self.texts.remove(found)
-            self.texts.append(found)
+                longest, length, source = None, common, kv
+        if longest is not None:
+            self.texts.remove(longest)
+            self.texts.append(longest)
         return lm.open_copy(source, length, reserve) if length >= max(self.least, 1) else lm.open(reserve)
 
     def keep(self, lm: Runner, tokens: Sequence[int], kv: Any) -> None:
@@ -99,32 +99,32 @@ class PrefixCache:
             kv: its KV cache, which stays the caller's.
         """
         self._forget_given_up()
-        own = list(tokens[: min(len(kv), self.most_tokens // BLOCK * BLOCK)])
-        if len(own) < self.least:
+        computed = list(tokens[: min(len(kv), self.most_tokens // BLOCK * BLOCK)])
+        if len(computed) < self.least:
             return
-        for one in self.texts:
-            if _common(one.tokens, own) == len(own):
-                self.texts.remove(one)
-                return self.texts.append(one)
-        for one in [one for one in self.texts if _common(one.tokens, own) == len(one.tokens)]:
-            self._drop(one)
-        while self.tokens + _blocks(len(own)) > self.most_tokens:
+        for text in self.texts:
+            if _common(text.tokens, computed) == len(computed):
+                self.texts.remove(text)
+                return self.texts.append(text)
+        for text in [text for text in self.texts if _common(text.tokens, computed) == len(text.tokens)]:
+            self._drop(text)
+        while self.tokens + _blocks(len(computed)) > self.most_tokens:
             self._drop(self.texts[0])
-        if len(copy := lm.open_copy(kv, len(own), len(own), exact=True)):
-            self.texts.append(Kept(own, copy))
+        if len(copy := lm.open_copy(kv, len(computed), len(computed), exact=True)):
+            self.texts.append(Kept(computed, copy))
 
     def clear(self) -> None:
         """Drop all texts, and free their memory for other requests."""
-        for one in [*self.texts]:
-            self._drop(one)
+        for text in [*self.texts]:
+            self._drop(text)
 
     def _forget_given_up(self) -> None:
         """Forget the texts whose KV cache the runner gave up (``Runner.open_copy``)."""
         self.texts = [text for text in self.texts if len(text.kv)]
 
-    def _drop(self, one: Kept) -> None:
-        self.texts.remove(one)
-        one.kv.close()
+    def _drop(self, text: Kept) -> None:
+        self.texts.remove(text)
+        text.kv.close()
 
 
 def check_prefix_cache(proposer: Proposer, target: Target) -> None:
@@ -161,6 +161,6 @@ def _blocks(tokens: int) -> int:
     return -(-tokens // BLOCK) * BLOCK
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _common(first: Sequence[int], other: Sequence[int]) -> int:
     """Return how many of the first tokens of two texts agree."""
-    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(first, other, strict=False)))

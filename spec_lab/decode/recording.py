@@ -48,7 +48,7 @@ class Recording:
         if not self.top or self.share == 1:
             return np.full(len(keys), self.top > 0)
         weights = torch.tensor([[1.0 - self.share, self.share]], dtype=torch.float64).expand(len(keys), 2)
-        return draws.pick(weights, [Key(*one, Purpose.RECORD) for one in keys]).numpy() == 1
+        return draws.pick(weights, [Key(*key, Purpose.RECORD) for key in keys]).numpy() == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,25 +115,25 @@ class Recorded:
             stop[[got.path[-1] if got.path else tree for tree, got in enumerate(committed)]] = 1.0
         accept = conditional_acceptance(shape, np.zeros(shape.rows) if stop is None else stop)
         forced = None if self.forced is None or self.legal is None else self.forced[parent] & self.legal[nodes]
-        found = []
+        columns = []
         for tree, got in enumerate(committed):
-            own = shape.trees[tree][1:] - shape.roots
+            drafted = shape.trees[tree][1:] - shape.roots
             emits = bool(got.tokens) and self.last[tree] >= 0
-            found.append(
+            columns.append(
                 {
-                    "draft_tokens": [self.token[node] for node in own.tolist()],
-                    "draft_parents": shape.places[parent[own]].tolist(),
-                    "draft_p": _listed(p, own),
-                    "draft_q": _listed(self.q, own),
-                    "draft_accept": _listed(None if tree in self.broken else accept, own),
-                    "draft_legal": None if self.legal is None else self.legal[own + shape.roots].tolist(),
-                    "draft_forced": None if forced is None else forced[own].tolist(),
-                    "emitted_tokens": [one.token for one in got.tokens],
-                    "emitted_origins": [one.origin for one in got.tokens],
+                    "draft_tokens": [self.token[node] for node in drafted.tolist()],
+                    "draft_parents": shape.places[parent[drafted]].tolist(),
+                    "draft_p": _listed(p, drafted),
+                    "draft_q": _listed(self.q, drafted),
+                    "draft_accept": _listed(None if tree in self.broken else accept, drafted),
+                    "draft_legal": None if self.legal is None else self.legal[drafted + shape.roots].tolist(),
+                    "draft_forced": None if forced is None else forced[drafted].tolist(),
+                    "emitted_tokens": [emitted.token for emitted in got.tokens],
+                    "emitted_origins": [emitted.origin for emitted in got.tokens],
                     "emitted_p": None if not emits else 1.0 if self.last_p is None else float(self.last_p[tree]),
                 }
             )
-        return found
+        return columns
 
 
 def conditional_acceptance(shape: Shape, stop: np.ndarray) -> np.ndarray:  # [M]
@@ -150,14 +150,14 @@ def conditional_acceptance(shape: Shape, stop: np.ndarray) -> np.ndarray:  # [M]
     for node in range(shape.nodes - 1, -1, -1):  # parents come before their children
         reach[parents[node]] += reach[shape.roots + node]
     below = zip(parents, reach[shape.roots :], strict=True)
-    return np.array([min(1.0, own / reach[above]) if reach[above] else np.nan for above, own in below])
+    return np.array([min(1.0, reached / reach[above]) if reach[above] else np.nan for above, reached in below])
 
 
 def _listed(values: np.ndarray | None, nodes: np.ndarray) -> list[float | None]:
     """The numbers of some nodes, None for NaN."""
     if values is None:
         return [None] * len(nodes)
-    return [None if np.isnan(one) else one for one in values[nodes].tolist()]
+    return [None if np.isnan(value) else value for value in values[nodes].tolist()]
 
 
 def recorded_numbers(rows: np.ndarray, draft: Draft, p: Tensor, top: int) -> Mapping[str, Tensor]:
@@ -181,15 +181,15 @@ def recorded_numbers(rows: np.ndarray, draft: Draft, p: Tensor, top: int) -> Map
         return {"ids": nothing, "p": p.float(), "q": q.float(), "rest": p.new_zeros(len(rows), 4, dtype=torch.float32)}
     score = torch.maximum(p, q)
     if draft.shape.nodes:
-        place = np.full(draft.shape.rows, -1)
-        place[rows] = np.arange(len(rows))
-        below = place[draft.shape.parent]
+        index = np.full(draft.shape.rows, -1)
+        index[rows] = np.arange(len(rows))
+        below = index[draft.shape.parent]
         parent, node = upload(p.device, below[below >= 0], np.flatnonzero(below >= 0))
         score[parent, draft.token[node]] = 2.0
     ids = score.topk(width, -1).indices
     p_rest, q_rest = p.scatter(-1, ids, 0.0), q.scatter(-1, ids, 0.0)
     sums = [p_rest.sum(-1, dtype=torch.float64), q_rest.sum(-1, dtype=torch.float64), p_rest.amax(-1), q_rest.amax(-1)]
-    rest = torch.stack([one.float() for one in sums], -1)
+    rest = torch.stack([total.float() for total in sums], -1)
     return {"ids": ids.int(), "p": p.gather(-1, ids).float(), "q": q.gather(-1, ids).float(), "rest": rest}
 
 

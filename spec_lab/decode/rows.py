@@ -55,7 +55,7 @@ def constrained_probs(
         allowed: ``[R, V]`` bool, the masks; None without a constraint.
         potential: ``[R]`` as of ``Masks``.
     """
-    truncated = potential is not None and any(one.truncates for one in sampling)
+    truncated = potential is not None and any(row_sampling.truncates for row_sampling in sampling)
     p = logits_to_probs(logits, sampling, seen, None if truncated else allowed, scratch=scratch)
     if potential is not None:
         condition_(p, potential)
@@ -69,15 +69,15 @@ def condition_(p: Tensor, potential: Sequence[TokenWeights | None]) -> None:
         p: as sampled without the constraint.
         potential: ``[R]`` h of the tokens after each row; None leaves a row as it is. A row without mass becomes zero.
     """
-    rows = [row for row, one in enumerate(potential) if one is not None]
-    own = [one for one in potential if one is not None]
+    rows = [row for row, weights in enumerate(potential) if weights is not None]
+    given = [weights for weights in potential if weights is not None]
     if not rows:
         return
     row, token, weight = upload(
         p.device,
-        np.repeat(rows, [len(one.tokens) for one in own]),
-        np.concatenate([one.tokens for one in own]),
-        np.concatenate([one.weight for one in own]).view(np.int64),  # its bits
+        np.repeat(rows, [len(weights.tokens) for weights in given]),
+        np.concatenate([weights.tokens for weights in given]),
+        np.concatenate([weights.weight for weights in given]).view(np.int64),  # its bits
     )
     mass = p[row, token].double() * weight.view(torch.float64)  # products of small numbers
     total = torch.zeros(len(p), dtype=mass.dtype, device=p.device).index_add_(0, row, mass)[row]
@@ -116,12 +116,12 @@ def logprobs_of(
     logits: Tensor, allowed: Tensor | None, draft: Draft, row: Array, token: Array
 ) -> tuple[Tensor, Tensor]:  # [M], [B]
     """Log-probabilities of all drafted tokens, and of the token emitted after each accepted path."""
-    own = logits if logits.dtype == torch.float64 else logits.float()
+    logprobs = logits if logits.dtype == torch.float64 else logits.float()
     if allowed is not None:
-        own = own.masked_fill(~allowed, -torch.inf)
-    own = own.log_softmax(-1)
-    parent, end, last = (torch.as_tensor(one, device=own.device) for one in (draft.shape.parent, row, token))
-    return own[parent, draft.token], own[end, last.clamp_min(0)]
+        logprobs = logprobs.masked_fill(~allowed, -torch.inf)
+    logprobs = logprobs.log_softmax(-1)
+    parent, end, last = (torch.as_tensor(values, device=logprobs.device) for values in (draft.shape.parent, row, token))
+    return logprobs[parent, draft.token], logprobs[end, last.clamp_min(0)]
 
 
 def target_probabilities(draft: Draft, p: Tensor) -> Array:  # [M]
@@ -135,12 +135,12 @@ def draft_probabilities(draft: Draft) -> Array | None:  # [M]
     if draft.q is None or draft.q_row is None:
         return None
     arrays = Arrays.like(draft.q)
-    place = draft.q_row[draft.shape.parent]
-    sampled, place = (place >= 0) & (draft.codes != POINT), np.maximum(place, 0)
+    q_row = draft.q_row[draft.shape.parent]
+    sampled, q_row = (q_row >= 0) & (draft.codes != POINT), np.maximum(q_row, 0)
     if arrays.device is not None:
-        sampled, place = upload(arrays.device, sampled, place)
+        sampled, q_row = upload(arrays.device, sampled, q_row)
         sampled = sampled > 0
-    return arrays.where(sampled, arrays.read(draft.q)[place, _tokens(draft, arrays)], np.nan)
+    return arrays.where(sampled, arrays.read(draft.q)[q_row, _tokens(draft, arrays)], np.nan)
 
 
 def probability_of(p: Tensor, row: Array, token: Array) -> Array:  # [B]
@@ -165,9 +165,9 @@ def at_temperature_1(
         seen, allowed: as of ``logits_to_probs``, ``[R, V]``.
     """
     (here,) = upload(logits.device, rows)
-    own = samplings if len(samplings) == 1 else [samplings[row] for row in rows]
-    plain = [sampling.untruncated for sampling in own]
-    parts = [None if one is None else one[here] for one in (seen, allowed)]
+    chosen = samplings if len(samplings) == 1 else [samplings[row] for row in rows]
+    plain = [sampling.untruncated for sampling in chosen]
+    parts = [None if values is None else values[here] for values in (seen, allowed)]
     return logits_to_probs(logits[here], plain, *parts)
 
 

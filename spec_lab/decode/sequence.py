@@ -164,7 +164,8 @@ class Batch:
         if not self.limits:
             return room
         return [
-            most if one.depth is None else min(most, one.depth) for most, one in zip(room, self.limits, strict=True)
+            most if limits.depth is None else min(most, limits.depth)
+            for most, limits in zip(room, self.limits, strict=True)
         ]
 
 

@@ -77,9 +77,9 @@ class StepInfo:
         """The step without its draft distributions, which take V numbers for every node."""
         if self.draft.q is None:
             return self
-        own = self.draft
-        slim = Draft(own.shape, own.token, computed_only=own.computed_only, limits=own.limits)
-        return replace(self, draft=slim, codes=own.codes)
+        draft = self.draft
+        slim = Draft(draft.shape, draft.token, computed_only=draft.computed_only, limits=draft.limits)
+        return replace(self, draft=slim, codes=draft.codes)
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase, of the module calls inside propose and target, of masks, and of the whole step.
@@ -87,18 +87,18 @@ class StepInfo:
         A phase lasts from the end of the one before it, so that the phases add up to the whole step. On a GPU, call
         it only after ``clock.synchronise``.
         """
-        found = dict.fromkeys((*PHASES, "target_forward", "propose_forward"), 0.0)
+        seconds = dict.fromkeys((*PHASES, "target_forward", "propose_forward"), 0.0)
         before = self.began
         for name, start, end in self.spans:
             if name in PHASES:
                 start, before = before, end
-            found[name] += self.clock.seconds(start, end)
-        found["commit"] += self.clock.seconds(before, self.ended)
-        found["propose"] -= self.draft_masks
-        found["mask_busy"] = self.mask_busy
-        found["mask_wait"] = self.draft_masks + found.pop("mask") + found.pop("wait")
-        found["whole"] = self.clock.seconds(self.began, self.ended)
-        return found
+            seconds[name] += self.clock.seconds(start, end)
+        seconds["commit"] += self.clock.seconds(before, self.ended)
+        seconds["propose"] -= self.draft_masks
+        seconds["mask_busy"] = self.mask_busy
+        seconds["mask_wait"] = self.draft_masks + seconds.pop("mask") + seconds.pop("wait")
+        seconds["whole"] = self.clock.seconds(self.began, self.ended)
+        return seconds
 
     def row(self) -> dict[str, Any]:
         """Columns of ``rounds``."""
@@ -118,7 +118,7 @@ class StepInfo:
         """Columns of ``steps``, for each sequence."""
         shape, rows, extra = self.draft.shape, [], self.draft.computed_only_nodes
         for tree, (sequence, got) in enumerate(zip(self.sequences, self.committed, strict=True)):
-            own, stop = shape.trees[tree], got.path[-1] if got.path else tree
+            nodes, stop = shape.trees[tree], got.path[-1] if got.path else tree
             broken = sequence in self.errors and not got.tokens
             rows.append(
                 {
@@ -126,10 +126,10 @@ class StepInfo:
                     "prefill": self.prefill[tree],
                     "pending": self.pending[tree],
                     "forced": got.forced,
-                    "nodes": len(own) - 1,
+                    "nodes": len(nodes) - 1,
                     "computed_only": int(extra[tree]),
                     "legal": got.legal,
-                    "depth": int(shape.depth[own].max()),
+                    "depth": int(shape.depth[nodes].max()),
                     "path": list(shape.ranks(stop)),
                     "stop_had_children": len(shape.children[stop]) > 0,
                     "accepted": len(got.path),
@@ -154,21 +154,21 @@ class StepInfo:
                 rows[-1] |= {"policy": self.draft.limits[tree].as_json()}
         if self.recorded is None:
             return rows
-        return [one | more for one, more in zip(rows, self.recorded.columns(shape, self.committed), strict=True)]
+        return [row | more for row, more in zip(rows, self.recorded.columns(shape, self.committed), strict=True)]
 
     def replay_rows(self) -> list[list[dict[str, Any]]]:
         """Columns of ``replay``, for each sequence: a list per row of its tree; empty where nothing is recorded."""
-        found: list[list[dict[str, Any]]] = [[] for _ in self.sequences]
+        columns: list[list[dict[str, Any]]] = [[] for _ in self.sequences]
         kept, shape = self.distributions, self.draft.shape
         if kept is None:
-            return found
+            return columns
         codes = self.draft.codes if self.codes is None else self.codes
         token = self.draft.token.tolist()
-        for place, row in enumerate(kept.rows.tolist()):
+        for index, row in enumerate(kept.rows.tolist()):
             tree, node = int(shape.root[row]), row - shape.roots
             sequence, above = self.sequences[tree], -1 if node < 0 else int(shape.parent[node])
-            rest = kept.rest[place].tolist()
-            found[tree].append(
+            rest = kept.rest[index].tolist()
+            columns[tree].append(
                 {
                     "request": sequence.request.id,
                     "position": self.context[tree],
@@ -177,10 +177,10 @@ class StepInfo:
                     "token": kept.roots[tree] if node < 0 else token[node],
                     "way": "root" if node < 0 else WAYS[codes[node]],
                     "features": kept.features[tree],
-                    "ids": pack_ids(kept.ids[place]),
-                    "p": kept.p[place].astype("<f4").tobytes(),
-                    "q": kept.q[place].astype("<f4").tobytes() if kept.expanded[place] else b"",
+                    "ids": pack_ids(kept.ids[index]),
+                    "p": kept.p[index].astype("<f4").tobytes(),
+                    "q": kept.q[index].astype("<f4").tobytes() if kept.expanded[index] else b"",
                     **dict(zip(("p_rest", "q_rest", "p_most", "q_most"), rest, strict=True)),
                 }
             )
-        return found
+        return columns

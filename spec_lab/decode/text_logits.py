@@ -68,8 +68,8 @@ def text_logits(target: Target, request: Request, texts: Sequence[Text], rows: i
     order = sorted(range(len(texts)), key=lambda number: texts[number])
     for some in _forwards([texts[number] for number in order], rows, leaves):
         numbers = np.array(order[some.start : some.stop])
-        own = [texts[number] for number in numbers.tolist()]
-        row, draft = _tree(own, lm.device)
+        chosen = [texts[number] for number in numbers.tolist()]
+        row, draft = _tree(chosen, lm.device)
         kv = lm.open(len(request.tokens) + draft.shape.nodes)
         try:
             with torch.inference_mode():
@@ -80,7 +80,7 @@ def text_logits(target: Target, request: Request, texts: Sequence[Text], rows: i
             kv.close()
         if broken is not None and bool(broken.any()):
             raise ValueError(f"request '{request.name}': the target's logits are NaN or infinite")
-        whole = ([*request.tokens, *text] for text in own)
+        whole = ([*request.tokens, *text] for text in chosen)
         seen = tokens_of(whole, [request.sampling], logits.shape[-1], logits.device)
         yield TextLogits(numbers, logits, seen, request)
     lm.clock.take()
@@ -89,12 +89,12 @@ def text_logits(target: Target, request: Request, texts: Sequence[Text], rows: i
 def _forwards(texts: Sequence[Text], rows: int, leaves: int | None) -> Iterator[range]:
     """Which of the sorted texts are computed together."""
     start = ends = 0
-    for place, text in enumerate(texts):
-        starts_leaf = place == start or text[: len(texts[place - 1])] != texts[place - 1]
+    for number, text in enumerate(texts):
+        starts_leaf = number == start or text[: len(texts[number - 1])] != texts[number - 1]
         ends += starts_leaf
-        if place - start >= rows or (leaves is not None and ends > leaves):
-            yield range(start, place)
-            start, ends = place, 1
+        if number - start >= rows or (leaves is not None and ends > leaves):
+            yield range(start, number)
+            start, ends = number, 1
     if start < len(texts):
         yield range(start, len(texts))
 

@@ -106,8 +106,10 @@ class Accuracy:
         Raises:
             OSError: there is none. ValueError: one is malformed.
         """
-        found = sorted(File(folder).glob("calibration*.json")) or [File(folder, FILE)]
-        return min((Accuracy._read(file) for file in found), key=lambda one: abs(one.temperature - temperature))
+        files = sorted(File(folder).glob("calibration*.json")) or [File(folder, FILE)]
+        return min(
+            (Accuracy._read(file) for file in files), key=lambda accuracy: abs(accuracy.temperature - temperature)
+        )
 
     @staticmethod
     def _read(file: File) -> Accuracy:

@@ -118,18 +118,18 @@ class BestOf(Hybrid):
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Learn how many tokens of the part that drafted were accepted; then let the parts observe."""
-        for one in observed:
-            state: PartStates = one.sequence.state
+        for observation in observed:
+            state: PartStates = observation.sequence.state
             record: Record = state.own
             if record.chosen is not None:
                 for part, before in enumerate(record.accepted):
                     if part != record.chosen:
                         record.accepted[part] = before + RECOVERY * max(0.0, self.start - before)
                 before = record.accepted[record.chosen]
-                record.accepted[record.chosen] = self.memory * before + (1 - self.memory) * len(one.accepted)
+                record.accepted[record.chosen] = self.memory * before + (1 - self.memory) * len(observation.accepted)
         super().observe(observed)
-        for one in observed:  # what is observed next may be a part of a prompt
-            one.sequence.state.nodes, one.sequence.state.own.chosen = {}, None
+        for observation in observed:  # what is observed next may be a part of a prompt
+            observation.sequence.state.nodes, observation.sequence.state.own.chosen = {}, None
 
     def fork(self, state: PartStates, record: Any = None) -> PartStates:
         """See ``Proposer``."""
@@ -145,26 +145,26 @@ class BestOf(Hybrid):
         for rank in range(len(self.proposers)):
             empty = []
             for n, part in enumerate(self.proposers):
-                own = [tree for tree in left if asked[tree][rank : rank + 1] == [n]]
-                if not own:
+                trees = [tree for tree in left if asked[tree][rank : rank + 1] == [n]]
+                if not trees:
                     continue
-                draft = part.propose(self.view(batch, n, own))
-                for place_of, (tree, nodes) in enumerate(zip(own, draft.acceptable_nodes.tolist(), strict=True)):
+                draft = part.propose(self.view(batch, n, trees))
+                for place_of, (tree, nodes) in enumerate(zip(trees, draft.acceptable_nodes.tolist(), strict=True)):
                     if nodes and room[tree] > 0:
                         batch.sequences[tree].state.own.chosen = n
                     elif not nodes and room[tree] > 0 and place_of not in draft.broken:
                         empty.append(tree)
                 drafts.append(draft)
                 parts.append(n)
-                owners.append(own)
+                owners.append(trees)
             left = empty
-        joined, found = join(batch, drafts, owners)
-        note(batch, joined, parts, owners, found)
+        joined, numbers = join(batch, drafts, owners)
+        note(batch, joined, parts, owners, numbers)
         return drafts[0] if len(drafts) == 1 else joined
 
     def _asked(self, batch: Batch) -> list[list[int]]:
         """For each sequence the parts that are asked in order until one drafts; the one that a policy names."""
-        expected = [[one.state.own.accepted[n] for one in batch.sequences] for n in range(len(self.costs))]
+        expected = [[sequence.state.own.accepted[n] for sequence in batch.sequences] for n in range(len(self.costs))]
         for n, part in enumerate(self.proposers):
             if (scores := part.scores(self.view(batch, n))) is not None:
                 expected[n] = list(scores)
@@ -173,7 +173,7 @@ class BestOf(Hybrid):
             if batch.limits and (named := batch.limits[tree].part):
                 orders.append([self.part_names.index(named)])
                 continue
-            promises = [(1 + own[tree]) / (1 + cost) for own, cost in zip(expected, self.costs, strict=True)]
+            promises = [(1 + accepted[tree]) / (1 + cost) for accepted, cost in zip(expected, self.costs, strict=True)]
             order = sorted(range(len(promises)), key=promises.__getitem__, reverse=True)  # stable
             samples = [n for n in order if self.proposers[n].draws != {"point"}]
             orders.append([n for n in order if n not in samples[1:]])

@@ -183,8 +183,10 @@ def unsteady(costs: StepCosts) -> str:
     """Why costs are not trusted, and what to do."""
     why = [f"repeated timings of a step differ by {costs.overall_spread:.0%}"]
     if costs.other_load is not None:
-        own = "1 thread" if costs.threads == 1 else f"{costs.threads} threads"
-        why.append(f"other processes used {costs.other_load:.1f} of {costs.cores} cores beside the {own} of this one")
+        threads = "1 thread" if costs.threads == 1 else f"{costs.threads} threads"
+        why.append(
+            f"other processes used {costs.other_load:.1f} of {costs.cores} cores beside the {threads} of this one"
+        )
     return (
         f"the machine is too busy to calibrate a tree: {', and '.join(why)}. The measured costs are used for this run "
         "and not kept, so the next run may choose another tree. Run again when the machine is idle, set threads= to "
@@ -239,15 +241,15 @@ def visits(
     which look drafts up find some, and the proposers, which share their states, have observed all of it. None: it does
     not repeat, and states are new in each visit. Afterwards nothing is left in the target's KV cache.
     """
-    lm, largest = target.lm, max(one.nodes for one in proposers.values())
+    lm, largest = target.lm, max(proposer.nodes for proposer in proposers.values())
     context = _context(target)
     drawn = np.random.default_rng(0).integers(0, target.vocabulary, min(context, period or context))
     text = np.resize(drawn, context + VISIT).tolist()
     prompt = tuple(text[:context])
     clock, memory, apply = lm.clock, Memory(), commit if period is None else partial(_commit_text, text)
     parts = {
-        size: Arm(target, one, Capture(), CounterDraws(0), commit=apply, memory=memory)
-        for size, one in proposers.items()
+        size: Arm(target, proposer, Capture(), CounterDraws(0), commit=apply, memory=memory)
+        for size, proposer in proposers.items()
     }
     sequences: list[SequenceState] = []
 
@@ -299,7 +301,7 @@ def _commit_text(
     context: int,
 ) -> list[Committed]:
     """Commit the next token of ``text`` to sequences of which nothing drafted was accepted."""
-    following = np.array([text[len(one.tokens)] for one in sequences])
+    following = np.array([text[len(sequence.tokens)] for sequence in sequences])
     return commit(sequences, replace(decision, token=following), applied, context)
 
 

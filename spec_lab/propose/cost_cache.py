@@ -98,12 +98,12 @@ class CostCache:
         began = self.clock()
         oldest = began if again else began - MAX_AGE
         with suppress(ValueError):  # reported below
-            if found := self._read(conditions, sizes, oldest):
-                return found
+            if kept := self._read(conditions, sizes, oldest):
+                return kept
         with self._alone() as writable:
             try:
-                if found := self._read(conditions, sizes, oldest):
-                    return found
+                if kept := self._read(conditions, sizes, oldest):
+                    return kept
             except ValueError as error:
                 log.warning("the cached step costs %s are measured again: %s", self._file(conditions), error)
             costs = replace(measure(), measured=self.clock().isoformat(timespec="seconds"))
@@ -133,9 +133,9 @@ class CostCache:
             raise ValueError(f"it cannot be read ({type(error).__name__})") from error
         if value is None:
             return None
-        found = _parse(value, conditions, sizes)
-        moment = datetime.fromisoformat(found.measured)
-        return found if oldest <= moment <= self.clock() + timedelta(days=1) else None
+        costs = _parse(value, conditions, sizes)
+        moment = datetime.fromisoformat(costs.measured)
+        return costs if oldest <= moment <= self.clock() + timedelta(days=1) else None
 
     def _write(self, conditions: Mapping[str, Any], costs: StepCosts) -> None:
         """Keep costs."""
@@ -155,9 +155,9 @@ class CostCache:
         try:
             if self.folder is None:
                 raise OSError("no home folder is known")
-            place = self.folder / "step_costs"
-            place.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(place / f"measuring-{re.sub(r'[^A-Za-z0-9.-]', '_', platform.node())}.lock")
+            folder = self.folder / "step_costs"
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(folder / f"measuring-{re.sub(r'[^A-Za-z0-9.-]', '_', platform.node())}.lock")
             try:
                 lock.acquire(timeout=self.notice)
             except Timeout:
@@ -165,7 +165,7 @@ class CostCache:
                 lock.acquire(timeout=self.patience)
             writable = True
         except Timeout:
-            log.warning("%s is still locked after %.0f s: step costs are measured anyway", place, self.patience)
+            log.warning("%s is still locked after %.0f s: step costs are measured anyway", folder, self.patience)
             writable = True
         except (OSError, NotImplementedError) as error:
             self._report(error)

@@ -227,62 +227,64 @@ def join(batch: Batch, drafts: Sequence[Draft], owners: Sequence[Sequence[int]])
         of rows that are computed only after all nodes.
     """
     roots = len(batch.sequences)
-    nodes, extras = sum(one.shape.nodes for one in drafts), 0
+    nodes, extras = sum(draft.shape.nodes for draft in drafts), 0
     start, parents, extra_parents, codes, q_rows, begun = roots, [], [], [], np.full(roots + nodes, -1), 0
     rows_of = []  # for each draft, the new row of each of its rows
-    for one, own in zip(drafts, owners, strict=True):
-        shape, count = one.computed_shape, one.shape.nodes
+    for part, trees in zip(drafts, owners, strict=True):
+        shape, count = part.computed_shape, part.shape.nodes
         more = shape.nodes - count
         new = np.concatenate([
-            np.asarray(own, dtype=np.int64), start + np.arange(count), roots + nodes + extras + np.arange(more)
+            np.asarray(trees, dtype=np.int64), start + np.arange(count), roots + nodes + extras + np.arange(more)
         ])  # fmt: skip
         above = new[shape.parent]
         parents.append(above[:count])
         extra_parents.append(above[count:])
-        codes.append(one.codes)
-        if one.q is not None and one.q_row is not None:
-            has = one.q_row >= 0
-            q_rows[new[: len(has)][has]] = one.q_row[has] + begun
-            begun += len(one.q)
+        codes.append(part.codes)
+        if part.q is not None and part.q_row is not None:
+            has = part.q_row >= 0
+            q_rows[new[: len(has)][has]] = part.q_row[has] + begun
+            begun += len(part.q)
         rows_of.append(new)
         start, extras = start + count, extras + more
     shape = Shape(roots, np.concatenate(parents).astype(np.int64) if parents else np.empty(0, dtype=np.int64))
-    token = _cat([one.token for one in drafts], batch)
+    token = _cat([draft.token for draft in drafts], batch)
     extra = None
     if extras:
-        own_tokens = [one.computed_only.token for one in drafts if one.computed_only is not None]
+        own_tokens = [draft.computed_only.token for draft in drafts if draft.computed_only is not None]
         extra = ComputedOnly(np.concatenate(extra_parents), _cat(own_tokens, batch))
-    broken = {own[tree]: why for one, own in zip(drafts, owners, strict=True) for tree, why in one.broken.items()}
-    q = [one.q for one in drafts if one.q is not None]
+    broken = {
+        trees[tree]: why for draft, trees in zip(drafts, owners, strict=True) for tree, why in draft.broken.items()
+    }
+    q = [draft.q for draft in drafts if draft.q is not None]
     code = np.concatenate(codes) if codes else np.empty(0, dtype=np.int8)
     if q and code.any():
-        one_hot = all(one.one_hot for one in drafts if one.q is not None)
+        one_hot = all(draft.one_hot for draft in drafts if draft.q is not None)
         draft = Draft(shape, token, code, torch.cat(q), q_rows, None, broken, extra, one_hot)
     else:
         draft = Draft(shape, token, broken=broken, computed_only=extra)
     places = draft.computed_shape.places
-    found = [
-        [places[new[rows[1:]]].tolist() for rows in one.computed_shape.trees]
-        for one, new in zip(drafts, rows_of, strict=True)
+    numbers = [
+        [places[new[rows[1:]]].tolist() for rows in draft.computed_shape.trees]
+        for draft, new in zip(drafts, rows_of, strict=True)
     ]
-    return draft, found
+    return draft, numbers
 
 
 def _cat(tokens: Sequence[torch.Tensor], batch: Batch) -> torch.Tensor:
     return torch.cat(list(tokens)) if tokens else torch.empty(0, dtype=torch.long, device=batch.device)
 
 
-def note(batch: Batch, draft: Draft, parts: Sequence[int], owners: Sequence[Sequence[int]], found: Any) -> None:
+def note(batch: Batch, draft: Draft, parts: Sequence[int], owners: Sequence[Sequence[int]], numbers: Any) -> None:
     """Keep which rows of each sequence's tree each part drafted, for ``Hybrid.observe``.
 
     Args:
         batch: the sequences, whose states are ``PartStates``.
         draft: the forest that is returned.
         parts: for each draft that was joined the part that drafted it.
-        owners, found: as of ``join``.
+        owners, numbers: as of ``join``.
     """
     for sequence, size in zip(batch.sequences, draft.computed_shape.sizes.tolist(), strict=True):
         sequence.state.nodes, sequence.state.rows = {}, size
-    for part, own, nodes in zip(parts, owners, found, strict=True):
-        for tree, numbers in zip(own, nodes, strict=True):
-            batch.sequences[tree].state.nodes[part] = numbers
+    for part, trees, nodes in zip(parts, owners, numbers, strict=True):
+        for tree, drafted in zip(trees, nodes, strict=True):
+            batch.sequences[tree].state.nodes[part] = drafted

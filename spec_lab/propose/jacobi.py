@@ -76,10 +76,10 @@ class Jacobi(Proposer):
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Take the arg max of each row behind the last accepted one."""
-        for one in observed:
-            state: Guesses = one.sequence.state
-            behind = len(one.accepted) + 1
-            state.tokens = [] if one.top_k is None else one.top_k[behind:, 0].tolist()
+        for observation in observed:
+            state: Guesses = observation.sequence.state
+            behind = len(observation.accepted) + 1
+            state.tokens = [] if observation.top_k is None else observation.top_k[behind:, 0].tolist()
 
     def propose(self, batch: Batch) -> Draft:
         """Draft one chain per sequence, up to the end of the context."""

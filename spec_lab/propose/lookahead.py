@@ -115,12 +115,12 @@ class Lookahead(Proposer):
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Complete an n-gram in every column, and move the levels up."""
-        for one in observed:
-            state: Window = one.sequence.state
+        for observation in observed:
+            state: Window = observation.sequence.state
             computed = state.rows + len(state.levels) * self.window
-            if not state.rows or one.top_k is None or len(one.rows) != computed:
+            if not state.rows or observation.top_k is None or len(observation.rows) != computed:
                 continue  # a part of a prompt, or a step that computed no window
-            last = one.top_k[computed - self.window :, 0].tolist()
+            last = observation.top_k[computed - self.window :, 0].tolist()
             if len(state.levels) < self.ngram - 1:
                 state.levels.append(last)
                 continue
@@ -139,22 +139,22 @@ class Lookahead(Proposer):
             state, text = sequence.state, sequence.tokens
             if not state.levels:  # published: random tokens of the prompt. Here: its last ones in turn.
                 state.levels = [[text[-1 - n % len(text)] for n in range(self.window)]]
-            known = [one[: max(0, room)] for one in reversed(state.pool.get(text[-1], ()))]
+            known = [ngram[: max(0, room)] for ngram in reversed(state.pool.get(text[-1], ()))]
             tries.append(merged(known, self.guesses * (self.ngram - 1)))
             fits = batch.target.context - len(text) >= self.window + self.ngram  # whatever a policy allows
             state.rows = len(tries[-1][1]) + 1 if fits else 0
             windows.append(state.levels if fits else [])
         shapes = tuple(Shape(1, np.array(parents, dtype=np.int64)) for parents, _ in tries)
-        token = torch.tensor([one for _, tokens in tries for one in tokens], dtype=torch.long, device=batch.device)
+        token = torch.tensor([token for _, tokens in tries for token in tokens], dtype=torch.long, device=batch.device)
         shape = forest(shapes)
         parents, tokens = list[int](), list[int]()
         for root, levels in enumerate(windows):
-            for level, own in enumerate(levels):
+            for level, level_tokens in enumerate(levels):
                 for column in range(self.window):
                     row = shape.rows + len(parents)
                     above = row - self.window if level else row - 1 if column else root
                     parents.append(above)
-                tokens += own
+                tokens += level_tokens
         if not tokens:
             return Draft(shape, token)
         extra = ComputedOnly(np.array(parents, dtype=np.int64), torch.tensor(tokens, device=batch.device))

@@ -156,12 +156,12 @@ class Ngram(Proposer):
             index: Index = sequence.state
             index.follow(sequence.tokens)
             if self.match == "first":
-                place = index.first(sequence.tokens, self.depth)
+                position = index.first(sequence.tokens, self.depth)
             else:
-                place = next(index.matches(sequence.tokens), None)
-            found = [] if place is None else continuation(sequence.tokens, place, self.depth)
-            drafted += found
-            shapes.append(self._chain(len(found)))
+                position = next(index.matches(sequence.tokens), None)
+            continued = [] if position is None else continuation(sequence.tokens, position, self.depth)
+            drafted += continued
+            shapes.append(self._chain(len(continued)))
         return Draft(forest(tuple(shapes)), torch.tensor(drafted, dtype=torch.long, device=batch.device))
 
     def init(self, request: Request) -> Index:
@@ -251,15 +251,15 @@ def merge(tokens: list[int], places: Iterator[int], depth: int, nodes: int) -> t
     Returns:
         As ``continuations.merged``.
     """
-    return merged((continuation(tokens, place, depth) for place in _distinct(places)), nodes)
+    return merged((continuation(tokens, position, depth) for position in _distinct(places)), nodes)
 
 
 def _distinct(places: Iterator[int]) -> Iterator[int]:
     visited = set()
-    for place in places:
-        if place not in visited:
-            visited.add(place)
-            yield place
+    for position in places:
+        if position not in visited:
+            visited.add(position)
+            yield position
 
 
 def shape_of(parents: tuple[int, ...]) -> Shape:

@@ -84,15 +84,17 @@ class ComputedText:
     def most_similar(self, places: Sequence[int]) -> Tensor:
         """Return the place ``[1]`` that follows the state most similar to the last one; of equals the first."""
         assert self.states is not None
-        place = torch.tensor(places, device=self.states.device)
-        before = self.states.index_select(0, place - (self.begin + 1))
+        position = torch.tensor(places, device=self.states.device)
+        before = self.states.index_select(0, position - (self.begin + 1))
         last = self.states[len(self.tokens) - 1]
-        return place.index_select(0, (before.float() @ last.float()).argmax().view(1))
+        return position.index_select(0, (before.float() @ last.float()).argmax().view(1))
 
     def copy(self) -> ComputedText:
         """Return an independent copy."""
         states = None if self.states is None else self.states[: len(self.tokens)].clone()
-        return ComputedText(self.begin, list(self.tokens), {t: list(own) for t, own in self.places.items()}, states)
+        return ComputedText(
+            self.begin, list(self.tokens), {t: list(positions) for t, positions in self.places.items()}, states
+        )
 
 
 @dataclass(eq=False)
@@ -167,15 +169,15 @@ class PldPlus(Proposer):
     @inference
     def observe(self, observed: Sequence[Observation]) -> None:
         """Keep the tokens and the hidden states of all computed positions."""
-        for one in observed:
-            if one.hidden is not None and len(one.hidden):
-                state: ComputedText = one.sequence.state
-                state.add(one.start, one.tokens[: len(one.hidden)], one.hidden)
+        for observation in observed:
+            if observation.hidden is not None and len(observation.hidden):
+                state: ComputedText = observation.sequence.state
+                state.add(observation.start, observation.tokens[: len(observation.hidden)], observation.hidden)
 
     @inference
     def propose(self, batch: Batch) -> Draft:
         """Draft one chain per sequence, an empty one where nothing matches or where the context is not known."""
-        found: list[list[int]] = []
+        candidates: list[list[int]] = []
         compared: dict[int, Tensor] = {}
         for number, (room, sequence) in enumerate(zip(batch.room(), batch.sequences, strict=True)):
             state: ComputedText = sequence.state
@@ -183,14 +185,14 @@ class PldPlus(Proposer):
             places = state.occurrences(sequence.tokens[-1]) if known else []
             if len(places) > 1:
                 compared[number] = state.most_similar(places)
-            found.append(places)
+            candidates.append(places)
         if compared:
             (chosen,) = batch.read(torch.cat(list(compared.values())))
-            for number, place in zip(compared, chosen.tolist(), strict=True):
-                found[number] = [place]
+            for number, position in zip(compared, chosen.tolist(), strict=True):
+                candidates[number] = [position]
         drafted: list[int] = []
         shapes = []
-        for sequence, places in zip(batch.sequences, found, strict=True):
+        for sequence, places in zip(batch.sequences, candidates, strict=True):
             text = continuation(sequence.tokens, places[0] + 1, self.depth) if places else []
             drafted += text
             shapes.append(self._chain(len(text)))

@@ -114,10 +114,10 @@ class Recycling(Proposer):
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Replace the entries of the tokens of all rows."""
-        for one in observed:
-            if one.top_k is not None and len(one.rows):
-                table = self._table(one.sequence.state)
-                for token, likeliest in zip(one.rows, one.top_k, strict=True):
+        for observation in observed:
+            if observation.top_k is not None and len(observation.rows):
+                table = self._table(observation.sequence.state)
+                for token, likeliest in zip(observation.rows, observation.top_k, strict=True):
                     table[token] = likeliest
 
     def propose(self, batch: Batch) -> Draft:
@@ -134,8 +134,8 @@ class Recycling(Proposer):
             token[0] = sequence.tokens[-1]
             for first, end in self._levels:
                 above = token[parent[first - 1 : end - 1]]
-                found = table[above, rank[first - 1 : end - 1]]
-                token[first:end] = np.where(above == UNKNOWN, UNKNOWN, found)
+                likeliest = table[above, rank[first - 1 : end - 1]]
+                token[first:end] = np.where(above == UNKNOWN, UNKNOWN, likeliest)
             known = token != UNKNOWN
             shape, kept = (whole, slice(None)) if known.all() else whole.keep(known)
             shapes.append(shape)

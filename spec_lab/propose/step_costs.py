@@ -131,11 +131,11 @@ def measure(
             passes.append(timed)
         end = usage()
         load = other_load(start, end)
-        found = _summary(sizes, passes, threads, None if load is None else max(load, 0.0))
-        if found.steady or spent >= LONGEST:
+        costs = _summary(sizes, passes, threads, None if load is None else max(load, 0.0))
+        if costs.steady or spent >= LONGEST:
             break
         start = end
-    return found
+    return costs
 
 
 def _warmed_up(visit: Callable[[int], Sequence[float]], tokens: Mapping[int, float]) -> tuple[list[int], float]:
@@ -148,8 +148,8 @@ def _warmed_up(visit: Callable[[int], Sequence[float]], tokens: Mapping[int, flo
     spent = 0.0
     for warm_up in range(1, WARM_UP + 1):
         log.info("Measuring the seconds of a step: warm-up %d of %d, %.0f s", warm_up, WARM_UP, spent)
-        for place, size in enumerate(tokens):
-            if spent >= LONGEST and (place > 1 or size in best):
+        for number, size in enumerate(tokens):
+            if spent >= LONGEST and (number > 1 or size in best):
                 break
             took = visit(size)
             spent += sum(took) * VISIT / (VISIT - 1)
@@ -165,9 +165,9 @@ def _summary(
     """Costs and spreads of the timed passes."""
 
     def costs(some: Sequence[Mapping[int, list[float]]]) -> dict[int, float]:
-        return {size: float(np.quantile([took for one in some for took in one[size]], QUANTILE)) for size in sizes}
+        return {size: float(np.quantile([took for timed in some for took in timed[size]], QUANTILE)) for size in sizes}
 
     every, even, odd = costs(passes), costs(passes[::2]), costs(passes[1::2])
     spread = {size: abs(even[size] - odd[size]) / every[size] for size in sizes}
-    steps = sum(len(one[sizes[0]]) for one in passes)
+    steps = sum(len(timed[sizes[0]]) for timed in passes)
     return StepCosts(every, spread, steps, threads, load, os.cpu_count() or 1)

@@ -125,16 +125,16 @@ def rule_of(facts: Mapping[str, Any]) -> StopRule | None:
     factor = facts.get("factor", 0.0)
     if isinstance(factor, bool) or not isinstance(factor, int | float):
         raise ValueError(f"the factor of a rule that stops drafts is a number, not {str(factor)[:100]!r}")
-    own = (float(factor),) if "factor" in facts else ()
+    factors = (float(factor),) if "factor" in facts else ()
     match facts.get("rule"):
         case None:
             return None
         case "confidence":
             return Confidence()
         case "adaedl":
-            return AdaEdl(*own)
+            return AdaEdl(*factors)
         case "svip":
-            return Svip(*own)
+            return Svip(*factors)
         case "gain":
             return Gain()
     raise ValueError(

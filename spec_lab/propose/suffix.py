@@ -194,8 +194,8 @@ class Suffix(Proposer):
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        own = {**asdict(self.rules), "max_match": self.max_match, "own": self.own}
-        return {**own, "store": self.store.facts} if isinstance(self.store, TokenStore) else own
+        facts = {**asdict(self.rules), "max_match": self.max_match, "own": self.own}
+        return {**facts, "store": self.store.facts} if isinstance(self.store, TokenStore) else facts
 
     @property
     def shared_store(self) -> str:
@@ -220,8 +220,8 @@ class Suffix(Proposer):
             self._draft(sequence) if room else NO_DRAFT  # at depth 0, as a policy decides it, nothing is looked up
             for room, sequence in zip(batch.room(), batch.sequences, strict=True)
         ]
-        shapes = tuple(self._shape(one.parents) for one in drafts)
-        tokens = [token for one in drafts for token in one.tokens]
+        shapes = tuple(self._shape(draft.parents) for draft in drafts)
+        tokens = [token for draft in drafts for token in draft.tokens]
         return Draft(forest(shapes), torch.tensor(tokens, dtype=torch.long, device=batch.device))
 
     def _draft(self, sequence: SequenceState) -> SuffixDraft:
@@ -253,8 +253,8 @@ class Suffix(Proposer):
         if state.planned is None:
             return (self.max_match,) * 3
         more = planned[0] - state.planned[0]
-        own, shared, store = state.longest
-        return own + more, self.max_match if state.planned[1] != planned[1] else shared + more, store + more
+        text, shared, store = state.longest
+        return text + more, self.max_match if state.planned[1] != planned[1] else shared + more, store + more
 
     def init(self, request: Request) -> SuffixState:
         """Return the state of an empty text."""
@@ -263,9 +263,9 @@ class Suffix(Proposer):
     def observe(self, observed: Sequence[Observation]) -> None:
         """Learn the responses of the sequences that end."""
         if self.shared is not None:
-            for one in observed:
-                if one.sequence.finish is not None:
-                    self.shared.learn(one.sequence.emitted)
+            for observation in observed:
+                if observation.sequence.finish is not None:
+                    self.shared.learn(observation.sequence.emitted)
 
     def fork(self, state: SuffixState) -> SuffixState:
         """Return an independent copy."""
@@ -295,7 +295,7 @@ class Suffix(Proposer):
 def toy_text(vocabulary: int, step: int) -> list[int]:
     """Return a text in which every token of a small vocabulary follows every other, in one of two orders."""
     tokens = range(vocabulary)[::step]
-    return [token for one in tokens for other in tokens for token in (one, other)]
+    return [token for first in tokens for other in tokens for token in (first, other)]
 
 
 def _shape_of(parents: tuple[int, ...]) -> Shape:

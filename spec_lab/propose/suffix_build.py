@@ -72,10 +72,10 @@ def encoded(texts: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
 
     def encode(batch: list[str]) -> list[list[int]]:
         try:
-            found: list[list[int]] = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+            encodings: list[list[int]] = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
         except Exception as error:  # tokenizers raises plain Exceptions
             raise ValueError(f"a text of the corpus cannot be encoded by the tokenizer ({error})") from error
-        return found
+        return encodings
 
     batch: list[str] = []
     length = 0
@@ -221,14 +221,14 @@ class _Sorter(NamedTuple):
         for positions in parts:
             bucket = bucket_of[self.tokens[positions - back]]
             positions = positions[np.argsort(bucket, kind="stable")]
-            for one, count in enumerate(np.bincount(bucket, minlength=len(sizes)).tolist()):
+            for number, count in enumerate(np.bincount(bucket, minlength=len(sizes)).tolist()):
                 if count:
-                    self.order.write(int(filled[one]), positions[:count])
+                    self.order.write(int(filled[number]), positions[:count])
                     positions = positions[count:]
             filled += np.bincount(bucket, minlength=len(sizes))
         ended = bucket_of[self.separator] if counts[self.separator] > BUCKET else None  # contexts: nothing more to sort
-        for one, (size, end) in enumerate(zip(sizes.tolist(), ends.tolist(), strict=True)):
-            if size and one != ended:
+        for number, (size, end) in enumerate(zip(sizes.tolist(), ends.tolist(), strict=True)):
+            if size and number != ended:
                 self.sort(end - size, end, back)
 
 

@@ -83,16 +83,16 @@ class SuffixRules:
             longest = longest or match
             return self.worth(match, best.score)  # shorter matches have smaller budgets
 
-        found: list[int] = []
+        positions: list[int] = []
         for match, places in source.matches(context, self.occurrences, worth):
-            found += places
+            positions += places
             budget = self.budget(match)
             depth = min(self.depth, budget)
             if self.children == 1:
-                one = chain(source, found, depth, self.min_share, best.score)
+                draft = chain(source, positions, depth, self.min_share, best.score)
             else:
-                one = grow(source.continuations(found, depth), budget, self.children, self.min_share)
-            best = one if one.score > best.score else best
+                draft = grow(source.continuations(positions, depth), budget, self.children, self.min_share)
+            best = draft if draft.score > best.score else best
             if self.longest_only:
                 break
         return Found(best, longest)
@@ -123,10 +123,10 @@ def chain(source: SuffixSource, places: Sequence[int], budget: int, min_share: f
         if not same or same / total < min_share or (counted + same * (budget - depth)) / total <= least:
             break
         if same < len(places):
-            places = [place for place, one in zip(places, column, strict=True) if one == token]
+            places = [position for position, following in zip(places, column, strict=True) if following == token]
             tokens.append(token)
         else:
-            tokens += _common(source.continuations([place + depth for place in places], budget - depth))
+            tokens += _common(source.continuations([position + depth for position in places], budget - depth))
         counted += same * (len(tokens) - depth)
     score = counted / total
     return SuffixDraft(score, tuple(range(len(tokens))), tuple(tokens)) if score > least else NO_DRAFT
@@ -137,7 +137,7 @@ def _common(rows: list[list[int]]) -> list[int]:
     if len(rows) == 1:
         return rows[0]
     low, high = min(rows), max(rows)  # the others begin as both do
-    same = next((at for at, (one, other) in enumerate(zip(low, high, strict=False)) if one != other), len(low))
+    same = next((at for at, (token, other) in enumerate(zip(low, high, strict=False)) if token != other), len(low))
     return low[:same]
 
 
@@ -163,7 +163,7 @@ def grow(rows: Sequence[Sequence[int]], budget: int, children: int, min_share: f
         for row in here:
             if depth < len(row):
                 below.setdefault(row[depth], []).append(row)
-        likeliest = sorted(below.items(), key=lambda one: -len(one[1])) if len(below) > 1 else list(below.items())
+        likeliest = sorted(below.items(), key=lambda item: -len(item[1])) if len(below) > 1 else list(below.items())
         for token, through in likeliest[:children]:
             if len(through) / total >= min_share:
                 order += 1

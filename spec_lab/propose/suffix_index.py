@@ -83,7 +83,7 @@ class SuffixIndex:
         common = min(known, had, len(tokens))
         if common < had:
             mine, theirs = self._text[pad + common :].tolist(), list(tokens[common:had])
-            differs = (at for at, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other)
+            differs = (at for at, (token, other) in enumerate(zip(mine, theirs, strict=False)) if token != other)
             common += next(differs, min(len(mine), len(theirs)))
         changed = had - common + len(tokens) - common
         if changed > BULK and changed > len(tokens) // 8:
@@ -128,10 +128,10 @@ class SuffixIndex:
         """As in ``SuffixSource``."""
         context = context[-self.max_match :]
         length = len(context)
-        own = self._text[-length:].tolist() == context  # as long as one text is followed
-        query = self._bytes[: -4 * length - 1 : -1] if own else as_bytes(context)[::-1]
-        at, place = point = self._find(query + LAST)
-        if own and length == self.max_match:
+        followed = self._text[-length:].tolist() == context  # as long as one text is followed
+        query = self._bytes[: -4 * length - 1 : -1] if followed else as_bytes(context)[::-1]
+        at, offset = point = self._find(query + LAST)
+        if followed and length == self.max_match:
             self._next = point  # the text's next position goes there
         text, shift, size = self._bytes, 4 * (len(self._pad) - self.dropped), 4 * length
         number = int.from_bytes(query, "big")
@@ -149,11 +149,11 @@ class SuffixIndex:
                 low, around(0, middle - first, middle + second, middle + self._distance(point, high), wanted)
             )
 
-        nearest = self._before(at, place, 1), self._after(at, place, 1)
-        left, right = (match(one[0], length) if one else 0 for one in nearest)
+        nearest = self._before(at, offset, 1), self._after(at, offset, 1)
+        left, right = (match(neighbours[0], length) if neighbours else 0 for neighbours in nearest)
         if not worth(max(left, right)):
             return iter(())
-        before, after = self._before(at, place, most + 1), self._after(at, place, most + 1)
+        before, after = self._before(at, offset, most + 1), self._after(at, offset, most + 1)
         return levels(before, after, left, right, most, worth, match, sample)
 
     def following(self, places: Sequence[int], offset: int) -> list[int]:
@@ -166,7 +166,7 @@ class SuffixIndex:
         """As in ``SuffixSource``."""
         text, shift = self._text, len(self._pad) - self.dropped
         read = [text[shift + position : shift + position + count].tolist() for position in places]
-        return read if not self.documents else [until(one, SEPARATOR) for one in read]
+        return read if not self.documents else [until(tokens, SEPARATOR) for tokens in read]
 
     # The sorted list -------------------------------------------------------------------------------------------------
 
@@ -189,21 +189,21 @@ class SuffixIndex:
         text, last, size = self._bytes, 4 * (len(self._pad) - self.dropped) - 1, 4 * self.max_match
         return at, bisect_left(self._blocks[at], context, key=lambda p: text[(end := 4 * p + last) : end - size : -1])
 
-    def _before(self, at: int, place: int, count: int) -> list[int]:
+    def _before(self, at: int, offset: int, count: int) -> list[int]:
         """Up to ``count`` positions before a place, the nearest first."""
-        found = self._blocks[at][max(0, place - count) : place].tolist()[::-1]
-        while len(found) < count and at > 0:
+        positions = self._blocks[at][max(0, offset - count) : offset].tolist()[::-1]
+        while len(positions) < count and at > 0:
             at -= 1
-            found += self._blocks[at][-(count - len(found)) :].tolist()[::-1]
-        return found
+            positions += self._blocks[at][-(count - len(positions)) :].tolist()[::-1]
+        return positions
 
-    def _after(self, at: int, place: int, count: int) -> list[int]:
+    def _after(self, at: int, offset: int, count: int) -> list[int]:
         """Up to ``count`` positions from a place on."""
-        found = self._blocks[at][place : place + count].tolist()
-        while len(found) < count and at + 1 < len(self._blocks):
+        positions = self._blocks[at][offset : offset + count].tolist()
+        while len(positions) < count and at + 1 < len(self._blocks):
             at += 1
-            found += self._blocks[at][: count - len(found)].tolist()
-        return found
+            positions += self._blocks[at][: count - len(positions)].tolist()
+        return positions
 
     def _distance(self, low: tuple[int, int], high: tuple[int, int]) -> int:
         """The number of positions from one place to a later one."""
@@ -211,27 +211,27 @@ class SuffixIndex:
 
     def _select(self, low: tuple[int, int], ranks: list[int]) -> list[int]:
         """The positions of these ranks, which rise, counted from a place on."""
-        at, place = low
-        block, start = self._blocks[at], -place  # the rank of the block's first position
+        at, offset = low
+        block, start = self._blocks[at], -offset  # the rank of the block's first position
         end = start + len(block)
-        found = []
+        positions = []
         for rank in ranks:
             while rank >= end:
                 at += 1
                 block, start = self._blocks[at], end
                 end += len(block)
-            found.append(block[rank - start])
-        return found
+            positions.append(block[rank - start])
+        return positions
 
     def _insert(self, position: int) -> None:
         """Add the newest position: after those with its context."""
         if self._next is not None:
-            (at, place), self._next = self._next, None
+            (at, offset), self._next = self._next, None
         else:
-            at, place = self._find(self._context(position) + LAST)
+            at, offset = self._find(self._context(position) + LAST)
         block = self._blocks[at]
-        block.insert(place, position)
-        if place == 0:
+        block.insert(offset, position)
+        if offset == 0:
             self._heads[at] = self._context(position)
         if len(block) > 2 * BLOCK:
             self._blocks.insert(at + 1, block[BLOCK:])
@@ -241,18 +241,18 @@ class SuffixIndex:
     def _remove(self, position: int, newest: bool) -> None:
         """Remove the newest or the oldest position: the last or the first of those with its context."""
         context = self._context(position)
-        at, place = self._find(context + LAST if newest else context)
+        at, offset = self._find(context + LAST if newest else context)
         if newest:
-            place -= 1
-        elif place == len(self._blocks[at]):
-            at, place = at + 1, 0
+            offset -= 1
+        elif offset == len(self._blocks[at]):
+            at, offset = at + 1, 0
         block = self._blocks[at]
-        assert block[place] == position
-        del block[place]
+        assert block[offset] == position
+        del block[offset]
         if not block and len(self._blocks) > 1:
             self._delete(at)
             return
-        if place == 0:
+        if offset == 0:
             self._heads[at] = self._context(block[0]) if block else bytearray()
         if at + 1 < len(self._blocks) and len(block) + len(self._blocks[at + 1]) < BLOCK:
             block.extend(self._blocks[at + 1])

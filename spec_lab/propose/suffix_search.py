@@ -107,7 +107,7 @@ def spread(count: int, wanted: int) -> list[int]:
     """
     if count <= wanted:
         return list(range(count))
-    return [one * (count - 1) // (wanted - 1) for one in range(wanted)] if wanted > 1 else [count - 1]
+    return [number * (count - 1) // (wanted - 1) for number in range(wanted)] if wanted > 1 else [count - 1]
 
 
 def around(low: int, inner: int, outer: int, high: int, wanted: int) -> list[int]:

@@ -130,8 +130,8 @@ class TokenStore:
 
         def match(position: int, most: int) -> int:
             have = min(position, length)
-            found = int.from_bytes(text[(position - have) * size : position * size], "little")
-            bits = (found ^ number >> 8 * size * (length - have)).bit_length()
+            preceding = int.from_bytes(text[(position - have) * size : position * size], "little")
+            bits = (preceding ^ number >> 8 * size * (length - have)).bit_length()
             return min(most, have - -(-bits // (8 * size)))
 
         def sample(length: int, first: int, second: int, count: int) -> list[int]:
@@ -179,9 +179,9 @@ class TokenStore:
         """As in ``SuffixSource``."""
         tokens, separator = self._tokens, self.end
         if len(places) <= FEW:
-            return [until(tokens[place : place + count].tolist(), separator) for place in places]
+            return [until(tokens[position : position + count].tolist(), separator) for position in places]
         at = np.minimum(np.array(places)[:, None] + np.arange(count), len(tokens) - 1)
-        return [until(one, separator) for one in self.tokens[at].tolist()]
+        return [until(row, separator) for row in self.tokens[at].tolist()]
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
@@ -213,10 +213,10 @@ def _check(
         ORDER: (order, (count,), order_dtype(facts["tokens"])),
         FIRST: (first, (separator + 1,), np.dtype(np.int64)),
     }
-    for name, (found, shape, dtype) in expected.items():
-        if found.shape != shape or found.dtype != dtype:
+    for name, (data, shape, dtype) in expected.items():
+        if data.shape != shape or data.dtype != dtype:
             raise ValueError(
-                f"{folder / name} must have the shape {shape} and the type {dtype}, not {found.shape} and {found.dtype}"
+                f"{folder / name} must have the shape {shape} and the type {dtype}, not {data.shape} and {data.dtype}"
             )
     if not len(tokens) or tokens[0] != separator or tokens[-1] != separator:
         raise ValueError(f"{folder / TOKENS} must begin and end with the separator {separator}")

@@ -212,9 +212,14 @@ class TreePlan:
         """What a record should keep."""
         facts = {"tree": write(self.tree), "nodes": self.nodes, "temperature": self.temperature}
         if self.budget is not None:
-            own = self.budget
-            facts |= {"tree": "best first", "children": own.children, "max_depth": own.depth, "width": own.width}
-            if own.rerank:
+            budget = self.budget
+            facts |= {
+                "tree": "best first",
+                "children": budget.children,
+                "max_depth": budget.depth,
+                "width": budget.width,
+            }
+            if budget.rerank:
                 facts |= {"tree": "reranked"}
         return facts | {"confidence": self.confidence}
 
@@ -222,8 +227,10 @@ class TreePlan:
         """The same way of drawing with another tree; a budget is reduced to a few nodes."""
         if self.budget is None:
             return replace(self, tree=tree)
-        own = self.budget
-        return replace(self, budget=replace(own, nodes=min(own.nodes, 3), children=min(own.children, 2), depth=2))
+        budget = self.budget
+        return replace(
+            self, budget=replace(budget, nodes=min(budget.nodes, 3), children=min(budget.children, 2), depth=2)
+        )
 
     def sampling(self, request: Sampling) -> Sampling:
         """How the drafter samples for a request."""
@@ -232,7 +239,7 @@ class TreePlan:
     def stop(self, batch: Batch) -> Stop | None:
         """Where drafts of a batch stop early: by its policy's rule, else by the ``confidence``."""
         if batch.stop is not None:
-            return Stop(batch.stop, np.array([one.threshold for one in batch.limits]))
+            return Stop(batch.stop, np.array([limits.threshold for limits in batch.limits]))
         return Stop(Confidence(), np.full(len(batch.sequences), self.confidence)) if self.confidence else None
 
     @property

@@ -130,7 +130,7 @@ class Union(Hybrid):
         every = range(len(batch.sequences))
         points = {n: part.propose(self.view(batch, n)) for n, part in self._points}
         sampled: dict[int, Draft] = {}
-        tries, found = self._merge(batch, points)
+        tries, merged_nodes = self._merge(batch, points)
         for n, part in self._sampled:
             view = self.view(batch, n)
             if self.exclude:
@@ -145,7 +145,7 @@ class Union(Hybrid):
             draft = part.propose(view)
             if draft.one_hot or draft.ways <= {"point"}:  # as deterministic as the others
                 points[n] = draft
-                tries, found = self._merge(batch, points)
+                tries, merged_nodes = self._merge(batch, points)
             else:
                 sampled[n] = draft
         shape, token = _forest(tries)
@@ -154,7 +154,7 @@ class Union(Hybrid):
         drafts += [*extras.values(), *sampled.values()]
         joined, numbers = join(batch, drafts, [every] * len(drafts))
         joined_nodes = {n: [nodes and [numbers[0][tree][node] for node in nodes] for tree, nodes in enumerate(trees)]
-               for n, trees in found.items()}  # fmt: skip
+               for n, trees in merged_nodes.items()}  # fmt: skip
         for n, trees in zip([*extras, *sampled], numbers[1:], strict=True):
             joined_nodes[n] = [
                 _added(first, more) for first, more in zip(joined_nodes.get(n, [[]] * len(trees)), trees, strict=True)
@@ -177,17 +177,17 @@ class Union(Hybrid):
         ordered = sorted(drafts)
         tokens = batch.read(*(drafts[n].token for n in ordered)) if drafts else ()
         reserved = sum(part.nodes for n, part in self._sampled if n not in drafts)
-        tries, found = [], {n: list[list[int] | None]() for n in ordered}
+        tries, nodes = [], {n: list[list[int] | None]() for n in ordered}
         for tree in range(len(batch.sequences)):
             trie = Trie()
             for n, token in zip(ordered, tokens, strict=True):
                 shape = drafts[n].shape
-                own = shape.trees[tree][1:] - shape.roots if shape.nodes else np.empty(0, dtype=np.int64)
-                above = shape.parent[own]
-                parent = np.where(above < shape.roots, 0, shape.places[above] + 1) if len(own) else own
-                found[n].append(trie.add(parent.tolist(), token[own].tolist(), self.most - reserved))
+                drafted = shape.trees[tree][1:] - shape.roots if shape.nodes else np.empty(0, dtype=np.int64)
+                above = shape.parent[drafted]
+                parent = np.where(above < shape.roots, 0, shape.places[above] + 1) if len(drafted) else drafted
+                nodes[n].append(trie.add(parent.tolist(), token[drafted].tolist(), self.most - reserved))
             tries.append(trie)
-        return tries, found
+        return tries, nodes
 
 
 def _forest(tries: Sequence[Trie]) -> tuple[Shape, np.ndarray]:
