@@ -30,7 +30,7 @@ def latex_table(table: pd.DataFrame, keys: Sequence[str]) -> str:
         raise ValueError(f"the runs have none of the figures {', '.join(FIGURES)}: a LaTeX table has nothing to show")
     shown = table[table["arm"] != "baseline"] if (table["arm"] != "baseline").any() else table
     names = [*sweeps.varied(table, keys), *(["arm"] if shown["arm"].nunique() > 1 else [])]
-    columns = {name: [visible(sweeps.text(one)) for one in shown[name]] for name in names}
+    columns = {name: [visible(sweeps.text(value)) for value in shown[name]] for name in names}
     rows = shown.to_dict("records")
     for name in figures:
         columns[COLUMNS[name].heading] = [

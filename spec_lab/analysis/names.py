@@ -25,8 +25,8 @@ def arm_names(proposers: Mapping[str, str | None]) -> dict[str, str]:
     Args:
         proposers: the name of each arm's proposer, by arm; None where it has none.
     """
-    own = proposers.get(MAIN)
-    return {arm: own if arm == MAIN and own and own not in proposers else arm for arm in proposers}
+    main = proposers.get(MAIN)
+    return {arm: main if arm == MAIN and main and main not in proposers else arm for arm in proposers}
 
 
 def names_in_manifest(manifest: Mapping[str, Any]) -> dict[str, str]:
@@ -43,4 +43,4 @@ def renamed(values: Mapping[str, Value], names: Mapping[str, str]) -> dict[str, 
 def with_names(tables: Tables, names: Mapping[str, str]) -> Tables:
     """Return the rows with the names under which their arms are shown, for figures and tables."""
     frames = (tables.rounds, tables.steps, tables.requests)
-    return Tables(*(one.assign(arm=one["arm"].replace(dict(names))) for one in frames))
+    return Tables(*(frame.assign(arm=frame["arm"].replace(dict(names))) for frame in frames))

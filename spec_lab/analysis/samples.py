@@ -60,7 +60,7 @@ def _humaneval(rows: pd.DataFrame, completes: bool) -> tuple[str, str]:
         text = final(row["text"], row["prompt"])
         block = None if completes else last_block(text)  # a whole function: it replaces the one that the prompt began
         lines.append({"task_id": row["name"], "completion": completion(text) if block is None else f"\n{block}"})
-    return "jsonl", "".join(json.dumps(one) + "\n" for one in lines)
+    return "jsonl", "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def _livecodebench(rows: pd.DataFrame, completes: bool) -> tuple[str, str]:

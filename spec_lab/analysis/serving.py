@@ -60,28 +60,28 @@ def summarise(
         }
     )
     arm_of = spans.index.get_level_values("arm")
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for arm in arms:
-        own, mine = frame[frame["arm"] == arm], spans[arm_of == arm].droplevel("arm")
+        of_arm, mine = frame[frame["arm"] == arm], spans[arm_of == arm].droplevel("arm")
         base = spans[arm_of == baseline].droplevel("arm")
         speedup = Interval(*[float("nan")] * 3)
         if arm != baseline:
             speedup = speedup_of_totals(mine[["tokens", "seconds"]], base[["tokens", "seconds"]])
-        found[arm] = {
-            "requests": len(own),
+        figures[arm] = {
+            "requests": len(of_arm),
             "tokens": int(mine["tokens"].sum()),
             "seconds": float(mine["seconds"].sum()),
             "tokens_per_second": ratio(mine["tokens"].sum(), mine["seconds"].sum()),
             "goodput": ratio(mine["good"].sum(), mine["seconds"].sum()),
-            **_roofline(own),
+            **_roofline(of_arm),
             "speedup": speedup._asdict(),
             **{
-                name: {f"p{p}": float(own[name].quantile(p / 100)) for p in PERCENTILES}
-                | {"mean": float(own[name].mean())}
+                name: {f"p{p}": float(of_arm[name].quantile(p / 100)) for p in PERCENTILES}
+                | {"mean": float(of_arm[name].mean())}
                 for name in ("queue", "prefill", "ttft", "tpot")
             },
         }
-    return found
+    return figures
 
 
 def serving_verdict(frame: pd.DataFrame, manifest: Mapping[str, Any], baseline: str = "baseline") -> TimingVerdict:
@@ -102,11 +102,11 @@ def serving_verdict(frame: pd.DataFrame, manifest: Mapping[str, Any], baseline: 
     return metrics.timing_verdict(arms, metrics.Resources.of(manifest), baseline, "segment")
 
 
-def _roofline(own: pd.DataFrame) -> dict[str, Any]:
+def _roofline(forwards: pd.DataFrame) -> dict[str, Any]:
     """Return ``roofline_share`` of an arm's rows with its interval over segments, and ``memory_bound_share``."""
-    if "least_seconds" not in own:
+    if "least_seconds" not in forwards:
         return {"roofline_share": Interval(*[float("nan")] * 3)._asdict(), "memory_bound_share": float("nan")}
-    known = own.dropna(subset=["least_seconds"])
+    known = forwards.dropna(subset=["least_seconds"])
     share = cluster_interval(known["least_seconds"], known["forward_seconds"], known["segment"])
     memory = ratio(known["read_seconds"].sum(), known["least_seconds"].sum())
     return {"roofline_share": share._asdict(), "memory_bound_share": memory}

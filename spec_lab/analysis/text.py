@@ -71,17 +71,17 @@ def accuracy_notes(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
     Args:
         arms: the figures of each arm; older ones may lack ``accuracy``.
     """
-    found = {name: arm.get("accuracy") or {} for name, arm in arms.items()}
+    accuracies = {name: arm.get("accuracy") or {} for name, arm in arms.items()}
     lines = []
-    for checker in dict.fromkeys(one for each in found.values() for one in each):
+    for checker in dict.fromkeys(checker for each in accuracies.values() for checker in each):
         parts = []
-        for name, each in found.items():
+        for name, each in accuracies.items():
             if checker in each:
                 change = interval(each[checker]["change"], "+.1%")
                 cut = each[checker].get("cut") or 0.0
                 part = f"{name} {interval(each[checker]['correct'], '.1%')}" + f" ({change})" * bool(change)
                 parts.append(part + f", {cut:.1%} cut" * (cut > 0))
-        checked = max(each[checker]["answers"] for each in found.values() if checker in each)
+        checked = max(each[checker]["answers"] for each in accuracies.values() if checker in each)
         what = "whose code parses" if checker == "python_syntax" else "that are correct"
         lines.append(
             f"Share of {checked} answers {what}, by the checker {checker} [95 %]: {'; '.join(parts)}; in parentheses "
@@ -98,7 +98,7 @@ def margin_notes(margins: Mapping[str, Any]) -> list[str]:
     Args:
         margins: ``output_margins`` of ``summary.json``.
     """
-    each = [f"{name} {one['median']:.2g} ({one['largest']:.2g})" for name, one in margins.items()]
+    each = [f"{name} {margin['median']:.2g} ({margin['largest']:.2g})" for name, margin in margins.items()]
     return [
         "Where outputs first differ from the baseline's, the target's logits of the two tokens differ by "
         f"{', '.join(each)}: median (largest)."

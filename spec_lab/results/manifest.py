@@ -98,7 +98,7 @@ def manifest(
     return {
         "config": without_secrets(config),
         "seed": seed,
-        "weights_sha256": {name: str(one) for name, one in weights.items()},
+        "weights_sha256": {name: str(digest) for name, digest in weights.items()},
         "prompts_sha256": prompts,
         "commit": commit(Path(__file__).resolve().parent),
         "code": sources.code(made_of, parts, cache) | {sources.OWN: sources.source(sources.OWN, cache)},
@@ -217,7 +217,9 @@ def begun_trees(out: Path, config: Mapping[str, Any], config_sha256: str = "") -
     if config_sha256 and there.get("config_sha256", config_sha256) != config_sha256:
         return {}
     return {
-        name: one["tree"] for name, one in with_parts(there["proposers"]).items() if isinstance(one.get("tree"), str)
+        name: facts["tree"]
+        for name, facts in with_parts(there["proposers"]).items()
+        if isinstance(facts.get("tree"), str)
     }
 
 
@@ -225,18 +227,18 @@ def with_parts(proposers: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the facts of proposers by arm, of the parts of hybrids by ``arm.parts.name``, and of the inner proposers
     of cascades by ``arm.inner``, arm by arm.
     """
-    found: dict[str, Mapping[str, Any]] = {}
+    known: dict[str, Mapping[str, Any]] = {}
     for name, facts in proposers.items():
         if isinstance(facts, Mapping):
-            found[name] = facts
+            known[name] = facts
             parts = facts.get("parts")
-            found |= (
-                with_parts({f"{name}.parts.{part}": one for part, one in parts.items()})
+            known |= (
+                with_parts({f"{name}.parts.{part}": part_facts for part, part_facts in parts.items()})
                 if isinstance(parts, Mapping)
                 else {}
             )
-            found |= with_parts({f"{name}.inner": facts["inner"]} if "inner" in facts else {})
-    return found
+            known |= with_parts({f"{name}.inner": facts["inner"]} if "inner" in facts else {})
+    return known
 
 
 def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,7 +256,7 @@ def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
         "chat": facts.get("chat"),
         "prompt_tokens_sha256": facts.get("prompt_tokens_sha256"),
         "machine": {name: facts["machine"][name] for name in ("processor", "gpus")},
-        "proposers": {arm: {name: one.get(name) for name in ("name", "drawn", "tree")} for arm, one in proposers},
+        "proposers": {arm: {name: facts.get(name) for name in ("name", "drawn", "tree")} for arm, facts in proposers},
     }
 
 
@@ -297,7 +299,7 @@ def _configuration(config: Mapping[str, Any]) -> dict[str, Any]:
     if "proposer" in kept:
         kept["proposer"] = _without_measuring(kept["proposer"])
     if isinstance(arms := kept.get("arms"), Mapping):
-        kept["arms"] = {name: _without_measuring(one) for name, one in arms.items()}
+        kept["arms"] = {name: _without_measuring(arm) for name, arm in arms.items()}
     return kept
 
 
@@ -306,7 +308,7 @@ def _without_measuring(proposer: Any) -> Any:
     if not isinstance(proposer, Mapping):
         return proposer
     if isinstance(parts := proposer.get("parts"), Mapping):
-        return {**proposer, "parts": {name: _without_measuring(one) for name, one in parts.items()}}
+        return {**proposer, "parts": {name: _without_measuring(options) for name, options in parts.items()}}
     if proposer.get("_target_") != MEDUSA:
         return proposer
     return {key: value for key, value in proposer.items() if key not in MEASURING}
@@ -316,7 +318,7 @@ def _differences(there: Any, here: Any, name: str = "") -> list[str]:
     """Return where two trees of values differ, in words."""
     if isinstance(there, Mapping) and isinstance(here, Mapping):
         inner = [(key, f"{name}.{key}" if name else str(key)) for key in {**there, **here}]
-        return [found for key, path in inner for found in _differences(there.get(key), here.get(key), path)]
+        return [difference for key, path in inner for difference in _differences(there.get(key), here.get(key), path)]
     return [] if there == here else [f"{name}: {reprlib.repr(there)} there, {reprlib.repr(here)} here"]
 
 

@@ -52,7 +52,7 @@ class TableParts:
 
     def _schema(self, name: str, present: Collection[str]) -> pa.Schema:
         """The required columns of a table, and those of the optional ones that are present."""
-        return pa.schema([*self.required[name], *(one for one in self.optional[name] if one.name in present)])
+        return pa.schema([*self.required[name], *(field for field in self.optional[name] if field.name in present)])
 
     def write(self, part: str, rows: Mapping[str, Rows]) -> None:
         """Write the rows of a finished unit, one file for each table with rows.
@@ -66,9 +66,9 @@ class TableParts:
             Unreadable: ``parts`` is a symlink.
         """
         folder = own_folder(self.out / "parts")
-        for name, one in self.schemas.items():
+        for name, schema in self.schemas.items():
             if rows[name]:
-                table = pa.Table.from_pylist(rows[name], schema=one)
+                table = pa.Table.from_pylist(rows[name], schema=schema)
                 _write(table, folder / f"{name}-{part}.parquet", tidy=False)  # listing many parts takes time
 
     def discard(self, number: int, part: str) -> None:
@@ -137,7 +137,7 @@ class TableParts:
             with suppress(FileNotFoundError):  # gathered meanwhile
                 parts.append(self._read(file))
         whole = self.out / f"{name}.parquet"  # read after the parts: it holds those that were gathered meanwhile
-        return [self._read(one) for one in [whole] if one.exists()] + parts or [self.schemas[name].empty_table()]
+        return [self._read(file) for file in [whole] if file.exists()] + parts or [self.schemas[name].empty_table()]
 
     def _read(self, file: Path) -> pa.Table:
         name, _, part = file.stem.partition("-")
@@ -171,9 +171,9 @@ def _fitted(table: pa.Table, wanted: pa.Schema, nullable: Collection[str]) -> pa
     for field in wanted:
         pieces = table[field.name].chunks
         if pa.types.is_list(field.type):
-            pieces = [*pieces, *(one.flatten() for one in pieces)]
+            pieces = [*pieces, *(piece.flatten() for piece in pieces)]
         complete = field.name not in nullable and not pa.types.is_floating(field.type)
-        if complete and any(one.null_count for one in pieces):
+        if complete and any(piece.null_count for piece in pieces):
             raise ValueError(f"column {field.name} has rows without a value")
     table.validate(full=True)
     return table

@@ -65,8 +65,14 @@ def source(package: str, cache: ProcessCache) -> dict[str, Any]:
             must not change what its runs record.
     """
     if package not in cache.sources:
-        found = {} if package == OWN else {one: version(one) for one in set(packages_distributions().get(package, ()))}
-        cache.sources[package] = {"versions": dict(sorted(found.items())), "sha256": _hash(_files(package))}
+        versions = (
+            {}
+            if package == OWN
+            else {
+                distribution: version(distribution) for distribution in set(packages_distributions().get(package, ()))
+            }
+        )
+        cache.sources[package] = {"versions": dict(sorted(versions.items())), "sha256": _hash(_files(package))}
     return cache.sources[package]
 
 
@@ -88,16 +94,16 @@ def _files(package: str) -> dict[str, Path]:
         return {}
     if spec.submodule_search_locations is None:
         return {package: Path(spec.origin)} if spec.origin and Path(spec.origin).is_file() else {}
-    folders = [Path(one) for one in spec.submodule_search_locations]
+    folders = [Path(folder) for folder in spec.submodule_search_locations]
     return {str(file.relative_to(folder)): file for folder in folders for file in sorted(folder.rglob("*.py"))}
 
 
-def _hash(found: Mapping[str, Path]) -> str | None:
+def _hash(files: Mapping[str, Path]) -> str | None:
     max_files, max_bytes = MAX_SOURCES
-    if not found or len(found) > max_files or sum(file.stat().st_size for file in found.values()) > max_bytes:
+    if not files or len(files) > max_files or sum(file.stat().st_size for file in files.values()) > max_bytes:
         return None
     whole = sha256()
-    for name, file in found.items():
+    for name, file in files.items():
         whole.update(f"{name}\0{sha256(file.read_bytes()).hexdigest()}\n".encode())
     return whole.hexdigest()
 
@@ -113,13 +119,13 @@ def data(config: Mapping[str, Any], cache: ProcessCache) -> dict[str, str]:
         config: the resolved configuration.
         cache: what this process has read before; contents are read again once a size or a time of modification changes.
     """
-    found = {}
+    hashes = {}
     for option, value in _inputs(config):
         try:
-            found[option] = _contents(Path(value).expanduser(), cache)
+            hashes[option] = _contents(Path(value).expanduser(), cache)
         except (OSError, ValueError, RuntimeError):  # no path, or not readable: the part itself reports it
             continue
-    return {option: one for option, one in found.items() if one}
+    return {option: digest for option, digest in hashes.items() if digest}
 
 
 def _contents(path: Path, cache: ProcessCache) -> str:
@@ -130,9 +136,9 @@ def _contents(path: Path, cache: ProcessCache) -> str:
         inside = list(islice(path.rglob("*"), MAX_FILES + 1))
         if len(inside) > MAX_FILES:
             return ""
-        files = {str(one.relative_to(path)): one for one in sorted(inside) if one.is_file()}
+        files = {str(file.relative_to(path)): file for file in sorted(inside) if file.is_file()}
     stats = {name: file.stat() for name, file in files.items()}
-    known = tuple((name, one.st_size, one.st_mtime_ns) for name, one in stats.items())
+    known = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items())
     key = (path.absolute(), known)
     if files and key not in cache.digests:
         cache.digests[key] = _digest(*key)
@@ -172,8 +178,8 @@ def _named(config: Any) -> Iterator[str]:
 
 def _inputs(config: Mapping[str, Any], above: str = "", foreign: bool = False) -> Iterator[tuple[str, str]]:
     """Yield the options by which parts of other packages read files, and their values. See ``data``."""
-    own = (config.get(key) for key in ("_target_", "make"))
-    foreign = foreign or any(isinstance(one, str) and one.partition(".")[0] != OWN for one in own)
+    targets = (config.get(key) for key in ("_target_", "make"))
+    foreign = foreign or any(isinstance(target, str) and target.partition(".")[0] != OWN for target in targets)
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _inputs(value, f"{above}{key}.", foreign)

@@ -47,15 +47,15 @@ def rows_of(infos: Seq[StepInfo], group: int, arm: str, turn: int = 1, first: in
     """
     rounds, steps = [], []
     last = {}  # each sequence's latest row
-    place = numbered([sequence for one in infos for sequence in one.sequences])
-    for number, one in enumerate(infos, first):
-        start = one.clock.seconds(infos[0].began, one.began)
+    numbers = numbered([sequence for info in infos for sequence in info.sequences])
+    for number, info in enumerate(infos, first):
+        start = info.clock.seconds(infos[0].began, info.began)
         key = {"group": group, "arm": arm, "round": number}
-        rounds.append({"id": f"{group}/{arm}/{number}", **key, "turn": turn, "start": start, **one.row()})
-        for sequence, row in zip(one.sequences, one.rows(), strict=True):
-            own, parent = place[sequence]
-            name = f"{sequence.request.id}/{arm}/{own}/{number}"
-            last[sequence] = {"id": name, **key, "sequence": own, "parent_sequence": parent, **row}
+        rounds.append({"id": f"{group}/{arm}/{number}", **key, "turn": turn, "start": start, **info.row()})
+        for sequence, row in zip(info.sequences, info.rows(), strict=True):
+            sequence_number, parent = numbers[sequence]
+            name = f"{sequence.request.id}/{arm}/{sequence_number}/{number}"
+            last[sequence] = {"id": name, **key, "sequence": sequence_number, "parent_sequence": parent, **row}
             steps.append(last[sequence])
     for sequence, row in last.items():
         row["finish"] = sequence.finish or ""
@@ -76,24 +76,27 @@ def replay_rows_of(
         first: as of ``rows_of``.
         round_is_position: whether a step is named by its position, as in a verifier study.
     """
-    found: Rows = []
-    place = numbered([sequence for one in infos for sequence in one.sequences])
-    for number, one in enumerate(infos, first):
-        for tree, rows in enumerate(one.replay_rows()):
-            sequence = one.sequences[tree]
-            own = place[sequence][0]
-            step = one.context[tree] if round_is_position else number
+    replayed: Rows = []
+    numbers = numbered([sequence for info in infos for sequence in info.sequences])
+    for number, info in enumerate(infos, first):
+        for tree, rows in enumerate(info.replay_rows()):
+            sequence = info.sequences[tree]
+            sequence_number = numbers[sequence][0]
+            step = info.context[tree] if round_is_position else number
             key = {
                 "group": group,
                 "arm": arm,
-                "sequence": own,
+                "sequence": sequence_number,
                 "round": step,
-                "prefill": one.prefill[tree] and not round_is_position,
+                "prefill": info.prefill[tree] and not round_is_position,
                 "vocabulary": vocabulary,
                 "sampling": json.dumps(asdict(sequence.request.sampling)),
             }
-            found += [{"id": f"{sequence.request.id}/{arm}/{own}/{step}/{row['row']}", **key, **row} for row in rows]
-    return found
+            replayed += [
+                {"id": f"{sequence.request.id}/{arm}/{sequence_number}/{step}/{row['row']}", **key, **row}
+                for row in rows
+            ]
+    return replayed
 
 
 def numbered(sequences: Iterable[SequenceState]) -> dict[SequenceState, tuple[int, int]]:
@@ -101,14 +104,16 @@ def numbered(sequences: Iterable[SequenceState]) -> dict[SequenceState, tuple[in
 
     Numbers follow the lineage, parents before their forks, so they do not depend on the order of decoding.
     """
-    found = {(one.request.id, one.lineage): one for one in sequences}
+    by_lineage = {(sequence.request.id, sequence.lineage): sequence for sequence in sequences}
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     count: dict[int, int] = {}
-    for request, lineage in sorted(found):
+    for request, lineage in sorted(by_lineage):
         numbers[request, lineage] = count.get(request, 0)
         count[request] = numbers[request, lineage] + 1
-    return {one: (number, numbers.get((one.request.id, one.lineage[:-2]), -1) if one.lineage else -1)
-            for one, number in ((found[key], number) for key, number in numbers.items())}  # fmt: skip
+    return {
+        by_lineage[request, lineage]: (number, numbers.get((request, lineage[:-2]), -1) if lineage else -1)
+        for (request, lineage), number in numbers.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -168,23 +173,23 @@ def outcomes(sequences: Seq[SequenceState], infos: Seq[StepInfo], errors: dict[S
         infos: all steps of the group.
         errors: of the sequences that have one.
     """
-    place, found = numbered(sequences), []
+    numbers, rows = numbered(sequences), []
     admitted: dict[int, StepInfo] = {}  # by request: the first step that computed a part of its prompt
     first: dict[int, StepInfo] = {}  # by request: the step that emitted its first token
     final: dict[SequenceState, StepInfo] = {}
     computing: dict[SequenceState, float] = {}  # ``prefill_compute_seconds``
-    for one in infos:
-        seconds = one.clock.seconds(one.began, one.ended)
-        for sequence, share in computed_shares(one).items():
-            admitted.setdefault(sequence.request.id, one)
+    for info in infos:
+        seconds = info.clock.seconds(info.began, info.ended)
+        for sequence, share in computed_shares(info).items():
+            admitted.setdefault(sequence.request.id, info)
             if sequence.request.id not in first:
                 computing[sequence] = computing.get(sequence, 0.0) + share * seconds
-        for sequence in one.sequences:
-            first.setdefault(sequence.request.id, one)
-            final[sequence] = one
+        for sequence in info.sequences:
+            first.setdefault(sequence.request.id, info)
+            final[sequence] = info
     for sequence in sequences:
-        own, own_first = len(sequence.tokens) - sequence.born, 0
-        number, parent = place[sequence]
+        emitted, own_first = len(sequence.tokens) - sequence.born, 0
+        number, parent = numbers[sequence]
         prompt_done, begun = first.get(sequence.request.id), admitted.get(sequence.request.id)
         prefill = decode = 0.0
         if prompt_done is not None and begun is not None:
@@ -195,14 +200,14 @@ def outcomes(sequences: Seq[SequenceState], infos: Seq[StepInfo], errors: dict[S
             if sequence in prompt_done.sequences:  # tokens forced before the first step are computed by the prefill too
                 at = prompt_done.sequences.index(sequence)
                 before = prompt_done.context[at] - len(sequence.request.tokens)
-                own_first = min(own, before + prompt_done.committed[at].count(kept=True))
-        found.append(
+                own_first = min(emitted, before + prompt_done.committed[at].count(kept=True))
+        rows.append(
             Outcome(
                 request=sequence.request,
                 tokens=sequence.emitted,
                 finish=sequence.finish or "",
                 prefill_tokens=own_first,
-                decode_tokens=own - own_first,
+                decode_tokens=emitted - own_first,
                 prefill_seconds=prefill,
                 decode_seconds=decode,
                 prefill_compute_seconds=computing.get(sequence, 0.0),
@@ -214,7 +219,7 @@ def outcomes(sequences: Seq[SequenceState], infos: Seq[StepInfo], errors: dict[S
                 cached=sequence.reused,
             )
         )
-    return found
+    return rows
 
 
 def unwatched(sequence: SequenceState) -> str:

@@ -62,7 +62,7 @@ def compare(folders: Sequence[Path], level: float = 0.95) -> Comparison:
         raise ValueError(f"level must be between 0 and 1 (got {level:g})")
     unreadable: list[str] = []
     selected, pairs, notes = select_runs(folders, unreadable)
-    found: list[ArmComparison] = []
+    comparisons: list[ArmComparison] = []
     described: dict[str, str] = {}
     verdicts: dict[str, TimingVerdict] = {}
     manifests: dict[str, Mapping[str, Any]] = {}
@@ -72,7 +72,7 @@ def compare(folders: Sequence[Path], level: float = 0.95) -> Comparison:
             reference = reference if reference is not None and reference.selected == first else RunRows.read(first)
             other = reference if second == first else RunRows.read(second)
             with sweep.reading(first.folder, second.folder):
-                found += compare_arms(reference, other)
+                comparisons += compare_arms(reference, other)
         except Unreadable as error:
             unreadable.append(str(error))
             continue
@@ -80,15 +80,15 @@ def compare(folders: Sequence[Path], level: float = 0.95) -> Comparison:
             label = run.selected.label
             if label not in manifests:
                 manifests[label], described[label], verdicts[label] = run.manifest, run.described(), run.verdict()
-    if not found:
+    if not comparisons:
         raise Unreadable("; ".join(dict.fromkeys(unreadable)))
     selected = [run for run in selected if run.label in manifests]
-    tested = sum(_enough(change, MIN_CLUSTERS) for pair in found for change in pair.changes)
+    tested = sum(_enough(change, MIN_CLUSTERS) for pair in comparisons for change in pair.changes)
     simultaneous = 1 - (1 - level) / max(tested, 1)
     fewest = max(MIN_CLUSTERS, 1 + math.ceil(math.log2(max(tested, 1) / (1 - level))))
     arms = [
-        replace(pair, changes=tuple(_tested(one, level, simultaneous, fewest) for one in pair.changes))
-        for pair in found
+        replace(pair, changes=tuple(_tested(change, level, simultaneous, fewest) for change in pair.changes))
+        for pair in comparisons
     ]
     settings = setting_values({run.label: manifests[run.label] for run in selected})
     notes += _unpaired(arms)
@@ -96,32 +96,32 @@ def compare(folders: Sequence[Path], level: float = 0.95) -> Comparison:
     return Comparison(tuple(selected), described, verdicts, *settings, tuple(arms), level, tested, tuple(notes), files)
 
 
-def _enough(one: FigureChange, fewest: int) -> bool:
-    return one.change is not None and min(one.units) >= fewest
+def _enough(change: FigureChange, fewest: int) -> bool:
+    return change.change is not None and min(change.units) >= fewest
 
 
-def _tested(one: FigureChange, level: float, simultaneous: float, fewest: int) -> FigureChange:
+def _tested(change: FigureChange, level: float, simultaneous: float, fewest: int) -> FigureChange:
     """Return the change with its verdict.
 
     By chance alone all of n units change in the same direction once in 2 ** (n - 1) times. A rarer event cannot be
     established without assuming a normal distribution, so at least ``fewest`` units are required, depending on the
     level.
     """
-    one = replace(one, level=level, simultaneous_level=simultaneous)
-    if one.change is None:
-        return one
+    change = replace(change, level=level, simultaneous_level=simultaneous)
+    if change.change is None:
+        return change
     verdict: Verdict
-    why, bounds = one.why, one.simultaneous
-    if one.change.identical:
+    why, bounds = change.why, change.simultaneous
+    if change.change.identical:
         verdict = "identical"
-    elif not _enough(one, fewest):
-        verdict, why = "too few", f"{min(one.units)} {one.unit}s, {fewest} needed"
-    elif not math.isfinite(one.change.half_width(simultaneous)):
-        verdict, why = "too few", f"without one {one.unit} no data remain"
+    elif not _enough(change, fewest):
+        verdict, why = "too few", f"{min(change.units)} {change.unit}s, {fewest} needed"
+    elif not math.isfinite(change.change.half_width(simultaneous)):
+        verdict, why = "too few", f"without one {change.unit} no data remain"
     else:
-        no_change = 1.0 if one.relative else 0.0
+        no_change = 1.0 if change.relative else 0.0
         verdict = "not significant" if bounds.low <= no_change <= bounds.high else "significant"
-    return replace(one, verdict=verdict, why=why)
+    return replace(change, verdict=verdict, why=why)
 
 
 def _unpaired(pairs: Sequence[ArmComparison]) -> list[str]:

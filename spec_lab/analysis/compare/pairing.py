@@ -177,10 +177,10 @@ def _change(both: Sequence[pd.DataFrame], shared: pd.DataFrame | None, relative:
     """Return the change between ``top`` and ``bottom`` of both runs, over the shared units if there are some."""
     if shared is not None:
         both = [
-            one.reindex(list(shared[run]), fill_value=0.0)
-            for one, run in zip(both, ("reference", "other"), strict=True)
+            totals.reindex(list(shared[run]), fill_value=0.0)
+            for totals, run in zip(both, ("reference", "other"), strict=True)
         ]
-    reference, other = (Totals(one["top"].to_numpy(), one["bottom"].to_numpy()) for one in both)
+    reference, other = (Totals(totals["top"].to_numpy(), totals["bottom"].to_numpy()) for totals in both)
     return change(reference, other, paired=shared is not None, relative=relative)
 
 
@@ -192,8 +192,8 @@ def _acceptance(
 ) -> list[FigureChange]:
     runs = zip((reference, other), arms, strict=True)
     both = [acceptance_totals(metrics.decode_steps(run.steps, arm)) for run, arm in runs]
-    changes = {name: _change([one[name] for one in both], shared) for name in both[0]}
-    return [FigureChange(name, "prompt", one.reference, one.other, one) for name, one in changes.items()]
+    changes = {name: _change([totals[name] for totals in both], shared) for name in both[0]}
+    return [FigureChange(name, "prompt", change.reference, change.other, change) for name, change in changes.items()]
 
 
 def _accuracy(
@@ -201,10 +201,10 @@ def _accuracy(
 ) -> list[FigureChange]:
     """Return the change of the share of correct answers; nothing where an arm has no checked answer."""
     both = [metrics.correct_totals(run.requests, arm) for run, arm in zip((reference, other), arms, strict=True)]
-    if any(one.empty for one in both):
+    if any(totals.empty for totals in both):
         return []
-    one = _change(both, shared)
-    return [FigureChange("correct", "prompt", one.reference, one.other, one)]
+    change = _change(both, shared)
+    return [FigureChange("correct", "prompt", change.reference, change.other, change)]
 
 
 def _speeds(
@@ -227,10 +227,10 @@ def _speeds(
     totals = [speedup_totals(run.requests, arm) for run, arm in zip((reference, other), arms, strict=True)]
     if shared is not None:  # a short group has no speed-up
         shared = shared[shared["reference"].isin(totals[0].index) & shared["other"].isin(totals[1].index)]
-    one = _change(totals, shared, relative=True)
+    change = _change(totals, shared, relative=True)
     return [
         FigureChange("speedup", "group", pooled[0], pooled[1], None, "see its geometric mean"),
-        FigureChange("speedup_geometric_mean", "group", one.reference, one.other, one),
+        FigureChange("speedup_geometric_mean", "group", change.reference, change.other, change),
         raw,
     ]
 

@@ -79,8 +79,8 @@ class RunRows:
     def baseline_share(self) -> str:
         """Return how close the baseline's forwards come to the roofline of the run's machine, in words."""
         roofline, timed = Roofline.of(self.manifest.get("roofline")), metrics.of_timed_groups(self.tables)
-        found = metrics.roofline_figures(timed, "baseline", roofline)
-        return share_in_words(found, "its machine's")
+        figures = metrics.roofline_figures(timed, "baseline", roofline)
+        return share_in_words(figures, "its machine's")
 
     def verdict(self) -> TimingVerdict:
         """Return whether the run's times can be trusted."""

@@ -69,16 +69,16 @@ def select_runs(folders: Sequence[Path], unreadable: list[str]) -> tuple[list[Se
         if not (sweep.is_run(folder) or sweep.is_sweep(folder)):
             raise ValueError(f"{folder} holds neither a run (manifest.json) nor a sweep (sweep.json)")
     notes: list[str] = []
-    found = [_runs(folder, notes, unreadable, len(folders) == 1) for folder in folders]
-    resolved = [folder.resolve() for runs in found for _, folder in runs]
-    for place, folder in enumerate(resolved):
-        if folder in resolved[:place]:
+    listed = [_runs(folder, notes, unreadable, len(folders) == 1) for folder in folders]
+    resolved = [folder.resolve() for runs in listed for _, folder in runs]
+    for number, folder in enumerate(resolved):
+        if folder in resolved[:number]:
             raise ValueError(f"{folder} is given twice: a run is not compared with itself")
     if len(folders) > 1 and not any(sweep.is_run(folder) for folder in folders):
-        runs, pairs = _by_overrides(folders, found, notes)
+        runs, pairs = _by_overrides(folders, listed, notes)
         return runs, pairs, notes
-    every = enumerate(run for runs in found for run in runs)
-    runs = [SelectedRun(_letters(place), name, folder) for place, (name, folder) in every]
+    every = enumerate(run for runs in listed for run in runs)
+    runs = [SelectedRun(_letters(number), name, folder) for number, (name, folder) in every]
     if len(runs) == 1 and sweep.is_sweep(folders[0]):
         problems = f"; unreadable: {'; '.join(unreadable)}" if unreadable else ""
         raise ValueError(
@@ -116,23 +116,23 @@ def _runs(folder: Path, notes: list[str], unreadable: list[str], alone: bool) ->
 
 
 def _by_overrides(
-    folders: Sequence[Path], found: Sequence[Sequence[tuple[str, Path]]], notes: list[str]
+    folders: Sequence[Path], listed: Sequence[Sequence[tuple[str, Path]]], notes: list[str]
 ) -> tuple[list[SelectedRun], Pairs]:
     """Return the runs of several sweeps, paired with those of the first that have the same overrides."""
-    number = {name: place for place, (name, _) in enumerate(found[0], start=1)}
-    in_others = {name for runs in found[1:] for name, _ in runs}
+    numbers = {name: position for position, (name, _) in enumerate(listed[0], start=1)}
+    in_others = {name for runs in listed[1:] for name, _ in runs}
     references: dict[str, SelectedRun] = {}
     selected: list[SelectedRun] = []
     pairs: Pairs = []
-    for place, runs in enumerate(found):
+    for number, runs in enumerate(listed):
         for name, folder in runs:
-            if name not in (number if place else in_others):
-                where = folders[0] if place else "the other sweeps"
+            if name not in (numbers if number else in_others):
+                where = folders[0] if number else "the other sweeps"
                 notes.append(f"Left out, no run of {where} has its overrides: {folder}.")
                 continue
-            run = SelectedRun(f"{_letters(place)}{number[name]}", name, folder)
+            run = SelectedRun(f"{_letters(number)}{numbers[name]}", name, folder)
             selected.append(run)
-            if place:
+            if number:
                 pairs.append((references[name], run))
             else:
                 references[name] = run
@@ -141,12 +141,12 @@ def _by_overrides(
             f"no run of {', '.join(map(str, folders[1:]))} has the overrides of a run of {folders[0]}, so none can be "
             "paired; name the runs' own folders to compare them one by one"
         )
-    return selected, sorted(pairs, key=lambda pair: number[pair[0].name])
+    return selected, sorted(pairs, key=lambda pair: numbers[pair[0].name])
 
 
-def _letters(place: int) -> str:
+def _letters(number: int) -> str:
     """Return A, B, ..., Z, AA, AB, ..."""
-    more, last = divmod(place, 26)
+    more, last = divmod(number, 26)
     return (_letters(more - 1) if more else "") + chr(ord("A") + last)
 
 
@@ -163,14 +163,16 @@ def setting_values(
         label: {key: value for key, value in manifest["config"].items() if key not in sweep.UNIDENTIFYING}
         for label, manifest in manifests.items()
     }
-    options = {one.key: one for one in _differing(configuration)}
-    trees, provenance = (_in_all({label: of(one) for label, one in manifests.items()}) for of in (_trees, _provenance))
-    return (*options.values(), *(one for one in trees if one.key not in options)), provenance
+    options = {setting.key: setting for setting in _differing(configuration)}
+    trees, provenance = (
+        _in_all({label: of(manifest) for label, manifest in manifests.items()}) for of in (_trees, _provenance)
+    )
+    return (*options.values(), *(setting for setting in trees if setting.key not in options)), provenance
 
 
 def _in_all(settings: Mapping[str, Mapping[str, Any]]) -> tuple[SettingValues, ...]:
     """Return the settings that differ, without those that some runs do not have."""
-    return tuple(one for one in _differing(settings) if ABSENT not in dict(one.values))
+    return tuple(setting for setting in _differing(settings) if ABSENT not in dict(setting.values))
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -202,22 +204,22 @@ def _provenance(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _trees(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the draft tree of each arm, by its option: as the run chose it where the option leaves it open."""
     return {
-        "proposer.tree" if arm == MAIN else f"arms.{arm}.tree": one["tree"]
-        for arm, one in manifest["proposers"].items()
-        if "tree" in one
+        "proposer.tree" if arm == MAIN else f"arms.{arm}.tree": facts["tree"]
+        for arm, facts in manifest["proposers"].items()
+        if "tree" in facts
     }
 
 
 def _differing(settings: Mapping[str, Mapping[str, Any]], prefix: str = "") -> Iterator[SettingValues]:
     """Yield the settings that differ between runs, by leaf where all have the branch, else by branch."""
-    for key in dict.fromkeys(key for one in settings.values() for key in one):
-        below = {label: one.get(key, ABSENT) for label, one in settings.items()}
-        if all(isinstance(one, Mapping) for one in below.values()):
+    for key in dict.fromkeys(key for tree in settings.values() for key in tree):
+        below = {label: tree.get(key, ABSENT) for label, tree in settings.items()}
+        if all(isinstance(value, Mapping) for value in below.values()):
             yield from _differing(below, f"{prefix}{key}.")
             continue
         values: dict[str, list[str]] = {}
-        for label, one in below.items():
-            values.setdefault(_text(one), []).append(label)
+        for label, setting in below.items():
+            values.setdefault(_text(setting), []).append(label)
         if len(values) > 1:
             yield SettingValues(f"{prefix}{key}", tuple((value, tuple(labels)) for value, labels in values.items()))
 

@@ -24,24 +24,24 @@ def convergence(curves: Mapping[str, Any]) -> Figure | None:
         curves: ``convergence`` of ``certificate.json``.
     """
     sizes, pairs = curves["sizes"], curves["pairs"]
-    if not any([*curves["expected"], *curves["control"], *(value for one in pairs for value in one["distances"])]):
+    if not any([*curves["expected"], *curves["control"], *(value for pair in pairs for value in pair["distances"])]):
         return None
-    names = list(dict.fromkeys(one["verifier"] for one in pairs))
-    of_name = {name: [one for one in pairs if one["verifier"] == name] for name in names}
+    names = list(dict.fromkeys(pair["verifier"] for pair in pairs))
+    of_name = {name: [pair for pair in pairs if pair["verifier"] == name] for name in names}
     labels, cut = {}, style.short(names)
-    for name, own in of_name.items():
-        more = f", {len(own)} pairs" if len(own) > 1 else ""
-        labels[name] = f"{cut[name]}{'' if own[0]['lossless'] else ' (lossy)'}{more}"
+    for name, of_verifier in of_name.items():
+        more = f", {len(of_verifier)} pairs" if len(of_verifier) > 1 else ""
+        labels[name] = f"{cut[name]}{'' if of_verifier[0]['lossless'] else ' (lossy)'}{more}"
     same, control = "samples of the target's distribution: 1/sqrt(n)", "control: emits from p after a rejection"
     every = [same, *labels.values(), control]
     figure, (axes,) = style.panels(
         1, 5.0, style.legend_height(3.4, every), left=0.8, right=style.legend_width(every), top=0.4
     )
     axes.plot(sizes, curves["expected"], color="black", lw=6, alpha=0.15, label=same)
-    for name, own in of_name.items():
-        for number, one in enumerate(own):
-            dash = "-" if one["lossless"] else "--"
-            axes.plot(sizes, one["distances"], lw=1.2, ls=dash, color=palette.verifier_colour(name),
+    for name, of_verifier in of_name.items():
+        for number, pair in enumerate(of_verifier):
+            dash = "-" if pair["lossless"] else "--"
+            axes.plot(sizes, pair["distances"], lw=1.2, ls=dash, color=palette.verifier_colour(name),
                       label=labels[name] if not number else None)  # fmt: skip
     axes.plot(sizes, curves["control"], color="black", lw=2, ls=":", label=control)
     axes.set(xscale="log", yscale="log", xlabel="sampled texts of four tokens (256 are possible)")
@@ -73,9 +73,11 @@ def detectable(pairs: Sequence[Mapping[str, Any]]) -> Figure | None:
     )
     colour = palette.option_colours(tests)
     for test in tests:
-        found = {pair: detected for pair, name, detected in known if name == test}
-        places = [list(names).index(name) for name in found]
-        axes.plot([100 * one for one in found.values()], places, "D", ms=5, color=colour[test], label=labels[test])
+        detected_by = {pair: detected for pair, name, detected in known if name == test}
+        places = [list(names).index(name) for name in detected_by]
+        axes.plot(
+            [100 * share for share in detected_by.values()], places, "D", ms=5, color=colour[test], label=labels[test]
+        )
     style.rows(axes, list(names.values()))
     axes.set_xlim(0, None)
     axes.set_xlabel("smallest detectable total variation, %")

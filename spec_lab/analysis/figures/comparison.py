@@ -44,22 +44,22 @@ def changes(table: pd.DataFrame, figure: str, heading: str) -> Figure | None:
         end = np.fmax(1.5 * most, style.axis_end(kept.loc[kept["change"] <= most, "simultaneous_high"]))
     axes.axvline(none, color=palette.GREY, linestyle="--", linewidth=1)
     sign = "×" if relative else ""
-    for place, row in enumerate(kept.to_dict("records")):
+    for line, row in enumerate(kept.to_dict("records")):
         middle, low, high = (float(row[name]) for name in ("change", "simultaneous_low", "simultaneous_high"))
         known = row["verdict"] in ("significant", "not significant")
         ink = palette.colour(row["other_name"])
         face = ink if row["verdict"] == "significant" else "white"
         if max(middle, high if known else middle) > end:
             clipped += 1
-            axes.plot(end, place, ">", color=ink, ms=5.5, zorder=6)
+            axes.plot(end, line, ">", color=ink, ms=5.5, zorder=6)
         if known:
             axes.plot(
-                np.minimum([low, high], end), [place, place], color=ink, linewidth=1.6, solid_capstyle="butt", zorder=4
+                np.minimum([low, high], end), [line, line], color=ink, linewidth=1.6, solid_capstyle="butt", zorder=4
             )
-        axes.plot(min(middle, end), place, "D", color=ink, markerfacecolor=face, ms=5.5, zorder=5)
+        axes.plot(min(middle, end), line, "D", color=ink, markerfacecolor=face, ms=5.5, zorder=5)
         form = ".2f" if relative else "+.3f"
         text = f"{sign}{middle:{form}}" + (f" [{low:{form}}, {high:{form}}]" if known else "")
-        axes.annotate(text, (1.02, place), xycoords=("axes fraction", "data"), va="center", fontsize=8)
+        axes.annotate(text, (1.02, line), xycoords=("axes fraction", "data"), va="center", fontsize=8)
     style.rows(axes, names, size=8)
     style.note_clipped(axes, clipped, len(kept))
     unit = "factor" if relative else "difference"

@@ -25,16 +25,18 @@ def step_costs(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """
     frame = pd.DataFrame(rows)
     contexts, batches = sorted(frame["context"].unique()), sorted(frame["batch"].unique())
-    colour = palette.option_colours([str(one) for one in batches])
+    colour = palette.option_colours([str(batch_size) for batch_size in batches])
     figure = Figure(figsize=(3.6 * len(contexts) + 1.6, 6.2), layout="constrained")
     grid = figure.subplots(2, len(contexts), squeeze=False, sharex=True, sharey="row")
     for panels, context in zip(grid.T, contexts, strict=True):
-        for batch, own in frame[frame["context"] == context].groupby("batch"):
-            own, ink = own.sort_values("nodes"), colour[str(batch)]
+        for batch, of_batch in frame[frame["context"] == context].groupby("batch"):
+            of_batch, ink = of_batch.sort_values("nodes"), colour[str(batch)]
             look = {"color": ink, "marker": "o", "markersize": 3.5, "label": f"batch {batch}"}
-            panels[0].plot(own["nodes"], 1e3 * own["seconds"], **look)
-            panels[0].fill_between(own["nodes"], 1e3 * own["low"], 1e3 * own["high"], color=ink, alpha=0.2, lw=0)
-            panels[1].plot(own["nodes"], own["seconds"] / own["seconds"].iloc[0], **look)
+            panels[0].plot(of_batch["nodes"], 1e3 * of_batch["seconds"], **look)
+            panels[0].fill_between(
+                of_batch["nodes"], 1e3 * of_batch["low"], 1e3 * of_batch["high"], color=ink, alpha=0.2, lw=0
+            )
+            panels[1].plot(of_batch["nodes"], of_batch["seconds"] / of_batch["seconds"].iloc[0], **look)
         panels[1].axhline(1, color=palette.GREY, linestyle="--", linewidth=1)
         panels[0].set_title(f"{context} tokens of context")
         panels[1].set_xlabel("draft nodes n per sequence")

@@ -25,11 +25,11 @@ def distance(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
     cut = style.short([row["prompt"] for row in rows], 40)
     names = [cut[row["prompt"]] for row in rows]
     figure, (axes,) = style.panels(1, 6.0, style.ROW * len(rows) + 0.2, left=style.text_width(names) + 0.1)
-    for place, row in enumerate(rows):
+    for line, row in enumerate(rows):
         tv = row["tv"] if isinstance(row["tv"], Mapping) else {"mean": row["tv"]}
-        axes.barh(place, tv["mean"], color=palette.COLOURS[0], height=0.64)
+        axes.barh(line, tv["mean"], color=palette.COLOURS[0], height=0.64)
         if tv.get("low") is not None:
-            axes.plot([tv["low"], tv["high"]], [place, place], color="black", lw=1)
+            axes.plot([tv["low"], tv["high"]], [line, line], color="black", lw=1)
     style.rows(axes, names)
     axes.set_xlim(0, 1)
     axes.set_xlabel("total variation, 0 to 1")

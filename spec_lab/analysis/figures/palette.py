@@ -91,11 +91,11 @@ def colours(arms: Iterable[str]) -> dict[str, str]:
 def dashes(arms: Iterable[str]) -> dict[str, str]:
     """Return the line style of each arm: solid, but different among arms of one colour."""
     used = Counter[str]()
-    found = {}
+    colours = {}
     for arm in dict.fromkeys(arms):
-        found[arm] = DASHES[used[colour(arm)] % len(DASHES)]
+        colours[arm] = DASHES[used[colour(arm)] % len(DASHES)]
         used[colour(arm)] += 1
-    return found
+    return colours
 
 
 def verifier_colour(name: str) -> str:
@@ -110,14 +110,14 @@ def option_colours(categories: Sequence[str]) -> dict[str, str]:
 
 def luminance(colour: str) -> float:
     """Return the relative luminance of a colour such as "#1f6fb2" (WCAG 2), from 0 (black) to 1 (white)."""
-    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(first: str, other: str) -> float:
     """Return the contrast ratio of two colours (WCAG 2), from 1 to 21."""
-    darker, lighter = sorted((luminance(one), luminance(other)))
+    darker, lighter = sorted((luminance(first), luminance(other)))
     return (lighter + 0.05) / (darker + 0.05)
 
 
@@ -128,7 +128,7 @@ def on_dark(colour: str) -> str:
     least = 4.55 * (luminance(DARK_PAGE) + 0.05) - 0.05
     if luminance(colour) >= least:
         return colour
-    hue, _, saturation = colorsys.rgb_to_hls(*(int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)))
+    hue, _, saturation = colorsys.rgb_to_hls(*(int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)))
     return _with_luminance(hue, min(saturation, 0.85), least)
 
 
@@ -136,7 +136,7 @@ def _with_luminance(hue: float, saturation: float, wanted: float) -> str:
     """Return the colour of a hue and saturation (HLS) whose relative luminance is at least the one that is wanted."""
     for step in range(201):
         parts = colorsys.hls_to_rgb(hue, step / 200, saturation)
-        found = "#" + "".join(f"{round(255 * part):02x}" for part in parts)
-        if luminance(found) >= wanted:
+        candidate = "#" + "".join(f"{round(255 * part):02x}" for part in parts)
+        if luminance(candidate) >= wanted:
             break
-    return found
+    return candidate

@@ -33,14 +33,18 @@ def speedups_by_batch_and_length(cells: pd.DataFrame, design: str) -> Figure | N
         cells: of ``analysis.projection.project``.
         design: the design.
     """
-    own = cells[cells["design"] == design]
-    if not own["fits"].any():
+    of_design = cells[cells["design"] == design]
+    if not of_design["fits"].any():
         return None
-    devices, lengths, batches = list(own["hardware"].unique()), sorted(own["length"].unique()), _batches(own)
+    devices, lengths, batches = (
+        list(of_design["hardware"].unique()),
+        sorted(of_design["length"].unique()),
+        _batches(of_design),
+    )
     figure, panels = _panels(len(devices), len(batches), len(lengths))
-    norm = _norm(own["speedup"].to_numpy())
+    norm = _norm(of_design["speedup"].to_numpy())
     for axes, device in zip(panels, devices, strict=True):
-        here = own[own["hardware"] == device]
+        here = of_design[of_design["hardware"] == device]
         values = here.pivot(index="length", columns="batch", values="speedup").reindex(lengths, columns=batches)
         grid = values.to_numpy(dtype=float)
         axes.imshow(grid, cmap=DIVERGING, norm=norm, aspect="auto")
@@ -48,7 +52,7 @@ def speedups_by_batch_and_length(cells: pd.DataFrame, design: str) -> Figure | N
         for column in range(grid.shape[1]):
             if np.isfinite(grid[:, column]).any():
                 _frame(axes, column, int(np.nanargmax(grid[:, column])))
-        _axes(axes, batches, [str(one) for one in lengths], device)
+        _axes(axes, batches, [str(length) for length in lengths], device)
     panels[0].set_ylabel("draft length")
     title = f"Projected speed-up: {short([design], 36)[design]}\nFrames: the fastest length"
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
@@ -67,10 +71,10 @@ def best_designs(cells: pd.DataFrame) -> Figure | None:
     devices, batches = list(cells["hardware"].unique()), _batches(cells)
     names = list(dict.fromkeys(best["design"]))
     proposers = cells.drop_duplicates("design").set_index("design")["proposer"]
-    known = {one: proposers[one] for one in names}
+    known = {name: proposers[name] for name in names}
     if len(set(known.values())) == len(names):
         by_proposer = colours(known.values())
-        colour = {one: by_proposer[known[one]] for one in names}
+        colour = {name: by_proposer[known[name]] for name in names}
     else:
         colour = colours(names)
     labels = short(devices, 24)
@@ -86,7 +90,7 @@ def best_designs(cells: pd.DataFrame) -> Figure | None:
         text = f"{row['speedup']:.2f}, k={row['length']}"
         axes.text(x, y, text, ha="center", va="center", fontsize=8, color=ink)
     axes.set_xlim(-0.5, len(batches) - 0.5)
-    _axes(axes, batches, [labels[one] for one in devices], "Fastest design: speed-up, draft length k")
+    _axes(axes, batches, [labels[device] for device in devices], "Fastest design: speed-up, draft length k")
     axes.set_ylim(len(devices) - 0.5, -0.5)
     shown = short(names, 40)
     for name in names[:MOST_ROWS]:
@@ -105,7 +109,7 @@ def _bright(colour: str) -> bool:
 
 def _batches(cells: pd.DataFrame) -> list[int]:
     """Return the batch sizes that fit somewhere."""
-    return sorted(int(one) for one in cells.loc[cells["fits"], "batch"].unique())
+    return sorted(int(batch) for batch in cells.loc[cells["fits"], "batch"].unique())
 
 
 def _panels(count: int, columns: int, rows: int) -> tuple[Figure, Sequence[Axes]]:
@@ -136,7 +140,7 @@ def _frame(axes: Axes, x: int, y: int) -> None:
 
 
 def _axes(axes: Axes, batches: Sequence[int], rows: Sequence[str], title: str) -> None:
-    axes.set_xticks(range(len(batches)), [str(one) for one in batches], fontsize=8.5)
+    axes.set_xticks(range(len(batches)), [str(batch) for batch in batches], fontsize=8.5)
     axes.set_yticks(range(len(rows)), rows, fontsize=8.5)
     axes.set_xlabel("batch size")
     axes.set_title(title, loc="left")

@@ -34,8 +34,8 @@ def acceptance(tables: Tables) -> Figure | None:
     figure, axes = style.panels(2, 7.4, style.legend_height(2.9, names), right=legend, between=0.25, sharey=True)
     for panel, kind in zip(axes, ("survival", "conditional"), strict=True):
         for arm in arms:
-            one = frame[(frame["arm"] == arm) & (frame["kind"] == kind)]
-            style.curve(panel, one["depth"], one["value"], one["low"], one["high"], colour[arm], names[arm],
+            curve = frame[(frame["arm"] == arm) & (frame["kind"] == kind)]
+            style.curve(panel, curve["depth"], curve["value"], curve["low"], curve["high"], colour[arm], names[arm],
                         dashes[arm])  # fmt: skip
         number_axis(panel, frame["depth"], log=False)
         panel.set_xlabel("depth k, tokens")
@@ -69,7 +69,7 @@ def throughput(tables: Tables) -> Figure | None:
     top, counts = end * 1.05, [0, 0]
     left.plot([0, top], [0, top], color=palette.GREY, linestyle="--", linewidth=1)
     style.one_line(right)
-    for place, arm in enumerate(others):
+    for line, arm in enumerate(others):
         groups = frame[frame["arm"] == arm]
         speeds = groups["baseline"], groups["tokens_per_second"]
         counts[0] += style.clipped(left, *speeds, colour[arm], (end, end), ms=4, alpha=0.6)
@@ -78,11 +78,11 @@ def throughput(tables: Tables) -> Figure | None:
         ratios = groups["speedup"].dropna()
         jitter = np.random.default_rng(0).uniform(-0.12, 0.12, len(ratios))
         ends = farthest, np.inf
-        counts[1] += style.clipped(right, ratios, place + 0.16 + jitter, colour[arm], ends, ms=3, alpha=0.4)
+        counts[1] += style.clipped(right, ratios, line + 0.16 + jitter, colour[arm], ends, ms=3, alpha=0.4)
         mean, low, high = (float(means.loc[arm, name]) for name in ("mean", "low", "high"))
-        text = style.interval_mark(right, mean, low, high, place - 0.14, colour[arm], farthest)
+        text = style.interval_mark(right, mean, low, high, line - 0.14, colour[arm], farthest)
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
-        right.annotate(text, (min(mean, farthest), place - 0.28), ha="center", va="bottom", fontsize=8, bbox=box)
+        right.annotate(text, (min(mean, farthest), line - 0.28), ha="center", va="bottom", fontsize=8, bbox=box)
     left.set(xlabel="baseline, tokens/s", ylabel="arm, tokens/s", xlim=(0, top), ylim=(0, top))
     left.locator_params(nbins=5)
     left.set_title("Groups of prompts; dashed: the baseline's speed")
@@ -130,14 +130,16 @@ def lost(bounds: Mapping[str, Mapping[str, Any]]) -> Figure | None:
         bounds: ``bounds`` of ``summary.json``, by the arms' shown names.
     """
     rows, texts = {}, []
-    for arm, one in bounds.items():
-        if own := next((own for own in one.get("verifiers", {}).values() if own["used"]), None):
-            parts = {"tau": own["tau"]["mean"]} | {part: value["mean"] for part, value in own["lost"].items()}
+    for arm, of_arm in bounds.items():
+        if verifier := next((verifier for verifier in of_arm.get("verifiers", {}).values() if verifier["used"]), None):
+            parts = {"tau": verifier["tau"]["mean"]} | {part: value["mean"] for part, value in verifier["lost"].items()}
             if any(parts.get(part) is None for part in LOST):
                 continue
             rows[arm] = {part: max(parts[part], 0.0) for part in LOST}
-            most = "optimum" if one.get("kind") == "exact" else "bound"
-            texts.append(f"{own['share']['mean']:.0%} of the {most}" if own["share"]["mean"] is not None else "")
+            most = "optimum" if of_arm.get("kind") == "exact" else "bound"
+            texts.append(
+                f"{verifier['share']['mean']:.0%} of the {most}" if verifier["share"]["mean"] is not None else ""
+            )
     if not rows:
         return None
     figure, axes = style.stacked_bars(pd.DataFrame(rows).T, LOST, texts, right=1.6, bottom=1.35)
@@ -184,9 +186,9 @@ def cost(tables: Tables) -> Figure | None:
     figure, axes = style.panels(len(most_rounds), width, height, right=legend, between=0.3, sharey=True)
     for panel, live in zip(axes, most_rounds, strict=True):
         for arm in arms:
-            one = frame[(frame["arm"] == arm) & (frame["live"] == live)]
-            spread = np.array([one["ms"] - one["low"], one["high"] - one["ms"]])
-            panel.errorbar(one["nodes"], one["ms"], yerr=spread, fmt="o", ms=4, lw=1, color=colour[arm],
+            curve = frame[(frame["arm"] == arm) & (frame["live"] == live)]
+            spread = np.array([curve["ms"] - curve["low"], curve["high"] - curve["ms"]])
+            panel.errorbar(curve["nodes"], curve["ms"], yerr=spread, fmt="o", ms=4, lw=1, color=colour[arm],
                            label=names[arm])  # fmt: skip
         panel.set(xlabel="drafted nodes per sequence", title=f"{live} live sequence{'s' * (live != 1)}")
         number_axis(panel, frame.loc[frame["live"] == live, "nodes"], log=False)

@@ -133,8 +133,8 @@ def stacked_bars(
         label, colour = parts[part]
         axes.barh(range(len(names)), width, left=ends[part] - width, color=colour, height=0.64, edgecolor="white",
                   linewidth=0.4, label=label)  # fmt: skip
-    for place, (end, text) in enumerate(zip(ends.iloc[:, -1], texts, strict=True)):
-        axes.annotate(text, (end, place), (6, 0), textcoords="offset points", va="center", fontsize=9)
+    for line, (end, text) in enumerate(zip(ends.iloc[:, -1], texts, strict=True)):
+        axes.annotate(text, (end, line), (6, 0), textcoords="offset points", va="center", fontsize=9)
     rows(axes, names)
     axes.set_xlim(0, ends.iloc[:, -1].max() * 1.01)
     axes.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.5 / height), ncols=4, fontsize=8, columnspacing=1.2)

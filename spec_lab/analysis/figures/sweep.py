@@ -39,7 +39,7 @@ def forest(table: pd.DataFrame, keys: Sequence[str]) -> Figure | None:
     cut = style.short(shown["label"], 48)
     names = [cut[label] for label in shown["label"]]
     intervals = shown[["speedup", "speedup_low", "speedup_high"]].to_numpy(dtype=float)
-    right = style.text_width([style.interval_text(*one) for one in intervals], 8) + 0.15
+    right = style.text_width([style.interval_text(*interval) for interval in intervals], 8) + 0.15
     figure, (axes,) = style.panels(
         1, 4.2, 0.24 * len(shown) + 0.2, left=style.text_width(names, 8) + 0.15, right=right, bottom=0.5
     )
@@ -47,10 +47,10 @@ def forest(table: pd.DataFrame, keys: Sequence[str]) -> Figure | None:
     colour = palette.colours(sweeps.compared_arms(table))
     fastest = style.axis_end(intervals[:, 0])
     end = np.fmax(1.5 * fastest, style.axis_end(intervals[intervals[:, 0] <= fastest, 2]))
-    for place, row in enumerate(shown.to_dict("records")):
+    for line, row in enumerate(shown.to_dict("records")):
         mean, low, high = (float(row[name]) for name in ("speedup", "speedup_low", "speedup_high"))
-        text = style.interval_mark(axes, mean, low, high, place, colour[row["arm"]], end)
-        axes.annotate(text, (1.02, place), xycoords=("axes fraction", "data"), va="center", fontsize=8)
+        text = style.interval_mark(axes, mean, low, high, line, colour[row["arm"]], end)
+        axes.annotate(text, (1.02, line), xycoords=("axes fraction", "data"), va="center", fontsize=8)
     style.rows(axes, names, size=8)
     axes.set_xlim(0, None)
     style.note_clipped(axes, int((np.nanmax(intervals, axis=1) > end).sum()), len(shown))
@@ -73,7 +73,7 @@ def tau_and_speedup(table: pd.DataFrame, keys: Sequence[str], by: str) -> Figure
     words = [word for word in categories[by].cat.categories if word in present]
     names = style.short(words, 40)
     arms = [list(frame.loc[categories[by] == word, "arm"].unique()) for word in words]
-    if len({tuple(one) for one in arms}) == sum(map(len, arms)):  # each word stands for an arm
+    if len({tuple(of_word) for of_word in arms}) == sum(map(len, arms)):  # each word stands for an arm
         of_arm = palette.colours(sweeps.compared_arms(table))
         colour = {word: of_arm[arm] for word, (arm,) in zip(words, arms, strict=True)}
     else:

@@ -42,15 +42,15 @@ def svg(figure: Figure, name: str) -> str:
 
 def dark_colours(elements: Iterable[str]) -> str:
     """Return declarations of the variables in SVG elements for which a dark page needs another colour."""
-    used = {one for text in elements for one in re.findall(r"var\(--c-([0-9a-f]{6})", text)}
-    changed = {one: on_dark(f"#{one}") for one in sorted(used)}
-    return "".join(f"--c-{one}:{dark};" for one, dark in changed.items() if dark != f"#{one}")
+    used = {colour for text in elements for colour in re.findall(r"var\(--c-([0-9a-f]{6})", text)}
+    changed = {colour: on_dark(f"#{colour}") for colour in sorted(used)}
+    return "".join(f"--c-{colour}:{dark};" for colour, dark in changed.items() if dark != f"#{colour}")
 
 
 def _in_page(tag: str, name: str) -> str:
     """Return a tag with ids of its own and colours of the page."""
     tag = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", tag)
-    return re.sub(r"(?<=[ :])#[0-9a-f]{6}\b", lambda one: NEUTRAL.get(one[0], _variable(one[0])), tag)
+    return re.sub(r"(?<=[ :])#[0-9a-f]{6}\b", lambda match: NEUTRAL.get(match[0], _variable(match[0])), tag)
 
 
 def _variable(colour: str) -> str:

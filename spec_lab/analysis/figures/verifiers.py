@@ -19,10 +19,10 @@ OUTCOME = "sampled outcome"
 """Kind of numbers that are means of sampled outcomes, not of probabilities."""
 
 
-def verifier_label(verifier: str, one: Mapping[str, Any]) -> str:
+def verifier_label(verifier: str, summary: Mapping[str, Any]) -> str:
     """Return the verifier's name, marked if it is lossy or a sampled outcome."""
-    lossy = "" if one["lossless"] else " (lossy)"
-    return f"{verifier}{lossy}{' *' if one['kind'] == OUTCOME else ''}"
+    lossy = "" if summary["lossless"] else " (lossy)"
+    return f"{verifier}{lossy}{' *' if summary['kind'] == OUTCOME else ''}"
 
 
 class Column(NamedTuple):
@@ -37,11 +37,11 @@ class Column(NamedTuple):
 
 
 def _three(name: str, middle: str = "mean") -> Callable[[Mapping[str, Any]], tuple]:
-    return lambda one: (one[name][middle], one[name]["low"], one[name]["high"])
+    return lambda verifier: (verifier[name][middle], verifier[name]["low"], verifier[name]["high"])
 
 
-def _percent(one: Mapping[str, Any]) -> float | None:
-    return None if one["share_of_forward"] is None else 1e2 * one["share_of_forward"]
+def _percent(verifier: Mapping[str, Any]) -> float | None:
+    return None if verifier["share_of_forward"] is None else 1e2 * verifier["share_of_forward"]
 
 
 ACCEPTED = (
@@ -50,7 +50,7 @@ ACCEPTED = (
 )
 TIME = (
     Column("Verification and choice", "microseconds: median and quartiles", _three("verify_us", "median")),
-    Column("The same, relative to the target's forward", "percent of it", lambda one: (_percent(one),) * 3),
+    Column("The same, relative to the target's forward", "percent of it", lambda verifier: (_percent(verifier),) * 3),
 )
 
 
@@ -68,26 +68,26 @@ def verifier_panels(proposers: Mapping[str, Mapping[str, Any]], name: str) -> Fi
 @rc_context(STYLE)
 def panels(proposers: Mapping[str, Mapping[str, Any]], columns: tuple[Column, ...]) -> Figure:
     """Return a figure with a row of panels for each proposer, verifiers from top to bottom, lossy ones hollow."""
-    rows = [len(one["verifiers"]) for one in proposers.values()]
+    rows = [len(proposer["verifiers"]) for proposer in proposers.values()]
     figure = Figure(figsize=(9.5, ROW * sum(rows) + 0.55 * len(rows) + 0.9), layout="constrained")
     grid = figure.subplots(len(rows), len(columns), squeeze=False, height_ratios=[count + 1 for count in rows])
-    for place, column in enumerate(columns):
-        drawn = [column.of(one) for proposer in proposers.values() for one in proposer["verifiers"].values()]
+    for across, column in enumerate(columns):
+        drawn = [column.of(verifier) for proposer in proposers.values() for verifier in proposer["verifiers"].values()]
         furthest = max((value for three in drawn for value in three if value is not None), default=1.0) or 1.0
-        for number, one in enumerate(proposers.values()):
-            axes = grid[number][place]
+        for down, proposer in enumerate(proposers.values()):
+            axes = grid[down][across]
             if column.line is not None:
                 axes.axvline(column.line, color=palette.GREY, linestyle="--", linewidth=1)
-            _dots(axes, one["verifiers"], column, palette.colour(list(proposers)[number]))
-            labels = list(style.short(verifier_label(name, of) for name, of in one["verifiers"].items()).values())
-            axes.set_yticks(range(rows[number]), [""] * len(labels) if place else labels)
+            _dots(axes, proposer["verifiers"], column, palette.colour(list(proposers)[down]))
+            labels = list(style.short(verifier_label(name, of) for name, of in proposer["verifiers"].items()).values())
+            axes.set_yticks(range(rows[down]), [""] * len(labels) if across else labels)
             axes.set_xlim(0, 1.04 * furthest)
-            axes.tick_params(labelbottom=number == len(rows) - 1)
-        grid[-1][place].set_xlabel(f"{column.title}\n{column.unit}")
+            axes.tick_params(labelbottom=down == len(rows) - 1)
+        grid[-1][across].set_xlabel(f"{column.title}\n{column.unit}")
     names = style.short(proposers)
-    for axes, (name, one) in zip(grid[:, 0], proposers.items(), strict=True):
-        nodes = "" if one["drafted_per_draft"] is None else f", {one['drafted_per_draft']:.3g} nodes"
-        title = f"{names[name]}: drawn {one['drawn']}{nodes}"
+    for axes, (name, proposer) in zip(grid[:, 0], proposers.items(), strict=True):
+        nodes = "" if proposer["drafted_per_draft"] is None else f", {proposer['drafted_per_draft']:.3g} nodes"
+        title = f"{names[name]}: drawn {proposer['drawn']}{nodes}"
         axes.set_title(title, loc="left", fontsize=10)
     figure.suptitle(_legend(proposers, columns), fontsize=9, x=0.01, ha="left")
     return figure
@@ -98,19 +98,19 @@ def _legend(proposers: Mapping[str, Mapping[str, Any]], columns: tuple[Column, .
     notes = ["filled: lossless, hollow: lossy"]
     if any(column.line is not None for column in columns):
         notes.append("dashed: no lossless verifier accepts more on average")
-    if any(of["kind"] == OUTCOME for one in proposers.values() for of in one["verifiers"].values()):
+    if any(of["kind"] == OUTCOME for proposer in proposers.values() for of in proposer["verifiers"].values()):
         notes.append("*: mean of sampled outcomes")
     return "; ".join(notes)
 
 
 def _dots(axes: Axes, verifiers: Mapping[str, Mapping[str, Any]], column: Column, colour: str) -> None:
     """Draw one panel."""
-    for place, one in enumerate(verifiers.values()):
-        middle, low, high = column.of(one)
+    for line, verifier in enumerate(verifiers.values()):
+        middle, low, high = column.of(verifier)
         if middle is None:
             continue
         if low is not None and high is not None:
-            axes.plot([low, high], [place, place], color=colour, linewidth=1.5, zorder=2)
-        face = colour if one["lossless"] else "white"
-        axes.plot(middle, place, "o", color=colour, markerfacecolor=face, markersize=6, zorder=3)
+            axes.plot([low, high], [line, line], color=colour, linewidth=1.5, zorder=2)
+        face = colour if verifier["lossless"] else "white"
+        axes.plot(middle, line, "o", color=colour, markerfacecolor=face, markersize=6, zorder=3)
     axes.set_ylim(len(verifiers) - 0.5, -0.5)

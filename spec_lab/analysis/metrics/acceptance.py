@@ -142,10 +142,10 @@ def calibration(steps: pd.DataFrame) -> dict[str, float]:
         _unforced(steps, "emitted").to_numpy(dtype=float),
         steps["expected_emitted"].to_numpy(dtype=float),
     )
-    one, group = np.ones(len(steps)), steps["group"].to_numpy()
-    variances = [cluster_variance(top, one, group) for top in (sampled, expected)]
+    ones, group = np.ones(len(steps)), steps["group"].to_numpy()
+    variances = [cluster_variance(top, ones, group) for top in (sampled, expected)]
     noisy = bool((np.abs(sampled - expected) > 1e-6).any()) and not (steps["expected_kind"] == "noise").any()
-    return cluster_interval(sampled - expected, one, group)._asdict() | {
+    return cluster_interval(sampled - expected, ones, group)._asdict() | {
         "sampled_variance": variances[0],
         "expected_variance": variances[1],
         "variance_reduction": ratio(*variances) if noisy else float("nan"),

@@ -28,14 +28,14 @@ def accuracy(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> di
         and with its interval; NaN of the baseline itself and without one.
     """
     known = _checked(requests)
-    own, base = known[known["arm"] == arm], known[known["arm"] == baseline]
-    found = {}
-    for checker in sorted(set(own["checker"])):
-        mine, theirs = own[own["checker"] == checker], base[base["checker"] == checker]
+    of_arm, base = known[known["arm"] == arm], known[known["arm"] == baseline]
+    shown = {}
+    for checker in sorted(set(of_arm["checker"])):
+        mine, theirs = of_arm[of_arm["checker"] == checker], base[base["checker"] == checker]
         change = _change(mine, theirs) if arm != baseline else Interval(*[float("nan")] * 3)
         figures = {"correct": _share(mine)._asdict(), "change": change._asdict()}
-        found[checker] = {"answers": len(mine), "cut": _cut(mine), **figures}
-    return found
+        shown[checker] = {"answers": len(mine), "cut": _cut(mine), **figures}
+    return shown
 
 
 def correct(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> tuple[Interval, Interval, float]:
@@ -43,8 +43,8 @@ def correct(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> tup
     answers.
     """
     known = _checked(requests)
-    own, base = known[known["arm"] == arm], known[known["arm"] == baseline]
-    return _share(own), _change(own, base if arm != baseline else base.iloc[:0]), _cut(own)
+    of_arm, base = known[known["arm"] == arm], known[known["arm"] == baseline]
+    return _share(of_arm), _change(of_arm, base if arm != baseline else base.iloc[:0]), _cut(of_arm)
 
 
 def correct_totals(requests: pd.DataFrame, arm: str) -> pd.DataFrame:
@@ -53,8 +53,8 @@ def correct_totals(requests: pd.DataFrame, arm: str) -> pd.DataFrame:
     Their figure (``paired.Totals``) is the share of correct answers; empty without checked answers.
     """
     known = _checked(requests)
-    own = known[known["arm"] == arm].assign(correct=lambda rows: rows["correct"].astype(float))
-    return own.groupby("request")["correct"].agg(top="sum", bottom="count").astype(float)
+    of_arm = known[known["arm"] == arm].assign(correct=lambda rows: rows["correct"].astype(float))
+    return of_arm.groupby("request")["correct"].agg(top="sum", bottom="count").astype(float)
 
 
 def _checked(requests: pd.DataFrame) -> pd.DataFrame:
@@ -65,19 +65,19 @@ def _checked(requests: pd.DataFrame) -> pd.DataFrame:
     return known[~known["group"].isin(broken_groups(requests))]
 
 
-def _share(own: pd.DataFrame) -> Interval:
-    return cluster_interval(own["correct"].to_numpy(dtype=float), np.ones(len(own)), own["group"])
+def _share(of_arm: pd.DataFrame) -> Interval:
+    return cluster_interval(of_arm["correct"].to_numpy(dtype=float), np.ones(len(of_arm)), of_arm["group"])
 
 
-def _cut(own: pd.DataFrame) -> float:
-    return float((own["finish"] == "length").mean())
+def _cut(of_arm: pd.DataFrame) -> float:
+    return float((of_arm["finish"] == "length").mean())
 
 
-def _change(own: pd.DataFrame, base: pd.DataFrame) -> Interval:
+def _change(of_arm: pd.DataFrame, base: pd.DataFrame) -> Interval:
     """Return the mean over questions that both arms answered of the share of own answers that are correct minus the
     baseline's.
     """
-    shares = [one["correct"].astype(float).groupby(one["request"]).mean() for one in (own, base)]
+    shares = [rows["correct"].astype(float).groupby(rows["request"]).mean() for rows in (of_arm, base)]
     change = (shares[0] - shares[1]).dropna()
-    groups = own.groupby("request")["group"].first().reindex(change.index)
+    groups = of_arm.groupby("request")["group"].first().reindex(change.index)
     return cluster_interval(change.to_numpy(dtype=float), np.ones(len(change)), groups.to_numpy())

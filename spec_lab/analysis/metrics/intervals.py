@@ -181,7 +181,7 @@ def _within(clusters: ArrayLike, columns: Sequence[ArrayLike]) -> np.ndarray:  #
     """Return each column's sum within each cluster."""
     cluster = np.unique(np.asarray(clusters), return_inverse=True)[1]
     count = int(cluster.max(initial=-1)) + 1
-    return np.stack([np.bincount(cluster, np.asarray(one, dtype=np.float64), count) for one in columns], axis=1)
+    return np.stack([np.bincount(cluster, np.asarray(column, dtype=np.float64), count) for column in columns], axis=1)
 
 
 def _over(top: np.ndarray, bottom: np.ndarray) -> np.ndarray:

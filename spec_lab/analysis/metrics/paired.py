@@ -150,4 +150,4 @@ def _welch(variances: list[float], units: tuple[int, int]) -> float:
         return 0.0
     if sum(variances) == 0:
         return float(min(units) - 1)
-    return float(sum(variances) ** 2 / sum(one**2 / (n - 1) for one, n in zip(variances, units, strict=True)))
+    return float(sum(variances) ** 2 / sum(variance**2 / (n - 1) for variance, n in zip(variances, units, strict=True)))

@@ -49,8 +49,8 @@ def spans(tables: Tables, request: int, arm: str, sequence: int = 0) -> list[Tex
     pieces: list[TextSpan] = []
     start = 0
     origins = _origins(rows.set_index("sequence"), steps, sequence, len(ends))
-    for place, (end, (kind, number)) in enumerate(zip(ends, origins, strict=True)):
-        end = len(text) if place == len(ends) - 1 else min(int(end), len(text))
+    for position, (end, (kind, number)) in enumerate(zip(ends, origins, strict=True)):
+        end = len(text) if position == len(ends) - 1 else min(int(end), len(text))
         if end > start:
             piece = TextSpan(text[start:end], kind, number)
             if pieces and pieces[-1][1:] == piece[1:]:
@@ -89,7 +89,7 @@ def _accepted(step: Mapping[str, Any]) -> list[str]:
     """Return 'accepted' or 'forced' for each accepted token of a step that was kept."""
     count, recorded = int(step["accepted_kept"]), step.get("emitted_origins")
     if isinstance(recorded, np.ndarray | list) and len(recorded) >= count:
-        return ["forced" if one == "forced" else "accepted" for one in recorded[:count]]
+        return ["forced" if origin == "forced" else "accepted" for origin in recorded[:count]]
     return ["forced" if count == step["forced_accepted_kept"] else "accepted"] * count
 
 

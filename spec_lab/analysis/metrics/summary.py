@@ -37,8 +37,8 @@ def main_arm(tables: Tables) -> str | None:
     requests = tables.requests[tables.requests["arm"].isin(proposing)]
     if not len(requests):
         return None
-    place = [name for name in ("group", "order") if name in requests]
-    return str(requests.sort_values(place, kind="stable")["arm"].iloc[0])
+    by = [name for name in ("group", "order") if name in requests]
+    return str(requests.sort_values(by, kind="stable")["arm"].iloc[0])
 
 
 def speedups_over_peers(tables: Tables) -> dict[str, dict[str, dict[str, float]]]:
@@ -121,7 +121,7 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
         "speedup_geometric_mean": mapped(speed.geometric_mean(ratios)),
         "time_to_first_token": float(speed.time_to_first_token(tables.requests, arm).mean()),
         "time_per_output_token": float(speed.time_per_output_token(tables.requests, arm).mean()),
-        "intervals": {name: mapped(one) for name, one in intervals.items()},
+        "intervals": {name: mapped(interval) for name, interval in intervals.items()},
         "prefill_seconds": speed.prefill_seconds(tables.requests, arm),
         "phase_seconds": phases.phase_seconds(timed.rounds, arm),
         "mask_busy": mask_busy,

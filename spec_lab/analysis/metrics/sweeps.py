@@ -85,14 +85,14 @@ def run_labels(runs: Sequence[sweep.Run]) -> dict[str, str]:
 
     The folder's name where all are shared.
     """
-    label = sweep.labels({one.folder.name: one.overrides for one in runs})
-    short = short_names(list(dict.fromkeys(sweep.key(one) for run in runs for one in run.overrides)))
-    given = {one.folder.name: dict.fromkeys(one.overrides) for one in runs}
+    label = sweep.labels({run.folder.name: run.overrides for run in runs})
+    short = short_names(list(dict.fromkeys(sweep.key(override) for run in runs for override in run.overrides)))
+    given = {run.folder.name: dict.fromkeys(run.overrides) for run in runs}
     shortened = {}
     for name, text in label.items():
-        own = [one for one in given[name] if one in text.split(" ")]
-        whole = " ".join(own) == text
-        cut = (f"{short[sweep.key(one)]}={one.partition('=')[2]}" for one in own)
+        shown = [override for override in given[name] if override in text.split(" ")]
+        whole = " ".join(shown) == text
+        cut = (f"{short[sweep.key(override)]}={override.partition('=')[2]}" for override in shown)
         shortened[name] = " ".join(cut) if whole else text
     return shortened
 

@@ -55,17 +55,17 @@ def identical_outputs(requests: pd.DataFrame, arm: str, baseline: str = "baselin
     At temperature 0 a share below 1 means rounding (near ties in half precision) or an error.
     """
     pairs = _pairs(requests, arm, baseline)
-    return ratio(sum(own == expected for _, own, expected in pairs), len(pairs))
+    return ratio(sum(tokens == expected for _, tokens, expected in pairs), len(pairs))
 
 
 def first_differences(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> list[FirstDifference]:
     """Return where each output of an arm first differs from the baseline's; without outputs of which one continues."""
-    found = []
-    for request, own, expected in _pairs(requests, arm, baseline):
-        place = next((n for n, (a, b) in enumerate(zip(own, expected, strict=False)) if a != b), None)
-        if place is not None:
-            found.append(FirstDifference(request, own[:place], own[place], expected[place]))
-    return found
+    positions = []
+    for request, tokens, expected in _pairs(requests, arm, baseline):
+        position = next((n for n, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), None)
+        if position is not None:
+            positions.append(FirstDifference(request, tokens[:position], tokens[position], expected[position]))
+    return positions
 
 
 def cached_prompt_shares(requests: pd.DataFrame) -> dict[str, float]:
@@ -79,16 +79,16 @@ def cached_prompt_shares(requests: pd.DataFrame) -> dict[str, float]:
         return {}
     first = requests.drop_duplicates(["arm", "request"])
     return {
-        str(arm): ratio(own["cached_tokens"].sum(), own["prompt_tokens"].sum())
-        for arm, own in first.groupby("arm", sort=False)
+        str(arm): ratio(rows["cached_tokens"].sum(), rows["prompt_tokens"].sum())
+        for arm, rows in first.groupby("arm", sort=False)
     }
 
 
 def _pairs(requests: pd.DataFrame, arm: str, baseline: str) -> list[tuple[int, list[int], list[int]]]:
     """Return the number of the prompt and both outputs, of each sequence that both arms have after the same prompt."""
     complete = requests[~requests["group"].isin(broken_groups(requests))]
-    both = [complete[complete["arm"] == one].set_index(["request", "sequence"]) for one in (arm, baseline)]
-    tokens, expected = (one["tokens"] for one in both)
+    both = [complete[complete["arm"] == name].set_index(["request", "sequence"]) for name in (arm, baseline)]
+    tokens, expected = (rows["tokens"] for rows in both)
     shared = tokens.index.intersection(expected.index)
     if "turn" in complete:
         shared = shared[(both[0].loc[shared, "prompt"] == both[1].loc[shared, "prompt"]).to_numpy()]

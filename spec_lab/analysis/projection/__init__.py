@@ -49,8 +49,8 @@ def draw(cells: pd.DataFrame) -> dict[str, Figure]:
     """
     with rc_context(STYLE):
         made: dict[str, Figure | None] = {"best": best_designs(cells)}
-        for design, own in cells.groupby("design", sort=False):
-            if own["length"].nunique() > 1:
+        for design, of_design in cells.groupby("design", sort=False):
+            if of_design["length"].nunique() > 1:
                 made[file_name("speedup", str(design))] = speedups_by_batch_and_length(cells, str(design))
     return {name: figure for name, figure in made.items() if figure is not None}
 

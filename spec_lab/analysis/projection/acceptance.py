@@ -110,27 +110,27 @@ def recorded(folders: Sequence[Path]) -> tuple[list[RecordedDesign], list[str]]:
         ValueError: no run, no steps, or no arm that drafted.
         OSError: a file cannot be read.
     """
-    found: list[RecordedDesign] = []
+    designs: list[RecordedDesign] = []
     idle: list[str] = []
     several = len(folders) > 1
     for folder in folders:
         if sweep.is_sweep(folder):
-            done = [one for one in sweep.runs(folder) if one.state == "done"]
-            labels = sweep.labels({one.folder.name: one.overrides for one in done})
-            each = [(one.folder, labels[one.folder.name]) for one in done]
+            done = [run for run in sweep.runs(folder) if run.state == "done"]
+            labels = sweep.labels({run.folder.name: run.overrides for run in done})
+            each = [(run.folder, labels[run.folder.name]) for run in done]
             if not each:
                 raise ValueError(f"no run of {folder} is done; run the sweep to its end first")
         else:
             each = [(folder, folder.name if several else "")]
         for run, label in each:
             drafted, without = of_run(run, label)
-            found, idle = found + drafted, idle + without
-    if not found:
+            designs, idle = designs + drafted, idle + without
+    if not designs:
         raise ValueError(f"no arm in {', '.join(map(str, folders))} drafted tokens; projection requires one that did")
-    names = [one.name for one in found]
+    names = [design.name for design in designs]
     if len(set(names)) < len(names):
         raise ValueError(f"two designs are called {max(names, key=names.count)}: give each run or sweep once")
-    return found, idle
+    return designs, idle
 
 
 def of_run(folder: Path, label: str = "") -> tuple[list[RecordedDesign], list[str]]:
@@ -146,18 +146,18 @@ def of_run(folder: Path, label: str = "") -> tuple[list[RecordedDesign], list[st
     if not len(tables.steps):
         raise ValueError(f"{folder} holds no steps of a run; projection requires a benchmark's rows")
     names, verifiers = names_in_manifest(manifest), _verifiers(folder)
-    found: list[RecordedDesign] = []
+    designs: list[RecordedDesign] = []
     idle: list[str] = []
     for arm in metrics.arms(tables):
         steps, facts = metrics.decode_steps(tables.steps, arm), manifest["proposers"].get(arm, {})
-        name = ", ".join(one for one in (label, names.get(arm, arm)) if one)
+        name = ", ".join(text for text in (label, names.get(arm, arm)) if text)
         proposer = str(facts.get("name", names.get(arm, arm)))
         if len(steps) and steps["depth"].max() > 0:
             design = of_steps(steps, name, proposer, verifiers.get(arm, ""), facts)
-            found.append(replace(design, arm=names.get(arm, arm)))
+            designs.append(replace(design, arm=names.get(arm, arm)))
         elif arm in manifest["proposers"] and proposer != "none":
             idle.append(name)
-    return found, idle
+    return designs, idle
 
 
 def of_steps(
@@ -223,4 +223,4 @@ def _static(facts: Mapping[str, Any], depth: int) -> np.ndarray | None:  # [K]
 def _verifiers(folder: Path) -> dict[str, str]:
     """Return the names of the arms' verifiers, from ``summary.json``; none of a run that has not ended."""
     summary = read_json(folder / "summary.json") or {}
-    return {arm: str(one.get("verifier") or "") for arm, one in summary.get("arms", {}).items()}
+    return {arm: str(facts.get("verifier") or "") for arm, facts in summary.get("arms", {}).items()}

@@ -185,17 +185,17 @@ def hardware(names: Sequence[str]) -> tuple[Hardware, ...]:
         ValueError: an unknown name or none, or a file that is no table of devices.
         OSError: a file cannot be read.
     """
-    known, found = {one.name: one for one in read(HERE / "hardware.csv", _hardware)}, []
+    known, devices = {device.name: device for device in read(HERE / "hardware.csv", _hardware)}, []
     if not names:
         raise ValueError(f"--hardware names no device; known are {', '.join(known)}")
     for name in names:
-        found += read(Path(name), _hardware) if name.endswith(".csv") else [chosen("--hardware", name, known)]
-    return tuple({one.name: one for one in found}.values())
+        devices += read(Path(name), _hardware) if name.endswith(".csv") else [chosen("--hardware", name, known)]
+    return tuple({device.name: device for device in devices}.values())
 
 
 def models() -> dict[str, ModelShape]:
     """Return all models by name."""
-    return {one.name: one for one in read(HERE / "models.csv", _model)}
+    return {model.name: model for model in read(HERE / "models.csv", _model)}
 
 
 def model(option: str, name: str) -> ModelShape:
@@ -215,7 +215,7 @@ def precision(name: str) -> Precision:
     Raises:
         ValueError: an unknown name.
     """
-    return chosen("--dtype", name, {one.name: one for one in PRECISIONS})
+    return chosen("--dtype", name, {precision.name: precision for precision in PRECISIONS})
 
 
 def runtime(name: str) -> Runtime:
@@ -224,7 +224,7 @@ def runtime(name: str) -> Runtime:
     Raises:
         ValueError: an unknown name.
     """
-    return chosen("--runtime", name, {one.name: one for one in read(HERE / "runtimes.csv", _runtime)})
+    return chosen("--runtime", name, {runtime.name: runtime for runtime in read(HERE / "runtimes.csv", _runtime)})
 
 
 def of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
@@ -282,15 +282,15 @@ def read(file: Path, made: Callable[[Mapping[str, str]], Row]) -> list[Row]:
         OSError: it cannot be read.
         ValueError: a column is missing or a value is not what it must be; names the file and the line.
     """
-    found = []
+    typed = []
     for number, row in enumerate(rows(file), 2):
         try:
-            found.append(made(row))
+            typed.append(made(row))
         except KeyError as error:
             raise ValueError(f"{file} has no column {error.args[0]}") from error
         except ValueError as error:
             raise ValueError(f"{file}, line {number}: {error}") from error
-    return found
+    return typed
 
 
 def rows(file: Path) -> list[dict[str, str]]:
@@ -301,7 +301,7 @@ def rows(file: Path) -> list[dict[str, str]]:
         ValueError: it is not text, has no rows, or one with more cells than columns; names the file and the line.
     """
     reader = csv.DictReader(read_text(file).splitlines(), restval="")
-    found: list[dict[str, str]] = []
+    rows: list[dict[str, str]] = []
     try:
         for number, row in enumerate(reader, 2):
             if (more := row.pop(None, None)) is not None:
@@ -309,12 +309,12 @@ def rows(file: Path) -> list[dict[str, str]]:
                     f"{file}, line {number}: it has {len(row) + len(more)} cells, but the table {len(row)} columns; "
                     "quote values that contain commas"
                 )
-            found.append(row)
+            rows.append(row)
     except csv.Error as error:
         raise ValueError(f"{file}, line {reader.line_num}: {error}") from error
-    if not found:
+    if not rows:
         raise ValueError(f"{file} has no rows; a table has a line of column names, and a line for each row")
-    return found
+    return rows
 
 
 def _hardware(row: Mapping[str, str]) -> Hardware:
@@ -325,7 +325,7 @@ def _hardware(row: Mapping[str, str]) -> Hardware:
 
 def _model(row: Mapping[str, str]) -> ModelShape:
     sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary")
-    values: dict[str, Any] = {one: int(_positive(row, one, MOST_SIZE)) for one in sizes}
+    values: dict[str, Any] = {size: int(_positive(row, size, MOST_SIZE)) for size in sizes}
     return ModelShape(name=row["name"], **values, tied=row["tied"] == "yes", source=row["source"])
 
 

@@ -57,14 +57,14 @@ class RooflineForward:
 
     def seconds(self, rows: ArrayLike, batch: ArrayLike, context: ArrayLike) -> np.ndarray:
         """See ``ForwardCost``."""
-        each, sequences, cached = (np.asarray(one, dtype=float) for one in (rows, batch, context))
+        each, sequences, cached = (np.asarray(numbers, dtype=float) for numbers in (rows, batch, context))
         bandwidth = self.hardware.bandwidth * self.runtime.bandwidth_share
         peak = self.hardware.peak(self.precision) * self.runtime.compute_share
         computed, work = each * sequences, self.work
         device = np.maximum(work.weight_bytes / bandwidth, (work.row_flops + work.logits_flops) * computed / peak)
-        for one in work.attention:
-            read = one.kv_bytes * sequences * (cached + each)
-            device = device + np.maximum(read / bandwidth, float(one.flops) * computed * (cached + each) / peak)
+        for layers in work.attention:
+            read = layers.kv_bytes * sequences * (cached + each)
+            device = device + np.maximum(read / bandwidth, float(layers.flops) * computed * (cached + each) / peak)
         launch = self.layers * self.runtime.layer_launch
         return np.maximum(device + self.layers * self.runtime.layer_gap, launch)
 
@@ -187,23 +187,23 @@ def grids(frame: pd.DataFrame, file: Path) -> dict[str, MeasuredForward]:
                 f"(got {written[large].iloc[0][:40]})"
             )
         frame[name] = values
-    found = {}
-    for model, own in frame.groupby("model", sort=False):
-        each = own.groupby(list(AXES))["seconds"].median().sort_index()
-        points = {name: tuple(sorted(float(one) for one in own[name].unique())) for name in AXES}
-        shape = [len(one) for one in points.values()]
+    costs = {}
+    for model, of_model in frame.groupby("model", sort=False):
+        each = of_model.groupby(list(AXES))["seconds"].median().sort_index()
+        points = {name: tuple(sorted(float(value) for value in of_model[name].unique())) for name in AXES}
+        shape = [len(values) for values in points.values()]
         if len(each) != np.prod(shape):
             raise ValueError(
                 f"{file}: the rows of {model} cover {len(each)} of the {np.prod(shape)} points of their grid; measure "
                 "every pair of tokens, batch and context"
             )
-        proposers = own[PROPOSER].fillna("").astype(str).unique() if PROPOSER in own else [""]
+        proposers = of_model[PROPOSER].fillna("").astype(str).unique() if PROPOSER in of_model else [""]
         if len(proposers) > 1:
             raise ValueError(
                 f"{file}: the rows of {model} name the proposers {' and '.join(map(str, proposers))}; give each "
                 "proposer's rows their own model"
             )
-        found[str(model)] = MeasuredForward(Grid(points, each.to_numpy().reshape(shape)), str(proposers[0]))
-    if "target" not in found:
+        costs[str(model)] = MeasuredForward(Grid(points, each.to_numpy().reshape(shape)), str(proposers[0]))
+    if "target" not in costs:
         raise ValueError(f"{file} has no rows whose model is target; the target's forwards are required")
-    return found
+    return costs

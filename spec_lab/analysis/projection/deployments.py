@@ -44,22 +44,22 @@ def deployments_of(
     target = catalogue.model("--model", model)
     small = None if draft is None else catalogue.model("--draft", draft)
     devices = catalogue.hardware(hardware)
-    found = [_deployment(designs, one, target, small, precision, ran, context, lookup) for one in devices]
-    if not any(one.largest_batch for one in found):
-        need = sum(one.memory(precision) for one in (target, small) if one is not None) / 1e9
-        memory = ", ".join(f"{one.name} has {one.memory / 1e9:.0f} GB" for one in devices)
+    deployments = [_deployment(designs, device, target, small, precision, ran, context, lookup) for device in devices]
+    if not any(deployment.largest_batch for deployment in deployments):
+        need = sum(model.memory(precision) for model in (target, small) if model is not None) / 1e9
+        memory = ", ".join(f"{device.name} has {device.memory / 1e9:.0f} GB" for device in devices)
         raise ValueError(
             f"--model {model} fits on no --hardware: {memory}, the weights in {dtype} take {need:.1f} GB and a context "
             f"of {context} tokens more; choose other hardware, a smaller --model or another --dtype"
         )
-    check(found)
-    return found
+    check(deployments)
+    return deployments
 
 
 def largest_batch(device: Hardware, models: Sequence[ModelShape], precision: Precision, context: int) -> int:
     """Return how many sequences fit into memory beside the weights: their KV caches; activations are left out."""
-    left = device.memory - sum(one.memory(precision) for one in models)
-    each = sum(one.attention(one.layers)[0] for one in models) * precision.kv_bytes * context
+    left = device.memory - sum(model.memory(precision) for model in models)
+    each = sum(model.attention(model.layers)[0] for model in models) * precision.kv_bytes * context
     return max(math.floor(left / each), 0)
 
 
@@ -91,8 +91,8 @@ def check(deployments: Iterable[Deployment]) -> None:
         ValueError: the drafting of every design is not known there; says why.
     """
     every = list(deployments)
-    if not any(one.drafting for one in every):
-        raise ValueError("; ".join(dict.fromkeys(why for one in every for why in one.left_out.values())))
+    if not any(deployment.drafting for deployment in every):
+        raise ValueError("; ".join(dict.fromkeys(why for deployment in every for why in deployment.left_out.values())))
 
 
 def _deployment(
@@ -110,7 +110,9 @@ def _deployment(
     room = largest_batch(device, [target] if draft is None else [target, draft], precision, context)
     drafting, left_out = _each(
         designs,
-        lambda one: by_roofline(one.proposer, target, draft, made, precision, one.heads or one.depth, lookup),
+        lambda design: by_roofline(
+            design.proposer, target, draft, made, precision, design.heads or design.depth, lookup
+        ),
     )
     return Deployment(device.label, forward, drafting, room, left_out)
 
@@ -119,11 +121,11 @@ def _each(
     designs: Sequence[RecordedDesign], made: Callable[[RecordedDesign], Drafting]
 ) -> tuple[dict[str, Drafting], dict[str, str]]:
     """Return how each design drafts, and why each of the others is left out, by design."""
-    found: dict[str, Drafting] = {}
+    drafting: dict[str, Drafting] = {}
     left_out: dict[str, str] = {}
     for design in designs:
         try:
-            found[design.name] = made(design)
+            drafting[design.name] = made(design)
         except ValueError as error:
             left_out[design.name] = str(error)
-    return found, left_out
+    return drafting, left_out

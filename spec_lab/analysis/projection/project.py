@@ -126,13 +126,15 @@ def project(
     Raises:
         ValueError: a length that no design has, or batches that are all too large.
     """
-    known = sorted({n for one in designs for n in one.lengths if any(one.name in at.drafting for at in deployments)})
-    if unknown := [one for one in lengths or () if one not in known]:
+    known = sorted(
+        {n for design in designs for n in design.lengths if any(design.name in at.drafting for at in deployments)}
+    )
+    if unknown := [length for length in lengths or () if length not in known]:
         raise ValueError(
             f"no projected design was recorded at a draft length of {unknown[0]}; recorded are "
             f"{', '.join(map(str, known))}"
         )
-    if min(batches) > (largest := max(one.largest_batch for one in deployments)):
+    if min(batches) > (largest := max(deployment.largest_batch for deployment in deployments)):
         raise ValueError(
             f"batches of {min(batches)} are too large: at most {largest:g} sequences of {context:g} tokens fit into "
             "memory, or were measured; choose a smaller --batch"
@@ -158,13 +160,13 @@ def project(
             draws.append(value)
     frame = pd.DataFrame(rows)
     frame["best"], frame["best_share"] = False, np.nan
-    paired = len({len(one.steps) for one in designs if one.name in set(frame["design"])}) == 1
-    for _, own in frame[frame["fits"]].groupby(["hardware", "batch"], sort=False):
-        frame.loc[own["speedup"].idxmax(), "best"] = True
-        each = [draws[number] for number in own.index]
+    paired = len({len(design.steps) for design in designs if design.name in set(frame["design"])}) == 1
+    for _, cells in frame[frame["fits"]].groupby(["hardware", "batch"], sort=False):
+        frame.loc[cells["speedup"].idxmax(), "best"] = True
+        each = [draws[number] for number in cells.index]
         if paired and len(each[0]) > 1:
             wins = np.bincount(np.argmax(np.stack(each)[:, 1:], axis=0), minlength=len(each))
-            frame.loc[own.index, "best_share"] = wins / wins.sum()
+            frame.loc[cells.index, "best_share"] = wins / wins.sum()
     return frame
 
 
@@ -234,7 +236,7 @@ def _curves(
 ) -> Iterator[_Curve]:
     for design in designs:
         acceptance = design.draws(resamples)
-        for length in [one for one in design.lengths if lengths is None or one in lengths]:
+        for length in [length for length in design.lengths if lengths is None or length in lengths]:
             for deployment in deployments:
                 drafting = deployment.drafting.get(design.name)
                 if drafting is not None:
@@ -255,7 +257,7 @@ def crossing(at: Callable[[np.ndarray], np.ndarray], count: int, most: float, le
         0 where it is below 1 at the start; infinite where it is not below 1 at any scanned batch.
     """
     points = np.unique(np.append(least * np.exp2(np.arange(0.0, np.log2(most / least), 0.25)), most))
-    below = np.stack([at(np.full(count, one)) < 1.0 for one in points])  # [P, R]
+    below = np.stack([at(np.full(count, point)) < 1.0 for point in points])  # [P, R]
     first = below.argmax(0)
     low, high = points[np.maximum(first - 1, 0)], points[first]
     for _ in range(STEPS):

@@ -32,12 +32,12 @@ def show(
         console: prints.
         verbose: whether every cell is printed as well.
     """
-    for hardware, own in cells.groupby("hardware", sort=False):
-        show_table(f"{hardware}: the fastest design", _best(own), console)
-        designs = _designs(own, even[even["hardware"] == hardware])
+    for hardware, of_hardware in cells.groupby("hardware", sort=False):
+        show_table(f"{hardware}: the fastest design", _best(of_hardware), console)
+        designs = _designs(of_hardware, even[even["hardware"] == hardware])
         show_table(f"{hardware}: each design at its best length", designs, console)
         if verbose:
-            show_table(f"{hardware}: every cell", _every(own), console)
+            show_table(f"{hardware}: every cell", _every(of_hardware), console)
     for line in (*notes, NOTE):
         say(console, line)
 
@@ -57,7 +57,7 @@ def notes(designs: Sequence[RecordedDesign], deployments: Sequence[Deployment], 
         for name, drafting in deployment.drafting.items()
         if drafting.assumed
     }
-    cut = {one.name: one.why_not for one in designs if not one.any_length and one.name not in left_out}
+    cut = {design.name: design.why_not for design in designs if not design.any_length and design.name not in left_out}
     return [
         *(f"Left out: {', '.join(names)}: {why}." for why, names in _by_value(left_out).items()),
         *(f"{', '.join(names)}: {why}." for why, names in _by_value(assumed).items()),
@@ -68,16 +68,16 @@ def notes(designs: Sequence[RecordedDesign], deployments: Sequence[Deployment], 
 
 def _by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the keys of each value."""
-    found: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = {}
     for key, value in values.items():
-        found.setdefault(value, []).append(key)
-    return found
+        keys.setdefault(value, []).append(key)
+    return keys
 
 
 def _best(cells: pd.DataFrame) -> DataTable:
     rows = []
-    for batch, own in cells.groupby("batch"):
-        best = own[own["best"]]
+    for batch, of_batch in cells.groupby("batch"):
+        best = of_batch[of_batch["best"]]
         if not len(best):
             rows.append([cell(batch, ".0f"), *[cell(None)] * 5, Cell("does not fit")])
             continue
@@ -97,8 +97,8 @@ def _numbers(row: pd.Series) -> list[Cell]:
 
 def _designs(cells: pd.DataFrame, even: pd.DataFrame) -> DataTable:
     smallest, rows = cells["batch"].min(), []
-    for design, own in cells[(cells["batch"] == smallest) & cells["fits"]].groupby("design", sort=False):
-        row = own.loc[own["speedup"].idxmax()]
+    for design, of_design in cells[(cells["batch"] == smallest) & cells["fits"]].groupby("design", sort=False):
+        row = of_design.loc[of_design["speedup"].idxmax()]
         at = even[(even["design"] == design) & (even["length"] == row["length"])]
         length, _, _, speedup = _numbers(row)
         rows.append([Cell(str(design)), length, speedup, Cell(_even(at.iloc[0]) if len(at) else "")])

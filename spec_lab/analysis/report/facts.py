@@ -24,16 +24,16 @@ def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: An
     chat = manifest.get("chat") or {}
     target, prompts = config.get("target") or {}, config.get("prompts") or {}
     proposers = manifest["proposers"]
-    names = arm_names({arm: one.get("name") for arm, one in proposers.items()})
+    names = arm_names({arm: facts.get("name") for arm, facts in proposers.items()})
     device = (target.get("dtype"), device_text(target, manifest.get("ranks", 1)), target.get("attention"))
     memory = f", {machine['memory_gib']} GiB" if machine.get("memory_gib") else ""
     return {
         "experiment": config.get("name"),
         "model": short_path(target.get("path")),
-        "precision, device, attention": ", ".join(str(one) for one in device if one),
+        "precision, device, attention": ", ".join(str(fact) for fact in device if fact),
         "proposers": "; ".join(
-            arm if one.get("name") in (None, arm) else f"{arm}: {one['name']}"
-            for arm, one in renamed(proposers, names).items()
+            arm if facts.get("name") in (None, arm) else f"{arm}: {facts['name']}"
+            for arm, facts in renamed(proposers, names).items()
         ),
         "constraint": constraint,
         "sampling": ", ".join(f"{key} {value}" for key, value in sampling.items()),

@@ -62,14 +62,14 @@ def step_data(
             left += 1
             continue
         tree = read_tree(row)
-        one = _step(row, forward, tree, lambda token: f"“{text(token)}”", how.get(row["arm"], Verification()))
+        entry = _step(row, forward, tree, lambda token: f"“{text(token)}”", how.get(row["arm"], Verification()))
         fresh = set() if tree is None else {*tree.tokens, *tree.emitted} - used
-        size = len(embedded(one)) + len(embedded({str(token): text(token) for token in fresh}))
+        size = len(embedded(entry)) + len(embedded({str(token): text(token) for token in fresh}))
         if letters + size > MAX_DATA:
             left += 1
             continue
         letters, count, trees, used = letters + size, count + 1, trees + (tree is not None), used | fresh
-        outputs.setdefault(key, []).append(one)
+        outputs.setdefault(key, []).append(entry)
     data = {
         "phases": [[label, colour, on_dark(colour)] for label, colour in PHASES.values()],
         "texts": {str(token): text(token) for token in sorted(used)},
@@ -85,14 +85,14 @@ def _steps_in_order(
     tables: Tables, requests: list[int], arms: list[str]
 ) -> Iterator[tuple[str, dict[str, Any], Mapping[str, Any]]]:
     """Yield the steps of requests, by request, arm and sequence: the output's key, the row, and that of its forward."""
-    place = {request: number for number, request in enumerate(requests)}
+    place_of = {request: number for number, request in enumerate(requests)}
     order = {arm: number for number, arm in enumerate(arms)}
-    steps = tables.steps[tables.steps["request"].isin(place) & tables.steps["arm"].isin(order)]
+    steps = tables.steps[tables.steps["request"].isin(place_of) & tables.steps["arm"].isin(order)]
     rounds = tables.rounds[tables.rounds["group"].isin(set(steps["group"]))]
-    forwards = {(one["group"], one["arm"], one["round"]): one for one in rounds.to_dict("records")}
+    forwards = {(forward["group"], forward["arm"], forward["round"]): forward for forward in rounds.to_dict("records")}
     ordered = sorted(
         steps.to_dict("records"),
-        key=lambda row: (place[row["request"]], order[row["arm"]], row["sequence"], row["round"]),
+        key=lambda row: (place_of[row["request"]], order[row["arm"]], row["sequence"], row["round"]),
     )
     for row in ordered:
         forward = forwards.get((row["group"], row["arm"], row["round"]), {})
@@ -117,14 +117,14 @@ def _step(
     step: dict[str, Any] = {
         "round": row["round"],
         "why": "" if tree is None else reason(row, tree, text, how),
-        "facts": ", ".join(one for one in facts if one),
+        "facts": ", ".join(fact for fact in facts if fact),
         "ms": [_milliseconds(forward[name]) for name in PHASES] if forward else [],
     }
     if tree is not None:
         step["tree"] = {
             "tokens": tree.tokens,
             "parents": tree.parents,
-            **{name: [_short(one) for one in getattr(tree, name)] for name in ("p", "q", "accept")},
+            **{name: [_short(number) for number in getattr(tree, name)] for name in ("p", "q", "accept")},
             "illegal": tree.illegal,
             "forced": tree.forced,
             "path": tree.path,

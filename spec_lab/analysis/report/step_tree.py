@@ -82,33 +82,33 @@ def read_tree(row: Mapping[str, Any]) -> StepTree | None:
     """Return the recorded tree of a row of ``steps``; None where it was not recorded, or does not fit together."""
     listed = {name: _values(row.get(name)) for name in ("draft_tokens", "draft_parents", "draft_p", "draft_q")}
     listed |= {name: _values(row.get(name)) for name in ("draft_accept", "emitted_tokens", "emitted_origins")}
-    if any(one is None for one in listed.values()):
+    if any(values is None for values in listed.values()):
         return None
     nodes, emitted = listed["draft_tokens"] or [], listed["emitted_tokens"] or []
     lengths = [len(listed[name] or []) for name in listed if name.startswith("draft_")]
-    if not all(isfinite(one) for name in WHOLE for one in listed[name] or []):  # a null is read as NaN
+    if not all(isfinite(number) for name in WHOLE for number in listed[name] or []):  # a null is read as NaN
         return None
-    parents = [int(one) for one in listed["draft_parents"] or []]
+    parents = [int(parent) for parent in listed["draft_parents"] or []]
     if set(lengths) != {len(nodes)} or len(listed["emitted_origins"] or []) != len(emitted):
         return None
-    if not all(-1 <= parent < place for place, parent in enumerate(parents)):
+    if not all(-1 <= parent < node for node, parent in enumerate(parents)):
         return None
     path = _path(parents, _values(row["path"]) or [])
-    tokens, out = [int(one) for one in nodes], [int(one) for one in emitted]
+    tokens, out = [int(token) for token in nodes], [int(token) for token in emitted]
     if path is None or (out and out[: len(path)] != [tokens[node] for node in path]):
         return None
     legal, forced = _values(row.get("draft_legal")), _values(row.get("draft_forced"))
     return StepTree(
         tokens,
         parents,
-        p=[_number(one) for one in listed["draft_p"] or []],
-        q=[_number(one) for one in listed["draft_q"] or []],
-        accept=[_number(one) for one in listed["draft_accept"] or []],
-        illegal=[node for node, one in enumerate(legal or []) if not one and node < len(tokens)],
-        forced=[node for node, one in enumerate(forced or []) if one and node < len(tokens)],
+        p=[_number(number) for number in listed["draft_p"] or []],
+        q=[_number(number) for number in listed["draft_q"] or []],
+        accept=[_number(number) for number in listed["draft_accept"] or []],
+        illegal=[node for node, allowed in enumerate(legal or []) if not allowed and node < len(tokens)],
+        forced=[node for node, only in enumerate(forced or []) if only and node < len(tokens)],
         path=path,
         emitted=out,
-        origins=[str(one) for one in listed["emitted_origins"] or []],
+        origins=[str(origin) for origin in listed["emitted_origins"] or []],
         emitted_p=_number(row.get("emitted_p")),
     )
 
@@ -161,7 +161,7 @@ def reason(row: Mapping[str, Any], tree: StepTree, text: Callable[[int], str], h
     if row["finish"] in BROKEN and tree.last is None:
         return f"{first} Then the step failed: {FINISHES[row['finish']]}."
     then = _emission(row, tree, text, how, bool(rejected))
-    return " ".join(one for one in (first, then, *_afterwards(row, tree)) if one)
+    return " ".join(sentence for sentence in (first, then, *_afterwards(row, tree)) if sentence)
 
 
 def _rejection(
@@ -171,8 +171,8 @@ def _rejection(
     illegal = set(tree.illegal)
     legal = [node for node in rejected if node not in illegal]
     named = _names([text(tree.tokens[node]) for node in rejected])
-    one = len(rejected) == 1
-    was, it = ("was", "it") if one else ("were", "them")
+    single = len(rejected) == 1
+    was, it = ("was", "it") if single else ("were", "them")
     if not legal:
         return f"{named} {was} rejected: the constraint does not allow {it}."
     p, accept = ([x for node in legal if (x := values[node]) is not None] for values in (tree.p, tree.accept))
@@ -188,13 +188,13 @@ def _rejection(
     chance = _shown(min(1.0, sum(accept)))
     if not how.lossless:
         by = f"the lossy verifier {how.verifier} accepts" if how.lossless is False else "the verifier accepts"
-        return f"{start}: {by} {'it' if one else 'one of them'} with probability {chance}."
+        return f"{start}: {by} {'it' if single else 'one of them'} with probability {chance}."
     if all(isclose(a, b, rel_tol=SAME) for a, b in zip(p, accept, strict=True)):
-        if one:
+        if single:
             return f"{start}: it is accepted with its target probability, p {_shown(p[0])}."
         total = _shown(min(1.0, sum(p)))
         return f"{start}: one of them is accepted with the sum of their target probabilities, {total}."
-    if not one:
+    if not single:
         return f"{start}: one of them is accepted with probability {chance}."
     q = tree.q[legal[0]]
     if q is not None and p[0] < q and isclose(accept[0], p[0] / q, rel_tol=SAME):
@@ -233,16 +233,16 @@ def _emission(
 def _afterwards(row: Mapping[str, Any], tree: StepTree) -> list[str]:
     """Return sentences about what happened after the verification."""
     appended = len(tree.emitted) - len(tree.path) - 1 if tree.last is not None else 0
-    found = [f"{appended} forced tokens were appended." if appended > 1 else "One forced token was appended."]
-    found = found * (appended > 0)
+    sentences = [f"{appended} forced tokens were appended." if appended > 1 else "One forced token was appended."]
+    sentences = sentences * (appended > 0)
     if row["taken_back"]:
-        found.append(f"The constraint then removed {row['taken_back']} of the text's tokens.")
+        sentences.append(f"The constraint then removed {row['taken_back']} of the text's tokens.")
     if row["emitted_kept"] < row["emitted"]:
         why = f", because of {FINISHES[row['finish']]}" if row["finish"] in FINISHES else ""
-        found.append(f"Of {row['emitted']} emitted tokens {row['emitted_kept']} were kept{why}.")
+        sentences.append(f"Of {row['emitted']} emitted tokens {row['emitted_kept']} were kept{why}.")
     if row["forks"]:
-        found.append(f"Sequences that the constraint forked off: {row['forks']}.")
-    return found
+        sentences.append(f"Sequences that the constraint forked off: {row['forks']}.")
+    return sentences
 
 
 def _names(names: Sequence[str]) -> str:

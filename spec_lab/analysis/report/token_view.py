@@ -70,7 +70,7 @@ def token_view(folder: Path, tables: Tables, arms: list[str], how: Mapping[str, 
     """
     prompts, shown = _prompts(tables, arms)
     texts = load_token_texts(folder) if "draft_tokens" in tables.steps else {}
-    data, note = step_data(tables, [one["request"] for one in prompts], arms, how, texts)
+    data, note = step_data(tables, [prompt["request"] for prompt in prompts], arms, how, texts)
     return TokenView(prompts, shown, note, embedded(data), _unknown_origins(tables.steps))
 
 
@@ -90,14 +90,14 @@ def verifications(
         states: the facts of each arm in ``summary.json``; empty of a run that has not ended.
         temperature: of the requests.
     """
-    found, baseline = {}, "baseline"
+    outputs, baseline = {}, "baseline"
     for arm, state in states.items():
         parts = {} if arm == baseline else manifest.get("parts") or {}
         known = state if state.get("verifier") else parts
         lossless = known.get("lossless")
         lossless = True if arm == baseline else lossless if isinstance(lossless, bool) else None
-        found[arm] = Verification(str(known.get("verifier") or ""), lossless, temperature)
-    return found
+        outputs[arm] = Verification(str(known.get("verifier") or ""), lossless, temperature)
+    return outputs
 
 
 def _prompts(tables: Tables, arms: list[str]) -> tuple[list[dict[str, Any]], str]:
@@ -106,7 +106,7 @@ def _prompts(tables: Tables, arms: list[str]) -> tuple[list[dict[str, Any]], str
     shown: list[dict[str, Any]] = []
     letters = 0
     for request in every[:MAX_PROMPTS]:
-        of_request = (one[one["request"] == request] for one in (tables.steps, tables.requests))
+        of_request = (rows[rows["request"] == request] for rows in (tables.steps, tables.requests))
         rows = Tables(tables.rounds, *of_request)
         letters += int(rows.requests["text"].str.len().sum())
         if shown and letters > MAX_LETTERS:
@@ -124,8 +124,8 @@ def _prompt(tables: Tables, arms: list[str]) -> dict[str, Any]:
     for number_of_arm, arm in enumerate(arms):
         rows = tables.requests[tables.requests["arm"] == arm].sort_values("sequence")
         steps = metrics.decode_steps(tables.steps, arm)
-        own = tables.steps[tables.steps["arm"] == arm]
-        has = set(zip(own["sequence"], own["round"], strict=True))
+        of_arm = tables.steps[tables.steps["arm"] == arm]
+        has = set(zip(of_arm["sequence"], of_arm["round"], strict=True))
         parents = dict(zip(rows["sequence"], rows["parent_sequence"], strict=True))
         for row in rows.to_dict("records"):
             spans = frames.spans(tables, row["request"], arm, row["sequence"])

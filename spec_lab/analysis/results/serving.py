@@ -102,10 +102,10 @@ def _arms(arms: Mapping[str, Mapping[str, Any]]) -> DataTable:
     times += [("ttft", "mean"), ("tpot", "mean")]
     names = {pair: f"{pair[0].upper() if pair[0][0] == 't' else pair[0]} {pair[1]} ms" for pair in times}
     rows = []
-    for arm, own in arms.items():
-        rates = cell(own["tokens_per_second"], ".1f"), cell(own["speedup"]), cell(own["goodput"])
-        spent = (cell(own[what][end], ".1f", 1e3) for what, end in times)
-        rows.append([Cell(arm, colour=figures.colour(arm)), cell(own["requests"], ".0f"), *rates, *spent])
+    for arm, summary in arms.items():
+        rates = cell(summary["tokens_per_second"], ".1f"), cell(summary["speedup"]), cell(summary["goodput"])
+        spent = (cell(summary[what][end], ".1f", 1e3) for what, end in times)
+        rows.append([Cell(arm, colour=figures.colour(arm)), cell(summary["requests"], ".0f"), *rates, *spent])
     columns = ["requests", "tokens/s", "speed-up [95 %]", "goodput/s", *names.values()]
     kept = [names[what, end] for what in ("ttft", "tpot") for end in ("p50", "p99")]
     more = ["requests", *(name for name in names.values() if name not in kept)]

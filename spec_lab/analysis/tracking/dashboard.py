@@ -58,16 +58,16 @@ def dashboard(project: str, entity: str, arms: Sequence[str] = ARMS) -> Any:
 
     def line(title: str, axis: str, *figures: str, of: Sequence[str] = arms, **options: Any) -> Any:
         known = series.keys(list(of))
-        named = [series.name(arm, one) for arm in of for one in figures]
-        shown = [one for one in named if one in known]
+        named = [series.name(arm, figure) for arm in of for figure in figures]
+        shown = [key for key in named if key in known]
         return panels.LinePlot(title=title, x=axis, y=shown, title_x=AXES[axis], **options)
 
     def training(title: str, *figures: str) -> Any:
         axis = series.TRAIN_STEP
-        return panels.LinePlot(title=title, x=axis, y=[f"train/{one}" for one in figures], title_x=AXES[axis])
+        return panels.LinePlot(title=title, x=axis, y=[f"train/{figure}" for figure in figures], title_x=AXES[axis])
 
     def bar(title: str, *figures: str) -> Any:
-        return panels.BarPlot(title=title, metrics=[panels.SummaryMetric(one) for one in figures])
+        return panels.BarPlot(title=title, metrics=[panels.SummaryMetric(figure) for figure in figures])
 
     def media(title: str, *keys: str) -> Any:
         return panels.MediaBrowser(title=title, media_keys=list(keys))
@@ -75,7 +75,7 @@ def dashboard(project: str, entity: str, arms: Sequence[str] = ARMS) -> Any:
     def table(name: str) -> Any:
         return panels.WeavePanelSummaryTable(table_name=f"tables/{name}")
 
-    acceptance, throughput, phases = (media("figures", f"figures/{one}") for one in FIGURES)
+    acceptance, throughput, phases = (media("figures", f"figures/{figure}") for figure in FIGURES)
     sections = {
         "Speed": [
             bar("speed-up (ratio of sums)", "speedup", "speedup/low", "speedup/high"),
@@ -138,7 +138,7 @@ def dashboard(project: str, entity: str, arms: Sequence[str] = ARMS) -> Any:
             for name, shown in sections.items()
         ],
         runset_settings=workspaces.RunsetSettings(
-            groupby=[workspaces.Metric("Group")], pinned_columns=[nested(one) for one in COLUMNS]
+            groupby=[workspaces.Metric("Group")], pinned_columns=[nested(column) for column in COLUMNS]
         ),
     )
 

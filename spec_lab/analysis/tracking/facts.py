@@ -36,15 +36,15 @@ def config(manifest: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: value for name, value in given.items() if name not in (*sweep.UNIDENTIFYING, "name")}
     proposers = manifest.get("proposers", {})
     options["arms"] = {
-        arm: {"name": proposers.get(arm, {}).get("name"), **_mapping(own)}
-        for arm, own in _mapping(given.get("arms")).items()
+        arm: {"name": proposers.get(arm, {}).get("name"), **_mapping(options)}
+        for arm, options in _mapping(given.get("arms")).items()
     }
     drawn = {name: value for name, value in proposers.get(MAIN, {}).items() if name in ("drawn", "nodes")}
     parts = dict(manifest.get("parts", {}))
     for part in ("proposer", "verifier", "constraint", "policy", "task"):
-        own = _mapping(given.get(part))
-        known = job_type(manifest) if part == "task" else parts.get(part) or _name(own)
-        options[part] = {"name": known, **(drawn if part == "proposer" else {}), **own}
+        chosen = _mapping(given.get(part))
+        known = job_type(manifest) if part == "task" else parts.get(part) or _name(chosen)
+        options[part] = {"name": known, **(drawn if part == "proposer" else {}), **chosen}
     machine = dict(manifest.get("machine", {}))
     machine["gpus"] = ", ".join(machine.get("gpus") or ()) or "none"
     led_to = {
@@ -65,17 +65,17 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _name(options: Mapping[str, Any]) -> str | None:
     """Return the name of a part whose name is not recorded: the class or function of its ``_target_``."""
-    target = [one for one in str(options.get("_target_") or "").split(".") if one]
+    target = [word for word in str(options.get("_target_") or "").split(".") if word]
     return (target[-2] if target[-1:] == ["load"] and len(target) > 1 else target[-1]) if target else None
 
 
 def _plain(value: Any) -> Any:
     """Return a tree of options without entries that are empty or whose key begins with an underscore."""
     if isinstance(value, Mapping):
-        inner = {str(name): _plain(one) for name, one in value.items() if not str(name).startswith("_")}
-        return {name: one for name, one in inner.items() if one is not None and one != {} and one != []}
+        inner = {str(name): _plain(entry) for name, entry in value.items() if not str(name).startswith("_")}
+        return {name: entry for name, entry in inner.items() if entry is not None and entry != {} and entry != []}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(entry) for entry in value]
     return short_path(value)[:MAX_LETTERS] if isinstance(value, str) else value
 
 
@@ -88,7 +88,7 @@ def job_type(manifest: Mapping[str, Any]) -> str:
     """Return the run's task: ``benchmark``, ``train``, ``certify``, ..., from the package or module of its function."""
     given = _mapping(manifest["config"].get("task")).get("_target_") or "spec_lab.tasks.benchmark.run"
     target = str(given).split(".")
-    above = [one for one in target[:-1] if one != "task"]
+    above = [word for word in target[:-1] if word != "task"]
     return above[-1] if above else target[-1]
 
 

@@ -47,24 +47,26 @@ def figures(summary: Mapping[str, Any]) -> dict[str, Figure]:
     Args:
         summary: the contents of ``summary.json``, or of another task's summary file.
     """
-    found: dict[str, Figure] = {}
+    shown: dict[str, Figure] = {}
     arms = summary.get("arms")
     arms = arms if isinstance(arms, Mapping) else {}
     if reasons := summary.get("verdict_reasons"):
         summary = {**summary, "verdict_reasons": "; ".join(map(str, reasons))}
     if "learning" in summary:
         summary = _training(summary)
-    for prefix, own in [("", summary), *((f"{arm}/", own) for arm, own in arms.items() if arm != MAIN)]:
-        if not isinstance(own, Mapping):
+    for prefix, entries in [("", summary), *((f"{arm}/", entries) for arm, entries in arms.items() if arm != MAIN)]:
+        if not isinstance(entries, Mapping):
             continue
         copied = ("baseline_",) if "baseline" in arms else ()  # copies of the baseline's own figures
-        kept = {name: one for name, one in own.items() if name not in LEFT_OUT and not str(name).startswith(copied)}
-        intervals = own.get("intervals")
+        kept = {
+            name: entry for name, entry in entries.items() if name not in LEFT_OUT and not str(name).startswith(copied)
+        }
+        intervals = entries.get("intervals")
         for name, value in (*kept.items(), *(intervals.items() if isinstance(intervals, Mapping) else ())):
-            for key, one in _flat(f"{prefix}{NAMES.get(name, name)}", value):
-                if len(found) < MOST_FIGURES:
-                    found[key] = one
-    return found
+            for key, figure in _flat(f"{prefix}{NAMES.get(name, name)}", value):
+                if len(shown) < MOST_FIGURES:
+                    shown[key] = figure
+    return shown
 
 
 def _training(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,13 +84,13 @@ def training(line: Mapping[str, Any]) -> dict[str, float]:
     ``train/loss`` is the mean over the draft positions, ``train/loss/1`` that of the first. ``train/tau`` is the
     expected tau of a chain from the acceptance at each position.
     """
-    found = dict(_flat("train/loss", line["loss"]))
-    found["train/loss"] = sum(line["loss"]) / len(line["loss"])
+    shown = dict(_flat("train/loss", line["loss"]))
+    shown["train/loss"] = sum(line["loss"]) / len(line["loss"])
     for name, key in EVAL.items():
-        found |= dict(_flat(f"train/{key}", line[name]))
-    found |= {"train/tau": 1 + line["length_at_1"], "train/tau_greedy": 1 + line["length_greedy"]}
-    found |= {"train/texts": line["texts"], "train/seconds": line["seconds"]}
-    return {name: float(value) for name, value in found.items()}
+        shown |= dict(_flat(f"train/{key}", line[name]))
+    shown |= {"train/tau": 1 + line["length_at_1"], "train/tau_greedy": 1 + line["length_greedy"]}
+    shown |= {"train/texts": line["texts"], "train/seconds": line["seconds"]}
+    return {name: float(value) for name, value in shown.items()}
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Figure]]:
@@ -96,13 +98,13 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Figure]]:
     if isinstance(value, Mapping):
         if "mean" in value and {"low", "high"} & value.keys():
             yield from _flat(name, value["mean"])
-            value = {end: one for end, one in value.items() if end != "mean"}
-        for inner, one in value.items():
-            yield from _flat(f"{name}/{inner}", one)
+            value = {end: bound for end, bound in value.items() if end != "mean"}
+        for inner, entry in value.items():
+            yield from _flat(f"{name}/{inner}", entry)
     elif isinstance(value, Sequence) and not isinstance(value, str):
-        if all(isinstance(one, int | float | None) for one in value):
-            for number, one in enumerate(value[:MOST_ITEMS], start=1):
-                yield from _flat(f"{name}/{number}", one)
+        if all(isinstance(item, int | float | None) for item in value):
+            for number, item in enumerate(value[:MOST_ITEMS], start=1):
+                yield from _flat(f"{name}/{number}", item)
     elif isinstance(value, str):
         yield name, short_path(value)[:MOST_LETTERS]
     elif isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):

@@ -53,7 +53,7 @@ def track(folder: Path, project: str = "spec_lab", entity: str | None = None, mo
         raise ValueError("Weights & Biases is disabled (mode, or WANDB_MODE): choose mode offline or online")
     with sweep.holding(folder):
         tables = metrics.load(folder)
-        written = next((one for name in SUMMARIES if (one := read_json(folder / name)) is not None), None)
+        written = next((summary for name in SUMMARIES if (summary := read_json(folder / name)) is not None), None)
         curve = _learning(folder, written)
         if tables.requests.empty and written is None:
             raise ValueError(without_groups(folder, manifest))

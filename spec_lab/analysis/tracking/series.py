@@ -51,7 +51,7 @@ def name(arm: str, figure: str) -> str:
 
 def keys(arms: list[str]) -> dict[str, str]:
     """Return the axis of each series that these arms can have."""
-    series = {name(arm, one): axis for axis, names in SERIES.items() for arm in arms for one in names}
+    series = {name(arm, figure): axis for axis, names in SERIES.items() for arm in arms for figure in names}
     return {key: axis for key, axis in series.items() if key != name("baseline", "speedup")}
 
 
@@ -92,23 +92,23 @@ def points(tables: Tables, max_points: int = MAX_POINTS) -> Iterator[Point]:
         shown = _binned(_step_values(steps), edges)
         shown["tau"] = [metrics.tau_pooled(steps.iloc[:end]) for end in edges[1:]]
         shown["acceptance_rate"] = [metrics.draft_token_rate(steps.iloc[:end]) for end in edges[1:]]
-        by_step.append(shown.rename(columns={one: name(arm, one) for one in shown}))
+        by_step.append(shown.rename(columns={figure: name(arm, figure) for figure in shown}))
         seconds = phase_seconds_by_step(_in_order(tables.rounds[tables.rounds["arm"] == arm]))
         binned = _binned(seconds, _edges(len(seconds), max_points))
-        by_batch_step.append(binned.rename(columns={one: name(arm, f"time/{one}") for one in binned}))
+        by_batch_step.append(binned.rename(columns={phase: name(arm, f"time/{phase}") for phase in binned}))
     yield from _points(STEP, by_step)
     yield from _points(BATCH_STEP, by_batch_step)
 
 
 def mean_seconds(tables: Tables) -> Point:
     """Return the mean of each ``time/PHASE`` over the steps of the batch in timed groups, as figures of the run."""
-    found, tables = {}, metrics.of_timed_groups(tables)
+    shares, tables = {}, metrics.of_timed_groups(tables)
     for arm in metrics.arms(tables):
         count = int(((tables.rounds["arm"] == arm) & ~tables.rounds["prefill"]).sum())
         for phase, seconds in metrics.phase_seconds(tables.rounds, arm).items():
             if count:
-                found[name(arm, f"time/{phase}")] = seconds / count
-    return found
+                shares[name(arm, f"time/{phase}")] = seconds / count
+    return shares
 
 
 def rows_per_point(tables: Tables, max_points: int = MAX_POINTS) -> dict[str, float]:
@@ -150,8 +150,8 @@ def _binned(values: pd.DataFrame, edges: np.ndarray) -> pd.DataFrame:
 
 def _points(axis: str, series: list[pd.DataFrame]) -> Iterator[Point]:
     """Yield one point for each place on the axis, all series together, without values that are not finite."""
-    joined = pd.concat([one for one in series if len(one)] or [pd.DataFrame()], axis=1).sort_index()
-    for place, row in zip(joined.index, joined.to_numpy(dtype=float).tolist(), strict=True):
+    joined = pd.concat([points for points in series if len(points)] or [pd.DataFrame()], axis=1).sort_index()
+    for position, row in zip(joined.index, joined.to_numpy(dtype=float).tolist(), strict=True):
         known = {key: value for key, value in zip(joined.columns, row, strict=True) if math.isfinite(value)}
         if known:
-            yield {axis: int(place), **known}
+            yield {axis: int(position), **known}

@@ -35,22 +35,22 @@ def requests(tables: Tables, max_rows: int = MAX_ROWS, max_letters: int = MAX_LE
         for key, rows in metrics.decode_steps(tables.steps, arm).groupby(["request", "arm", "sequence"])
     }
     rows = []
-    for one in shown.itertuples(index=False):
-        of_sequence = steps.get((one.request, one.arm, one.sequence))
+    for output in shown.itertuples(index=False):
+        of_sequence = steps.get((output.request, output.arm, output.sequence))
         rows.append(
             {
-                "request": int(one.request),
-                "name": one.name,
-                "workload": one.workload,
-                "arm": one.arm,
-                "sequence": int(one.sequence),
-                "prompt": one.prompt if len(one.prompt) <= max_letters else "…" + one.prompt[-max_letters:],
-                "text": one.text if len(one.text) <= max_letters else one.text[:max_letters] + "…",
-                "tokens": int(one.prefill_tokens + one.decode_tokens),
+                "request": int(output.request),
+                "name": output.name,
+                "workload": output.workload,
+                "arm": output.arm,
+                "sequence": int(output.sequence),
+                "prompt": output.prompt if len(output.prompt) <= max_letters else "…" + output.prompt[-max_letters:],
+                "text": output.text if len(output.text) <= max_letters else output.text[:max_letters] + "…",
+                "tokens": int(output.prefill_tokens + output.decode_tokens),
                 "tau": None if of_sequence is None else metrics.tau_pooled(of_sequence),
-                "tokens_per_second": metrics.ratio(one.decode_tokens, one.decode_seconds),
-                "finish": one.finish,
-                "error": one.error,
+                "tokens_per_second": metrics.ratio(output.decode_tokens, output.decode_seconds),
+                "finish": output.finish,
+                "error": output.error,
             }
         )
     return pd.DataFrame(rows, columns=list(rows[0]) if rows else ["request"]).astype(object)
@@ -68,16 +68,16 @@ def steps(tables: Tables, max_rows: int = MAX_STEPS, max_letters: int = MAX_LETT
     shown = _first_prompts(every.sort_values(order, kind="stable", ignore_index=True), max_rows)
     texts: dict[tuple[int, str, int, int], dict[str, str]] = {}
     for request, arm, sequence in shown[["request", "arm", "sequence"]].drop_duplicates().itertuples(index=False):
-        for one in spans(tables, request, arm, sequence):
-            own = texts.setdefault((request, arm, sequence, one.round), {"accepted": "", "other": ""})
-            own["accepted" if one.kind == "accepted" else "other"] += one.text[:max_letters]
-    place = [texts.get(key, {}) for key in zip(*(shown[one] for one in order), strict=True)]
+        for span in spans(tables, request, arm, sequence):
+            of_step = texts.setdefault((request, arm, sequence, span.round), {"accepted": "", "other": ""})
+            of_step["accepted" if span.kind == "accepted" else "other"] += span.text[:max_letters]
+    of_steps = [texts.get(key, {}) for key in zip(*(shown[name] for name in order), strict=True)]
     table = shown[[*order, *(name for name in STEP_COLUMNS if name in shown)]].rename(columns={"round": "step"})
     for kind in ("accepted", "other"):
-        table[f"{kind}_text"] = [one.get(kind, "") for one in place]
+        table[f"{kind}_text"] = [of_step.get(kind, "") for of_step in of_steps]
     for name in LIST_COLUMNS:
         if name in shown:
-            table[name] = [None if one is None else json.dumps(_rounded(one)) for one in shown[name]]
+            table[name] = [None if values is None else json.dumps(_rounded(values)) for values in shown[name]]
     return table.astype(object)
 
 
@@ -94,10 +94,10 @@ def _first_prompts(rows: pd.DataFrame, most: int) -> pd.DataFrame:
 
 def _rounded(values: object) -> list[float | int | None]:
     """Return a list of numbers with four decimals, None for those that are not numbers."""
-    found = []
-    for one in list(values):  # type: ignore[call-overload]
-        number = None if one is None else float(one)
-        found.append(
-            None if number is None or number != number else int(one) if number == one // 1 else round(number, 4)
+    rounded = []
+    for value in list(values):  # type: ignore[call-overload]
+        number = None if value is None else float(value)
+        rounded.append(
+            None if number is None or number != number else int(value) if number == value // 1 else round(number, 4)
         )
-    return found
+    return rounded
