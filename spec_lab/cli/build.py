@@ -306,12 +306,12 @@ def apply_constraint(config: DictConfig, settings: Any, target: Any) -> tuple[An
 
     named = part_config(config, "constraint")
     options = {key: named[key] for key in option_names(AppliedConstraint) if key in named}
-    own = OmegaConf.masked_copy(named, [str(key) for key in named if key not in options])
+    further = OmegaConf.masked_copy(named, [str(key) for key in named if key not in options])
     text = {"healing": settings.token_healing, "banned": settings.banned_strings, "at_least": settings.min_new_tokens}
     try:
         needed = not str(named["_target_"]).endswith(".load.none") or any(text.values())
         vocabulary = Vocabulary.of(target) if needed else None
-        constraint = build(OmegaConf.create({"constraint": own}), "constraint", vocabulary=vocabulary)
+        constraint = build(OmegaConf.create({"constraint": further}), "constraint", vocabulary=vocabulary)
         applied = combine(constraint, vocabulary, options, **text)
         if vocabulary is not None:
             return applied, vocabulary.bytes
@@ -324,7 +324,7 @@ def apply_constraint(config: DictConfig, settings: Any, target: Any) -> tuple[An
 
 def option_names(made: type) -> list[str]:
     """The names of a dataclass's options, without the parts it is given."""
-    return [one.name for one in fields(made) if one.name != "constraint"]
+    return [field.name for field in fields(made) if field.name != "constraint"]
 
 
 def build_each(config: DictConfig, group: str, **live: Any) -> dict[str, Any]:
@@ -369,7 +369,7 @@ def top_level_options() -> set[str]:
 def groups(config: Any = None) -> set[str]:
     """Return the names of the config groups that the default config chooses a file of. Reads it unless it is given."""
     chosen = (config or OmegaConf.load(Path(conf(), "config.yaml"))).defaults
-    return {key for one in chosen if OmegaConf.is_dict(one) for key in one if " " not in key}
+    return {key for options in chosen if OmegaConf.is_dict(options) for key in options if " " not in key}
 
 
 def check_options(config: DictConfig) -> None:
@@ -454,7 +454,7 @@ def check_drawing(config: DictConfig, verifier: Any) -> None:
         declared = _class_attributes(target.removesuffix(".load"))
         drawn, draws = named.get("drawn", declared.get("drawn")), declared.get("draws")
         if not isinstance(draws, frozenset):  # not the class but each object declares it, or it is drawn one way
-            draws = frozenset(one for one in get_args(Drawn) if one == drawn)
+            draws = frozenset(kind for kind in get_args(Drawn) if kind == drawn)
         if not draws or not draws <= {*get_args(Drawn)} or target.endswith(".Null.load"):
             continue
         name = declared.get("name", _chosen(part, target.removesuffix(".load").rpartition(".")[2]))
@@ -486,10 +486,10 @@ def _branches(options: Mapping[Any, Any]) -> bool | None:
 def _class_attributes(path: str) -> Mapping[str, Any]:
     """Return what the class at a dotted path declares; nothing where there is no class."""
     try:
-        found = get_object(path)
+        target = get_object(path)
     except (ImportError, ValueError):
         return {}
-    return vars(found) if isinstance(found, type) else {}
+    return vars(target) if isinstance(target, type) else {}
 
 
 def of_checkpoint(sampling: Any, target: Target) -> Any:

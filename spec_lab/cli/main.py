@@ -67,7 +67,7 @@ def quote_prompt(option: str) -> str:
     if name != "task.prompt" or quoted or text in ("", "null"):
         return option
     text = re.sub(r"(\\*)(\$\{)", r"\1\1\\\2", text)  # for OmegaConf
-    text = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), text)  # for Hydra
+    text = re.sub(r'(\\*)("|\Z)', lambda quoted: quoted[1] * 2 + ('\\"' if quoted[2] else ""), text)  # for Hydra
     return f'{name}{equals}"{text}"'
 
 
@@ -76,9 +76,11 @@ def replace_flags(arguments: Sequence[str]) -> list[str]:
 
     Hydra requires that no flag stands between two overrides.
     """
-    kept = [one for one in arguments if one not in VERBOSE]
+    kept = [argument for argument in arguments if argument not in VERBOSE]
     if len(kept) < len(arguments):
-        overrides = (n for n, one in enumerate(kept) if one[:1] != "-" and ("=" in one or one[:1] == "~"))
+        overrides = (
+            n for n, argument in enumerate(kept) if argument[:1] != "-" and ("=" in argument or argument[:1] == "~")
+        )
         kept.insert(next(overrides, 0), "verbose=true")
     return kept
 
@@ -92,22 +94,24 @@ def check_overrides(arguments: Sequence[str]) -> None:
             a whole number. The message names the option or the file.
     """
     files = {*groups(), "experiment"}
-    own = [one for _, one in re.findall(r"^(--config-dir|-cd)[=\n](.+)$", "\n".join(arguments), re.MULTILINE)]
-    for one in arguments:
-        option, equals, _ = one.partition("=")
-        if one.startswith("-"):
+    folders = [folder for _, folder in re.findall(r"^(--config-dir|-cd)[=\n](.+)$", "\n".join(arguments), re.MULTILINE)]
+    for argument in arguments:
+        option, equals, _ = argument.partition("=")
+        if argument.startswith("-"):
             continue
         if said := renamed(option.lstrip("+~").rpartition("@")[2]):
             raise ValueError(said)
         if not equals:
             continue
         if not option.lstrip("+~").partition("@")[0]:
-            raise ValueError(f"{one} names no option: write NAME=VALUE")
+            raise ValueError(f"{argument} names no option: write NAME=VALUE")
         try:
-            read = OverridesParser.create().parse_rule(one, "override")
+            read = OverridesParser.create().parse_rule(argument, "override")
         except HydraException as error:
             said = str(error).splitlines()[0] if str(error) else "it does not parse"
-            raise ValueError(f"{one} is not readable ({said}): quote the value, as in '{option}=\"...\"'") from error
+            raise ValueError(
+                f"{argument} is not readable ({said}): quote the value, as in '{option}=\"...\"'"
+            ) from error
         try:
             swept = islice(read.sweep_iterator(), 1000) if read.is_discrete_sweep() else [read.value()]
             values = [unquoted(value) for value in swept]
@@ -120,7 +124,7 @@ def check_overrides(arguments: Sequence[str]) -> None:
             continue
         if None in values:
             raise ValueError(f"{option.lstrip('+')} cannot be null: name a file of conf/{group}")
-        if one.startswith("~"):
+        if argument.startswith("~"):
             continue
         for value in values:
             names = value if isinstance(value, list) else [value]
@@ -129,7 +133,7 @@ def check_overrides(arguments: Sequence[str]) -> None:
                     raise ValueError(_not_an_option(option.lstrip("+"), group, name))
                 if not isinstance(name, dict) and not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME):
                     raise ValueError(_not_an_option(option.lstrip("+"), group, name))
-                for folder in own if isinstance(name, str) else ():
+                for folder in folders if isinstance(name, str) else ():
                     quoted = QuotedString(name, Quote.single).with_quotes()
                     _check_own(Path(folder, group, f"{name}.yaml"), folder, f"{option}={quoted}")
 
@@ -167,15 +171,15 @@ def check_own_configs(arguments: Sequence[str]) -> None:
     """
     given, _ = get_args_parser().parse_known_args(arguments)
     path = str(Path(conf(), given.config_path or ""))
-    paths = [one for one in given.overrides if one.startswith("hydra.searchpath=")]
+    paths = [override for override in given.overrides if override.startswith("hydra.searchpath=")]
     if not (given.config_dir or given.config_name or given.config_path or paths):
         return
     if not Path(path).is_dir() or not Path(given.config_dir or path).is_dir():
         return  # Hydra's own message is clear
     folders = create_config_search_path(path)
     if given.config_dir:
-        own = f"file://{Path(given.config_dir).resolve()}"
-        folders.prepend("command-line", own, SearchPathQuery(provider="schema"))  # as Hydra does
+        url = f"file://{Path(given.config_dir).resolve()}"
+        folders.prepend("command-line", url, SearchPathQuery(provider="schema"))  # as Hydra does
     mode = RunMode.MULTIRUN if given.multirun else RunMode.RUN
     try:
         with hydra.initialize_config_dir(path, version_base="1.3"):  # it restores what was there before
@@ -230,8 +234,8 @@ def command_line() -> None:
         from spec_lab.cli.commands import complete, training_line
 
         os.environ["COMP_LINE"] = training_line(os.environ["COMP_LINE"])
-        found, hydras_too = complete(os.environ["COMP_LINE"])
-        print(*found, sep="\n")
+        candidates, hydras_too = complete(os.environ["COMP_LINE"])
+        print(*candidates, sep="\n")
         if not hydras_too:
             return
         os.environ["COMP_LINE"] = re.sub(r"(?<=\s)(-v|--verbose)(?!\S)", "verbose=true", os.environ["COMP_LINE"])

@@ -55,7 +55,7 @@ def moved(arguments: Sequence[str]) -> list[str]:
     Raises:
         InvalidSecret: Hydra cannot read a secret, or a secret is swept over.
     """
-    return [_moved(one) if re.match(r"[+~]{0,2}[\w./@-]+=", one) else one for one in arguments]
+    return [_moved(argument) if re.match(r"[+~]{0,2}[\w./@-]+=", argument) else argument for argument in arguments]
 
 
 def _moved(argument: str) -> str:
@@ -97,14 +97,14 @@ def unquoted(value: Any) -> Any:
 
 def overrides_of(facts: Any) -> list[str]:
     """Return the overrides of a run or a sweep as given, with interpolations; ``facts`` is Hydra's config."""
-    found: Any = OmegaConf.to_container(facts.overrides.task, resolve=False)
-    return found
+    given: Any = OmegaConf.to_container(facts.overrides.task, resolve=False)
+    return given
 
 
 def as_given(overrides: Sequence[str] | ListConfig) -> list[str]:
     """Return the overrides that a resolver was called with, with interpolations."""
-    found: Any = OmegaConf.to_container(overrides, resolve=False) if OmegaConf.is_list(overrides) else list(overrides)
-    return found
+    given: Any = OmegaConf.to_container(overrides, resolve=False) if OmegaConf.is_list(overrides) else list(overrides)
+    return given
 
 
 def blank(config: DictConfig) -> None:
@@ -152,27 +152,27 @@ def _is_plain(raw: Any, path: str, root: Mapping[str, Any], seen: frozenset[str]
         return all(_is_plain(inner, path, root, seen) for inner in raw)
     if not isinstance(raw, str) or "${" not in raw:
         return True
-    found = re.findall(r"\$\{([^${}]*)\}", raw)
-    if len(found) != raw.count("${"):  # nested
+    references = re.findall(r"\$\{([^${}]*)\}", raw)
+    if len(references) != raw.count("${"):  # nested
         return False
-    for one in found:
-        resolver, colon, _ = one.partition(":")
+    for inner in references:
+        resolver, colon, _ = inner.partition(":")
         if colon:
             if resolver.strip() not in PLAIN:
                 return False
-        elif one in seen or not _reads_plain(one.strip(), root, seen | {one}):
+        elif inner in seen or not _reads_plain(inner.strip(), root, seen | {inner}):
             return False
     return True
 
 
 def _reads_plain(reference: str, root: Mapping[str, Any], seen: frozenset[str]) -> bool:
-    found: Any = root
+    node: Any = root
     key = ""
     for name in reference.split("."):
-        if not isinstance(found, Mapping) or name not in found:  # relative, or below another interpolation
+        if not isinstance(node, Mapping) or name not in node:  # relative, or below another interpolation
             return False
-        found, key = found[name], below(key, name)
-    return without_secrets(found, key) == found and _is_plain(found, reference, root, seen)
+        node, key = node[name], below(key, name)
+    return without_secrets(node, key) == node and _is_plain(node, reference, root, seen)
 
 
 def without_values(config: DictConfig, text: str) -> str:
@@ -195,10 +195,10 @@ def _pairs(shown: Any, resolved: Any) -> Iterator[tuple[str, str]]:
         for both in zip(shown, resolved, strict=True):
             yield from _pairs(*both)
     elif shown != resolved and isinstance(shown, str):
-        for one in _texts(resolved):
-            if len(one) >= SHORTEST:
-                yield one, shown or BLANK
-                yield visible(one), shown or BLANK  # as error messages show it
+        for text in _texts(resolved):
+            if len(text) >= SHORTEST:
+                yield text, shown or BLANK
+                yield visible(text), shown or BLANK  # as error messages show it
 
 
 def _texts(tree: Any) -> Iterator[str]:

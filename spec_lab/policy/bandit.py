@@ -56,8 +56,8 @@ class Rewards:
 
     def age(self, memory: float) -> None:
         """Let what is known count less; 0 forgets it."""
-        for own in (self.steps, self.tokens, self.cost, self.tokens2, self.cost2, self.product):
-            own *= memory
+        for sums in (self.steps, self.tokens, self.cost, self.tokens2, self.cost2, self.product):
+            sums *= memory
 
     def add(self, arm: int, tokens: int, cost: float) -> None:
         """Count a step of a configuration."""
@@ -161,14 +161,14 @@ class Bandit(Policy):
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        own = {"bandit": self.rule, "exploration": self.exploration, "memory": self.memory, "scope": self.scope}
-        costs = {part or "costs": one.facts["seconds"] for part, one in self.costs.items()}
-        return {**own, **described(self.stop), "arms": [one.as_json() for one in self.arms], "seconds": costs}
+        facts = {"bandit": self.rule, "exploration": self.exploration, "memory": self.memory, "scope": self.scope}
+        costs = {part or "costs": cost.facts["seconds"] for part, cost in self.costs.items()}
+        return {**facts, **described(self.stop), "arms": [arm.as_json() for arm in self.arms], "seconds": costs}
 
     @property
     def parts(self) -> tuple[str, ...]:
         """See ``Policy``."""
-        return tuple(dict.fromkeys(one.part for one in self.arms if one.part))
+        return tuple(dict.fromkeys(arm.part for arm in self.arms if arm.part))
 
     @property
     def shared_store(self) -> str:
@@ -192,7 +192,7 @@ class Bandit(Policy):
 
     def decide(self, batch: Batch, states: Sequence[Rewards]) -> list[Limit]:
         """See ``Policy``."""
-        keys = [Key(*one.key, Purpose.POLICY) for one in batch.sequences]
+        keys = [Key(*sequence.key, Purpose.POLICY) for sequence in batch.sequences]
         if self.scope == "run":  # one for the batch: its steps take as long as the deepest draft
             return [self._choose(self.shared, batch.draws, keys[0])] * len(keys)
         return [self._choose(known, batch.draws, key) for known, key in zip(states, keys, strict=True)]
@@ -213,15 +213,15 @@ class Bandit(Policy):
         """See ``Policy``."""
         run = self.scope == "run"
         if self.memory < 1:
-            for own in [self.shared] if run else [one.state for one in outcomes]:
-                own.age(self.memory)
-        for one in outcomes:
-            costs, live = self.costs[one.limit.part], one.live if run else 1
+            for state in [self.shared] if run else [outcome.state for outcome in outcomes]:
+                state.age(self.memory)
+        for outcome in outcomes:
+            costs, live = self.costs[outcome.limit.part], outcome.live if run else 1
             for index, arm in enumerate(self.arms):
-                if replace(arm, depth=one.limit.depth) == one.limit and _depth(arm) <= _depth(one.limit):
-                    cost = costs.of(min(one.drafted, _depth(arm)), live) / costs.of(0, live)
-                    known = self.shared if run else one.state
-                    known.add(index, min(one.accepted, _depth(arm)) + 1, cost)
+                if replace(arm, depth=outcome.limit.depth) == outcome.limit and _depth(arm) <= _depth(outcome.limit):
+                    cost = costs.of(min(outcome.drafted, _depth(arm)), live) / costs.of(0, live)
+                    known = self.shared if run else outcome.state
+                    known.add(index, min(outcome.accepted, _depth(arm)) + 1, cost)
 
 
 def largest(mean: np.ndarray, spread: np.ndarray) -> np.ndarray:  # [A] -> [A]
@@ -231,9 +231,9 @@ def largest(mean: np.ndarray, spread: np.ndarray) -> np.ndarray:  # [A] -> [A]
     """
     # The largest is nowhere else, but with a probability of 1e-9.
     x = np.linspace((mean - 6 * spread).max(), (mean + 6 * spread).max(), 301)[:, None]
-    place = (x - mean) / spread
-    below = log_ndtr(place)
-    log_density = below.sum(1, keepdims=True) - below - place**2 / 2 - np.log(spread)
+    z = (x - mean) / spread
+    below = log_ndtr(z)
+    log_density = below.sum(1, keepdims=True) - below - z**2 / 2 - np.log(spread)
     weights = np.exp(log_density - log_density.max()).sum(0)
     return np.asarray(weights / weights.sum())
 
@@ -244,8 +244,8 @@ def _depth(arm: Limit) -> int:
 
 def _rounds(arms: Sequence[Limit], steps: np.ndarray) -> float:
     """The steps of all configurations: with the same threshold and part, the smallest depth has observed every one."""
-    found: dict[Limit, float] = {}
+    largest: dict[Limit, float] = {}
     for arm, count in zip(arms, steps, strict=True):
         group = replace(arm, depth=None)
-        found[group] = max(found.get(group, 0.0), float(count))
-    return sum(found.values())
+        largest[group] = max(largest.get(group, 0.0), float(count))
+    return sum(largest.values())

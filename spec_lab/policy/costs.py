@@ -49,13 +49,15 @@ class DraftCosts:
     def of(self, levels: float, live: int = 1) -> float:
         """Seconds with ``live`` sequences, interpolated between what was timed; beyond it the last slope goes on."""
         batches = sorted(self.seconds)
-        return _line(batches, [_line(sorted(own := self.seconds[n]), [own[k] for k in sorted(own)], levels)
+        return _line(batches, [_line(sorted(seconds := self.seconds[n]), [seconds[k] for k in sorted(seconds)], levels)
                                for n in batches], live)  # fmt: skip
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        return {"seconds": {str(live): {str(k): v for k, v in own.items()} for live, own in self.seconds.items()}}
+        return {
+            "seconds": {str(live): {str(k): v for k, v in seconds.items()} for live, seconds in self.seconds.items()}
+        }
 
 
 def _line(places: Sequence[int], values: Sequence[float], at: float) -> float:
@@ -105,7 +107,7 @@ class TimingOptions(TypedDict, total=False):
 def without_costs(facts: Any) -> Any:
     """Return a proposer's facts without what was measured when its tree was chosen, which differs from day to day."""
     if isinstance(facts, Mapping):
-        return {name: without_costs(own) for name, own in facts.items() if not name.startswith(MEASURED)}
+        return {name: without_costs(described) for name, described in facts.items() if not name.startswith(MEASURED)}
     return facts
 
 
@@ -142,7 +144,7 @@ def draft_costs(
     limited: dict[int, Proposer] = {k: Adaptive(parts, FixedDepth(k, part, stop=stop)) for k in sizes}
     drafter = drafter_of(proposer) | {"part": part}
     cache = CostCache(default_folder() if timing.cache is None else Path(timing.cache))
-    found: dict[int, Mapping[int, float]] = {}
+    seconds: dict[int, Mapping[int, float]] = {}
     for live in sorted({1, timing.batch_size}):
         under = conditions(
             target, json.dumps(drafter, sort_keys=True, default=str), [(k,) for k in sizes], live, sampling
@@ -160,7 +162,7 @@ def draft_costs(
                 "the machine is too busy to measure what drafts cost (repeated timings of a step differ by %.0f %%): "
                 "the measured costs are used for this run and not kept", 100 * costs.overall_spread,
             )  # fmt: skip
-        found[live] = costs.seconds
+        seconds[live] = costs.seconds
     with attributed("proposer", proposer):
         proposer.forget()
-    return DraftCosts(found)
+    return DraftCosts(seconds)

@@ -127,14 +127,14 @@ class Heuristic(Policy):
 
     def decide(self, batch: Batch, states: Sequence[Depth]) -> list[Limit]:
         """See ``Policy``."""
-        return [Limit(int(one.value)) for one in states]
+        return [Limit(int(state.value)) for state in states]
 
     def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """See ``Policy``."""
-        for one in outcomes:
-            if one.drafted:
-                step = self.up if one.accepted >= one.drafted else -self.down
-                one.state.value = min(max(1.0, one.state.value + step), float(self.most))
+        for outcome in outcomes:
+            if outcome.drafted:
+                step = self.up if outcome.accepted >= outcome.drafted else -self.down
+                outcome.state.value = min(max(1.0, outcome.state.value + step), float(self.most))
 
     def toy(self) -> Heuristic:
         """See ``Policy``. It begins with two levels: toys have trees of one to three."""

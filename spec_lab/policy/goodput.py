@@ -48,18 +48,20 @@ class Levels:
 
     def age(self, memory: float) -> None:
         """Let what is known count less."""
-        for own in (self.trials, self.hits, self.begun, self.drawn):
-            own[:] = [one * memory for one in own]
+        for counts in (self.trials, self.hits, self.begun, self.drawn):
+            counts[:] = [count * memory for count in counts]
 
-    def add(self, one: DraftOutcome) -> None:
+    def add(self, outcome: DraftOutcome) -> None:
         """Count an outcome."""
-        for level in range(len(self.trials) if one.limit.depth is None else min(one.limit.depth, len(self.trials))):
-            if one.accepted >= level:
+        for level in range(
+            len(self.trials) if outcome.limit.depth is None else min(outcome.limit.depth, len(self.trials))
+        ):
+            if outcome.accepted >= level:
                 self.trials[level] += 1
-                self.hits[level] += one.accepted > level
-            if one.drafted >= level:
+                self.hits[level] += outcome.accepted > level
+            if outcome.drafted >= level:
                 self.begun[level] += 1
-                self.drawn[level] += one.drafted > level
+                self.drawn[level] += outcome.drafted > level
 
     def estimates(self, prior: Sequence[tuple[float, float]], weight: float) -> list[tuple[float, float]]:
         """For each level the probabilities that a path goes on to it, and that it is drafted.
@@ -68,13 +70,13 @@ class Levels:
             prior: for each level; a single one: the first level's, and each further level starts from the one above.
             weight: of the prior, in steps.
         """
-        found: list[tuple[float, float]] = []
+        estimates: list[tuple[float, float]] = []
         for level, (trials, hits, begun, drawn) in enumerate(
             zip(self.trials, self.hits, self.begun, self.drawn, strict=True)
         ):
-            reach, draft = prior[level] if len(prior) > 1 else (found[-1] if found else prior[0])
-            found.append(((hits + weight * reach) / (trials + weight), (drawn + weight * draft) / (begun + weight)))
-        return found
+            reach, draft = prior[level] if len(prior) > 1 else (estimates[-1] if estimates else prior[0])
+            estimates.append(((hits + weight * reach) / (trials + weight), (drawn + weight * draft) / (begun + weight)))
+        return estimates
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,16 +146,16 @@ class Goodput(Policy):
             raise WrongOption("threshold is that of stop: give both, or neither")
         rule, level = rule_of({"rule": stop}), threshold or 0.0
         check_pair(proposer, "goodput", rule, ())
-        found = draft_costs(target, proposer, depth, Timing(**timing))
-        return Goodput(found, depth, Levels.none(depth), prior, memory, weight, scope, stop=rule, threshold=level)
+        costs = draft_costs(target, proposer, depth, Timing(**timing))
+        return Goodput(costs, depth, Levels.none(depth), prior, memory, weight, scope, stop=rule, threshold=level)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        own = {"depth": self.depth, "prior": self.prior, "memory": self.memory, "weight": self.weight}
+        facts = {"depth": self.depth, "prior": self.prior, "memory": self.memory, "weight": self.weight}
         if self.stop is not None:
-            own |= {**described(self.stop), "threshold": self.threshold}
-        return {**own, "scope": self.scope, **self.costs.facts}
+            facts |= {**described(self.stop), "threshold": self.threshold}
+        return {**facts, "scope": self.scope, **self.costs.facts}
 
     @property
     def shared_store(self) -> str:
@@ -178,7 +180,7 @@ class Goodput(Policy):
     def decide(self, batch: Batch, states: Sequence[Levels]) -> list[Limit]:
         """See ``Policy``."""
         if self.scope == "request":
-            return [Limit(self.best([one]), self.threshold) for one in states]
+            return [Limit(self.best([state]), self.threshold) for state in states]
         return [Limit(self.best(states), self.threshold)] * len(states)
 
     def best(self, states: Sequence[Levels]) -> int:
@@ -186,13 +188,13 @@ class Goodput(Policy):
         run = self.shared.estimates([(self.prior, 1.0)], self.weight)
         live, best, best_rate = len(states), 0, 0.0
         seconds = [self.costs.of(level, live) for level in range(self.depth + 1)]
-        each = [one.estimates(run, self.weight) for one in states]
+        each = [state.estimates(run, self.weight) for state in states]
         paths, drafts = [1.0] * live, [1.0] * live
         tokens, spent = float(live), seconds[0]
         for depth in range(self.depth + 1):
             if depth:
-                paths = [path * own[depth - 1][0] for path, own in zip(paths, each, strict=True)]
-                drafts = [draft * own[depth - 1][1] for draft, own in zip(drafts, each, strict=True)]
+                paths = [path * levels[depth - 1][0] for path, levels in zip(paths, each, strict=True)]
+                drafts = [draft * levels[depth - 1][1] for draft, levels in zip(drafts, each, strict=True)]
                 tokens += sum(paths)
                 spent += max(0.0, seconds[depth] - seconds[depth - 1]) * sum(drafts) / live
             if tokens / spent > best_rate * (1 + 1e-9):
@@ -202,11 +204,11 @@ class Goodput(Policy):
     def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """See ``Policy``."""
         self.shared.age(self.memory)
-        for one in outcomes:
-            one.state.age(self.memory)
-            one.state.add(one)
+        for outcome in outcomes:
+            outcome.state.age(self.memory)
+            outcome.state.add(outcome)
             if self.scope == "run":
-                self.shared.add(one)
+                self.shared.add(outcome)
 
 
 @dataclass
@@ -264,21 +266,21 @@ class GainOverCost(Policy):
             ValueError: a wrong option; names it.
         """
         check_pair(proposer, "gain", Gain(), ())
-        found = draft_costs(target, proposer, MOST_DEPTH, Timing(**timing), depths=(0,))
-        whole_draft = {n: {0: each[0], 1: each[MOST_DEPTH]} for n, each in found.seconds.items()}
+        costs = draft_costs(target, proposer, MOST_DEPTH, Timing(**timing), depths=(0,))
+        whole_draft = {n: {0: each[0], 1: each[MOST_DEPTH]} for n, each in costs.seconds.items()}
         return GainOverCost(DraftCosts(whole_draft), max(1, proposer.nodes), Rate(), scale, memory, scope)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        own = {
+        facts = {
             **described(self.stop),
             "scale": self.scale,
             "memory": self.memory,
             "scope": self.scope,
             "nodes": self.nodes,
         }
-        return {**own, **self.costs.facts}
+        return {**facts, **self.costs.facts}
 
     @property
     def shared_store(self) -> str:
@@ -301,7 +303,7 @@ class GainOverCost(Policy):
     def decide(self, batch: Batch, states: Sequence[Rate]) -> list[Limit]:
         """See ``Policy``."""
         if self.scope == "request":
-            return [Limit(threshold=self._threshold(one, 1)) for one in states]
+            return [Limit(threshold=self._threshold(state, 1)) for state in states]
         return [Limit(threshold=self._threshold(self.shared, len(states)))] * len(states)
 
     def _threshold(self, rate: Rate, live: int) -> float:
@@ -314,10 +316,10 @@ class GainOverCost(Policy):
 
     def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """See ``Policy``."""
-        for own in [self.shared] if self.scope == "run" else [one.state for one in outcomes]:
-            own.tokens, own.seconds = own.tokens * self.memory, own.seconds * self.memory
-        for one in outcomes:
-            own = self.shared if self.scope == "run" else one.state
-            live = one.live if self.scope == "run" else 1
-            own.tokens += one.accepted + 1
-            own.seconds += self.costs.of(min(1.0, one.nodes / self.nodes), live) / live
+        for state in [self.shared] if self.scope == "run" else [outcome.state for outcome in outcomes]:
+            state.tokens, state.seconds = state.tokens * self.memory, state.seconds * self.memory
+        for outcome in outcomes:
+            state = self.shared if self.scope == "run" else outcome.state
+            live = outcome.live if self.scope == "run" else 1
+            state.tokens += outcome.accepted + 1
+            state.seconds += self.costs.of(min(1.0, outcome.nodes / self.nodes), live) / live

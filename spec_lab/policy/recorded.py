@@ -62,13 +62,13 @@ class RecordedPolicy(Policy):
             raise WrongOption(f"path={path} is no folder of a run: it has no manifest.json")
         tables = load(folder)
         steps = tables.steps
-        own = steps[steps["arm"] == arm]
-        if "policy" not in own or own.empty or own["policy"].isna().any():
+        rows = steps[steps["arm"] == arm]
+        if "policy" not in rows or rows.empty or rows["policy"].isna().any():
             raise WrongOption(f"path={path} holds no decisions of an arm {brief(arm)}: name a run with a policy")
-        if (own["parent_sequence"] >= 0).any():
+        if (rows["parent_sequence"] >= 0).any():
             raise WrongOption(f"path={path} has forks, whose decisions cannot be repeated")
-        ordered = own.sort_values(["group", "round"])
-        limits = {int(n): [Limit.parse(one) for one in each] for n, each in ordered.groupby("request")["policy"]}
+        ordered = rows.sort_values(["group", "round"])
+        limits = {int(n): [Limit.parse(text) for text in each] for n, each in ordered.groupby("request")["policy"]}
         policy = manifest["proposers"].get(arm, {}).get("policy")
         rule = rule_of(policy if isinstance(policy, Mapping) else {})
         asked = tables.requests[tables.requests["arm"] == arm]
@@ -81,7 +81,7 @@ class RecordedPolicy(Policy):
     @property
     def parts(self) -> tuple[str, ...]:
         """See ``Policy``."""
-        return tuple(dict.fromkeys(one.part for each in self.limits.values() for one in each if one.part))
+        return tuple(dict.fromkeys(limit.part for each in self.limits.values() for limit in each if limit.part))
 
     @property
     def facts(self) -> dict[str, Any]:

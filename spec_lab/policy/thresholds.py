@@ -96,20 +96,20 @@ class Threshold(Policy):
 
     def decide(self, batch: Batch, states: Sequence[Controlled]) -> list[Limit]:
         """See ``Policy``."""
-        return [Limit(self.depth, one.threshold) for one in states]
+        return [Limit(self.depth, state.threshold) for state in states]
 
     def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Move the thresholds. Where nothing was drafted they fall, so that drafting begins again."""
         if not self.adapt:
             return
-        for one in outcomes:
-            own: Controlled = one.state
-            if one.drafted:
-                rate = one.accepted / one.drafted
-                own.acceptance = rate if own.acceptance is None else MEMORY * own.acceptance + (1 - MEMORY) * rate
-            more = one.drafted and own.acceptance is not None and own.acceptance < GOAL
-            aim = own.threshold + (STEP if more else -STEP)
-            own.threshold = min(max(0.0, KEEP * own.threshold + (1 - KEEP) * aim), 1.0)
+        for outcome in outcomes:
+            state: Controlled = outcome.state
+            if outcome.drafted:
+                rate = outcome.accepted / outcome.drafted
+                state.acceptance = rate if state.acceptance is None else MEMORY * state.acceptance + (1 - MEMORY) * rate
+            more = outcome.drafted and state.acceptance is not None and state.acceptance < GOAL
+            aim = state.threshold + (STEP if more else -STEP)
+            state.threshold = min(max(0.0, KEEP * state.threshold + (1 - KEEP) * aim), 1.0)
 
     def toy(self) -> Threshold:
         """See ``Policy``. At a threshold that the draft distributions of toys are on both sides of."""

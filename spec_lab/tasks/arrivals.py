@@ -68,13 +68,13 @@ def check_waits(times: Sequence[float], segment: int, kind: str, rate: float, tr
         ValueError: names the option, and the line of the trace with which the limit is passed.
     """
     waited = 0.0
-    for place in range(1, len(times)):
-        waited += times[place] - times[place - 1] if place % segment else 0.0
+    for index in range(1, len(times)):
+        waited += times[index] - times[index - 1] if index % segment else 0.0
         if not waited <= MAX_WAIT:  # infinities make it NaN
             what, instead = f"task.rate is {rate:g}", "give a higher rate"
             if kind == "file":
-                what, instead = f"task.trace: line {place + 1} of {trace} is {times[place]:g}", "name a denser trace"
+                what, instead = f"task.trace: line {index + 1} of {trace} is {times[index]:g}", "name a denser trace"
             raise ValueError(
-                f"{what}, so the arrivals of requests 0 to {place} take more than {MAX_WAIT:g} s, for which every arm "
+                f"{what}, so the arrivals of requests 0 to {index} take more than {MAX_WAIT:g} s, for which every arm "
                 f"would wait: {instead}, or set fewer task.requests"
             )

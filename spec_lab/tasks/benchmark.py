@@ -92,10 +92,10 @@ def run(
     if history == BASELINE and BASELINE not in arms:
         raise WrongOption("history=baseline requires the baseline's answers: set baseline=true")
     lab.check_later_turns(settings)
-    requests = [one.request for one in turns]
+    requests = [turn.request for turn in turns]
     memory = check_memory(lab, settings, lab.longest_prompts(settings, turns))
-    policies = any("policy" in one for one in lab.facts().values())
-    chat, checks = lab.chat_facts(), any(one.checker for one in lab.prompts)
+    policies = any("policy" in facts for facts in lab.facts().values())
+    chat, checks = lab.chat_facts(), any(prompt.checker for prompt in lab.prompts)
     optional = [*DRAFT_COLUMNS * settings.records_drafts, *["policy"] * policies]
     optional += [*TURN_COLUMNS * (chat is not None), *CHECK_COLUMNS * checks]
     optional += [*TIMING_COLUMNS, *["cached_tokens"] * (settings.prefix_cache is not None)]
@@ -112,7 +112,7 @@ def run(
 
         def decode(numbers: Mapping[int, int]) -> None:
             """Decode groups, given by number with the number of the attempt."""
-            turns = sum(lab.prompts[one.conversation].turns for number in numbers for one in groups[number])
+            turns = sum(lab.prompts[turn.conversation].turns for number in numbers for turn in groups[number])
             with Progress(total=turns * len(arms), desc=settings.name, unit="prompt", disable=one_of_several()) as bar:
                 if numbers and settings.warmup:
                     bar.set_postfix_str("warming up")
@@ -162,7 +162,9 @@ def run(
 
     named = {"overrides": settings.overrides, "groups": len(groups), "parts": _named(lab, next(iter(arms.values())))}
     if chat is not None:  # a template may show the date, or be changed
-        named["prompt_tokens_sha256"] = sha256(json.dumps([one.tokens for one in requests]).encode()).hexdigest()
+        named["prompt_tokens_sha256"] = sha256(
+            json.dumps([request.tokens for request in requests]).encode()
+        ).hexdigest()
     roofline = lab.roofline()
     named |= {"roofline": None if roofline is None else roofline.facts(), "memory": memory}
     return Task(lab, settings, config, arms, work, left, recorder.parts, named).run(console)
@@ -191,7 +193,7 @@ def _warm_up(arms: Mapping[str, GroupDecoder], requests: Sequence[Request], toke
 
     What proposers have learned from these requests is forgotten, since the same ones are measured.
     """
-    short = [replace(one, max_new_tokens=min(tokens, one.max_new_tokens)) for one in requests]
+    short = [replace(request, max_new_tokens=min(tokens, request.max_new_tokens)) for request in requests]
     for arm in arms.values():
         arm.decode(short)
         if isinstance(arm, Loop):
@@ -249,7 +251,7 @@ def _summary(
         **main,
         "arms": each,
         "against": metrics.speedups_over_peers(tables),
-        **({"bounds": {name: one.summary() for name, one in bounds.items()}} if bounds else {}),
+        **({"bounds": {name: bound.summary() for name, bound in bounds.items()}} if bounds else {}),
         "errors": tables.requests["error"][tables.requests["error"] != ""].tolist(),
     }
 
@@ -261,24 +263,24 @@ def margins(lab: Lab, requests: Sequence[Request], tables: metrics.Tables) -> di
     only the first: the difference of the target's logits of the two tokens after the common text, by plain decoding.
     Rounding changes the arg max only where it is small.
     """
-    found: dict[str, Any] = {}
+    margins: dict[str, Any] = {}
     if lab.sampling.temperature == 0 and lab.sampling.repetition_penalty == 1:
         lab.target.lm.capture(())
-        prompts = {one.id: one.tokens for one in requests}
+        prompts = {request.id: request.tokens for request in requests}
         firsts = tables.requests[tables.requests["request"].isin(prompts)]
         for arm in metrics.arms(tables):
             each = []
-            for one in metrics.first_differences(firsts, arm)[:MOST_MARGINS]:
-                text = [*prompts[one.request], *one.before]
+            for difference in metrics.first_differences(firsts, arm)[:MOST_MARGINS]:
+                text = [*prompts[difference.request], *difference.before]
                 try:
                     logits = lab.target.plain_logits(text, len(text))[0].float()
                 except RuntimeError as error:  # such as of memory: a forward over the whole text is larger than a step
-                    LOG.warning("The difference of logits of %s is not known: %s", one.request, error)
+                    LOG.warning("The difference of logits of %s is not known: %s", difference.request, error)
                     continue
-                each.append(float((logits[one.token] - logits[one.expected]).abs()))
+                each.append(float((logits[difference.token] - logits[difference.expected]).abs()))
             if each:
-                found[arm] = {"outputs": len(each), "median": median(each), "largest": max(each)}
-    return {"output_margins": found}
+                margins[arm] = {"outputs": len(each), "median": median(each), "largest": max(each)}
+    return {"output_margins": margins}
 
 
 def _named(lab: Lab, main: GroupDecoder) -> dict[str, Any]:

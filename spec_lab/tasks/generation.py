@@ -53,12 +53,12 @@ class Share:
 
     Args:
         text: the part.
-        place: of the token among those of its branch.
+        index: of the token among those of its branch.
         origin: as of ``OutputToken``.
     """
 
     text: str
-    place: int
+    index: int
     origin: str
 
 
@@ -132,18 +132,21 @@ def generate(
     several: list[Any] = [prompts]
     if isinstance(prompts, Iterable) and not isinstance(prompts, str | Prompt):
         several = list(prompts)
-    wrong = [one for one in several if not isinstance(one, str | Prompt)]
+    wrong = [prompt for prompt in several if not isinstance(prompt, str | Prompt)]
     if wrong:
         raise ValueError(f"prompts must be a text, a Prompt, or a list of these, not {brief(wrong[0])}")
-    named = [one if isinstance(one, Prompt) else Prompt(f"prompt {place}", one) for place, one in enumerate(several)]
+    named = [
+        prompt if isinstance(prompt, Prompt) else Prompt(f"prompt {number}", prompt)
+        for number, prompt in enumerate(several)
+    ]
     if not named:
         raise ValueError("prompts is empty: pass at least one")
-    if unused := next((one.name for one in named if one.later or one.checker), None):
+    if unused := next((prompt.name for prompt in named if prompt.later or prompt.checker), None):
         raise ValueError(
             f"generate decodes one answer and checks none, and prompt '{unused}' has later turns or a checker: pass "
             "dataclasses.replace(prompt, later=(), checker='')"
         )
-    if len({one.name for one in named}) < len(named):
+    if len({prompt.name for prompt in named}) < len(named):
         raise ValueError("two prompts have the same name: give each one of its own")
     settings = Settings(
         output_dir=Path(), name="generate", batch_size=len(named), max_new_tokens=max_new_tokens, warmup=0, seed=seed,
@@ -178,9 +181,9 @@ def engine_with_events(lab: Lab, settings: Settings, prefix_cache: PrefixCache |
     if lab.pieces is None or len(lab.pieces) != lab.target.vocabulary:
         raise ValueError(f"text needs the bytes of each of the {lab.target.vocabulary} tokens of the target")
     arm = replace(lab.arm(settings, lab.proposer, lab.verifier), record=Recording(), prefix_cache=prefix_cache)
-    requests = [replace(one, logprobs=True) for one in lab.requests(settings)]
+    requests = [replace(request, logprobs=True) for request in lab.requests(settings)]
     kept = settings.prefix_cache if prefix_cache is None else prefix_cache.most_tokens
-    check_memory(lab, replace(settings, prefix_cache=kept), [len(one.tokens) for one in requests])
+    check_memory(lab, replace(settings, prefix_cache=kept), [len(request.tokens) for request in requests])
     return fixed_group(arm, requests, listen=True)
 
 
@@ -190,17 +193,21 @@ def steps_with_events(group: Engine) -> Generator[tuple[StepInfo | None, list[Se
     with closing(cast(Generator[StepInfo, None, None], iter(group))) as decoding:
         for done in decoding:
             yield done, _drain(group, readers)
-    dropped = [SequenceEvent(one.request.id, one.lineage, Dropped()) for one in group.sequences if not one.kept]
+    dropped = [
+        SequenceEvent(sequence.request.id, sequence.lineage, Dropped())
+        for sequence in group.sequences
+        if not sequence.kept
+    ]
     yield None, _drain(group, readers) + dropped
 
 
 def _drain(group: Engine, readers: dict[SequenceState, _EventReader]) -> list[SequenceEvent]:
-    found = []
+    events = []
     for sequence in group.sequences:
         if sequence.events or sequence not in readers:
             reader = readers.setdefault(sequence, _EventReader(sequence, group.arm.pieces or ()))
-            found += reader.read(group.errors)
-    return found
+            events += reader.read(group.errors)
+    return events
 
 
 class _EventReader:
@@ -239,9 +246,9 @@ class _EventReader:
             self.tokens -= event.tokens
             self.characters -= len(event.text)
         elif isinstance(event, Text | Finish):
-            own = slice(self.tokens, self.tokens + event.tokens)
-            each = zip(sequence.emitted[own], sequence.logprobs[own], sequence.origins[own], strict=True)
-            tokens = tuple(OutputToken(*one) for one in each)
+            emitted = slice(self.tokens, self.tokens + event.tokens)
+            each = zip(sequence.emitted[emitted], sequence.logprobs[emitted], sequence.origins[emitted], strict=True)
+            tokens = tuple(OutputToken(*fields) for fields in each)
             if isinstance(event, Text):
                 shares = self.origins.shares(self.tokens, self.characters, event.text)
                 self.characters += len(event.text)
@@ -269,17 +276,17 @@ class _Characters:
         """
         emitted, origins = self.sequence.emitted, self.sequence.origins
         del self.after[completed:]
-        found, left, place = [], text, completed
-        while left and place < len(emitted):
-            end = self._read(emitted[place])
+        shares, left, index = [], text, completed
+        while left and index < len(emitted):
+            end = self._read(emitted[index])
             part, left = left[: max(end - begin, 0)], left[max(end - begin, 0) :]
             begin += len(part)
-            if not left or place + 1 == len(emitted):  # an unfinished character that stays so is its last token's
+            if not left or index + 1 == len(emitted):  # an unfinished character that stays so is its last token's
                 part, left = part + left, ""
             if part:
-                found.append(Share(part, place, origins[place]))
-            place += 1
-        return tuple(found)
+                shares.append(Share(part, index, origins[index]))
+            index += 1
+        return tuple(shares)
 
     def _read(self, token: int) -> int:
         """How many characters there are after one more token."""
@@ -295,8 +302,8 @@ class _Characters:
 def net(events: Sequence[Event]) -> list[Event]:
     """The events without what was withdrawn or replaced again among them."""
     kept: list[Event] = []
-    for place, event in enumerate(events):
-        if isinstance(event, Held) and any(isinstance(later, Held) for later in events[place + 1 :]):
+    for index, event in enumerate(events):
+        if isinstance(event, Held) and any(isinstance(later, Held) for later in events[index + 1 :]):
             continue
         if isinstance(event, Withdrawn):
             text, tokens = event.text, event.tokens

@@ -61,36 +61,36 @@ def decode_group(
     """
     rows, order = GroupRows(), arm_order(list(arms), number)
     todo = {name: list(group) for name in order}
-    said: dict[str, dict[int, list[str]]] = {name: {one.conversation: [] for one in group} for name in order}
+    said: dict[str, dict[int, list[str]]] = {name: {turn.conversation: [] for turn in group} for name in order}
     rounds = dict.fromkeys(order, 0)
     while any(todo.values()):
-        for place, name in enumerate(order):
+        for position, name in enumerate(order):
             if not todo[name]:
                 continue
             turn = todo[name][0].number
             began = Usage.now()
-            decoded = arms[name].decode([one.request for one in todo[name]])
+            decoded = arms[name].decode([turn.request for turn in todo[name]])
             load = other_load(began, Usage.now())
             own_rounds, own_steps = writer.rows_of(decoded.steps, number, name, turn, rounds[name])
             rows.replay += writer.replay_rows_of(decoded.steps, number, name, lab.target.vocabulary, rounds[name])
             rounds[name] += len(own_rounds)
             rows.rounds += own_rounds
             rows.steps += own_steps
-            by_request = {one.request.id: one for one in todo[name]}
+            by_request = {turn.request.id: turn for turn in todo[name]}
             for outcome in decoded.outcomes:
-                one = by_request[outcome.request.id]
-                row = _row(lab, settings, outcome, one, number, name, place, load, attempt)
+                answered = by_request[outcome.request.id]
+                row = _row(lab, settings, outcome, answered, number, name, position, load, attempt)
                 rows.requests.append(row)
                 if outcome.error:
                     bar.write(f"{names[name]}: {outcome.error}", file=sys.stderr)
-                if len(said[name][one.conversation]) < turn and outcome.kept and outcome.finish not in BROKEN:
-                    said[name][one.conversation].append(reply(row["text"], row["prompt"]))
+                if len(said[name][answered.conversation]) < turn and outcome.kept and outcome.finish not in BROKEN:
+                    said[name][answered.conversation].append(reply(row["text"], row["prompt"]))
             bar.update(len(todo[name]))
-        for place, name in enumerate(order):
+        for position, name in enumerate(order):
             answers = said[name if history == "own" else BASELINE]
             todo[name], broken = _next_turns(lab, settings, todo[name], answers)
-            for outcome, one in broken:
-                rows.requests.append(_row(lab, settings, outcome, one, number, name, place, None, attempt))
+            for outcome, answered in broken:
+                rows.requests.append(_row(lab, settings, outcome, answered, number, name, position, None, attempt))
                 bar.write(f"{names[name]}: {outcome.error}", file=sys.stderr)
                 bar.update(1)
     return rows
@@ -148,20 +148,20 @@ def _next_turns(
 
     A conversation whose turn broke has no next one: its group is left out of the figures.
     """
-    found: list[Turn] = []
+    following: list[Turn] = []
     broken: list[tuple[Outcome, Turn]] = []
-    for one in turns:
-        answers = said[one.conversation]
-        if one.number == lab.prompts[one.conversation].turns or len(answers) < one.number:
+    for turn in turns:
+        answers = said[turn.conversation]
+        if turn.number == lab.prompts[turn.conversation].turns or len(answers) < turn.number:
             continue
         try:
-            found.append(lab.turn(settings, one.conversation, answers))
+            following.append(lab.turn(settings, turn.conversation, answers))
         except ValueError as error:  # too long for the context, or refused by the chat template
-            number, name = one.number + 1, lab.prompts[one.conversation].name
-            request = replace(one.request, id=one.request.id + len(lab.prompts), name=f"{name}, turn {number}")
-            failed = Turn(one.conversation, number, replace(one.prompt, name=request.name, checker=""), request)
+            number, name = turn.number + 1, lab.prompts[turn.conversation].name
+            request = replace(turn.request, id=turn.request.id + len(lab.prompts), name=f"{name}, turn {number}")
+            failed = Turn(turn.conversation, number, replace(turn.prompt, name=request.name, checker=""), request)
             broken.append((Outcome(request, [], "stuck", 0, 0, 0.0, 0.0, 0.0, error=str(error)), failed))
-    return found, broken
+    return following, broken
 
 
 def _row(

@@ -184,11 +184,11 @@ class Lab:
     def most_tokens(self, settings: Settings) -> int:
         """Most tokens that the arms of this project's loop emit in a benchmark: answers times arms times the limit."""
         arms = (not isinstance(self.proposer, Null)) + len(self.more_proposers) + settings.baseline
-        return sum(one.turns for one in self.prompts) * max(1, arms) * settings.max_new_tokens
+        return sum(prompt.turns for prompt in self.prompts) * max(1, arms) * settings.max_new_tokens
 
     def requests(self, settings: Settings) -> list[Request]:
         """The prompts as requests, of conversations the first. Errors as in ``first_turns``."""
-        return [one.request for one in self.first_turns(settings)]
+        return [turn.request for turn in self.first_turns(settings)]
 
     def first_turns(self, settings: Settings) -> list[Turn]:
         """The first request of every prompt, numbered in order.
@@ -200,7 +200,7 @@ class Lab:
         turns = [self.turn(settings, number) for number in range(len(self.prompts))]
         if self.prompts[0].template is not None and not self.prompts[0].template.of(self.target.tokenizer):
             LOG.warning("The tokenizer of %s has no chat template: messages are plain text", self.target.name)
-        bare = next((one.request.name for one in turns if not one.request.constraint), None)
+        bare = next((turn.request.name for turn in turns if not turn.request.constraint), None)
         for part in () if self.applied is None else self.applied.constraint.parts:
             if part.source is None and bare is not None:
                 raise ValueError(
@@ -280,7 +280,7 @@ class Lab:
         Raises:
             ValueError: there is one.
         """
-        if several := next((one.name for one in self.prompts if one.later), None):
+        if several := next((prompt.name for prompt in self.prompts if prompt.later), None):
             raise ValueError(
                 f"{task} decodes one answer for each prompt, and '{several}' has several turns: set prompts.turns=1"
             )
@@ -302,8 +302,8 @@ class Lab:
 
     def facts(self) -> dict[str, Any]:
         """What the proposers report, such as the tree they chose, by the name of their arm."""
-        own = {} if isinstance(self.proposer, Null) else {"speculative": self.proposer}
-        proposers = {**own, **self.more_proposers}
+        first = {} if isinstance(self.proposer, Null) else {"speculative": self.proposer}
+        proposers = {**first, **self.more_proposers}
         return {
             name: {"name": proposer.name, "drawn": proposer.drawn, **shared_store(proposer), **proposer.facts}
             for name, proposer in proposers.items()
@@ -311,21 +311,27 @@ class Lab:
 
     def chat_facts(self) -> dict[str, Any] | None:
         """What the manifest records of conversations; None where no prompt is one."""
-        chats = [one for one in self.prompts if one.template is not None or one.messages or one.later]
+        chats = [prompt for prompt in self.prompts if prompt.template is not None or prompt.messages or prompt.later]
         if not chats:
             return None
-        templates = {(id(one.template), bool(one.tools)): one for one in chats}.values()
+        templates = {(id(chat.template), bool(chat.tools)): chat for chat in chats}.values()
         return {
             "conversations": len(chats),
-            "turns": max(one.turns for one in chats),
-            **template_facts([(one.template, bool(one.tools)) for one in templates], self.target.tokenizer),
+            "turns": max(chat.turns for chat in chats),
+            **template_facts([(chat.template, bool(chat.tools)) for chat in templates], self.target.tokenizer),
         }
 
     def parts(self) -> list[Any]:
         """The objects that decode, and those that they are compared with."""
         each = (self.more_proposers, self.peers, self.verifiers)
         constraint = None if self.applied is None else self.applied.constraint
-        return [self.target, self.proposer, self.verifier, constraint, *(one for some in each for one in some.values())]
+        return [
+            self.target,
+            self.proposer,
+            self.verifier,
+            constraint,
+            *(part for some in each for part in some.values()),
+        ]
 
     def roofline(self) -> Roofline | None:
         """Measure what bounds the target's forwards on this machine; None if its runner does not state its work."""
@@ -338,12 +344,12 @@ class Lab:
         """SHA-256 of each part's weights, if it has some, empty for those from the hub; of a constraint, its facts'."""
         parts: dict[str, Any] = {"target": self.target, "proposer": self.proposer, **self.more_proposers, **self.peers}
         hashes = {name: part.sha256 for name, part in parts.items() if isinstance(part, Hashed)}
-        found = {name: own for name, own in hashes.items() if own is not None}
+        named = {name: digest for name, digest in hashes.items() if digest is not None}
         if self.applied is not None:  # its source may stand in a file
-            found["constraint"] = sha256(
+            named["constraint"] = sha256(
                 json.dumps(self.applied.facts, sort_keys=True, default=str).encode()
             ).hexdigest()
-        return found
+        return named
 
 
 def shared_store(proposer: Proposer) -> dict[str, str]:

@@ -55,16 +55,16 @@ def _decoding(lab: Lab, settings: Settings, prompts: Sequence[int]) -> Decoding:
     """What the arms decode, each of which may need the most of something."""
     forces = lab.applied is not None and lab.applied.on_draft and bool(lab.applied.fast_forward)
     every: list[Proposer] = [lab.proposer, *lab.more_proposers.values()]
-    arms = sum(not isinstance(one, Null) for one in every) + settings.baseline
+    arms = sum(not isinstance(proposer, Null) for proposer in every) + settings.baseline
     return Decoding(
         prompts=prompts,
         batch_size=settings.batch_size,
         max_new_tokens=settings.max_new_tokens,
         context=lab.target.context,
-        rows=max(most_rows(one, forces) for one in every),
-        cells=max(most_cells(one, forces) for one in every),
+        rows=max(most_rows(proposer, forces) for proposer in every),
+        cells=max(most_cells(proposer, forces) for proposer in every),
         prefix_cache=max(arms, 1) * (settings.prefix_cache or 0),
-        states=max(_states(one.requires.hidden, lab.target.lm.capabilities.hidden_layers) for one in every),
+        states=max(_states(proposer.requires.hidden, lab.target.lm.capabilities.hidden_layers) for proposer in every),
     )
 
 

@@ -40,16 +40,16 @@ def timed(request: Request, tokens: Iterator[int], start: float) -> Outcome:
         tokens: the generated tokens, no more than there is room for; iteration ends at a stop token.
         start: when the prefill began, on ``time.perf_counter``.
     """
-    found: list[int] = []
+    output: list[int] = []
     first = start
     for token in tokens:
-        found.append(token)
-        if len(found) == 1:
+        output.append(token)
+        if len(output) == 1:
             first = time.perf_counter()
         if token in request.stop:
             break
     prefill, decode = first - start, time.perf_counter() - first
-    return Outcome(request, found, finish(found, request), 1, len(found) - 1, prefill, decode, prefill)
+    return Outcome(request, output, finish(output, request), 1, len(output) - 1, prefill, decode, prefill)
 
 
 class GrowingLlama:
@@ -70,7 +70,7 @@ class GrowingLlama:
 
     def for_requests(self, requests: Sequence[Request]) -> Any:
         """Return one with room for each of the requests, which fit the target, and for all that it may emit."""
-        required = self.more + max(len(one.tokens) + room(one, self.target) for one in requests)
+        required = self.more + max(len(request.tokens) + room(request, self.target) for request in requests)
         if required > self.size:
             size = -(-max(required, 2 * self.size) // GRAIN) * GRAIN
             self.size, self.made = 0, None  # frees the one before
@@ -259,12 +259,12 @@ class LlamaLoop:
         for start in range(0, len(tokens), most):
             part = (lib.llama_token * min(most, len(tokens) - start))(*tokens[start : start + most])
             self._decode(lib, context, part)
-        one = (lib.llama_token * 1)()
+        buffer = (lib.llama_token * 1)()
         for number in range(room(request, self.target)):
             if number:
-                self._decode(lib, context, one)
-            one[0] = lib.llama_sampler_sample(sampler, context, -1)
-            yield one[0]
+                self._decode(lib, context, buffer)
+            buffer[0] = lib.llama_sampler_sample(sampler, context, -1)
+            yield buffer[0]
 
     def _decode(self, lib: Any, context: Any, tokens: Any) -> None:
         if code := lib.llama_decode(context, lib.llama_batch_get_one(tokens, len(tokens))):

@@ -133,10 +133,10 @@ def serve(
         raise ValueError(f"task=serve_trace does not support peers, which decode one prompt at a time: {[*lab.peers]}")
     lab.check_one_turn("task=serve_trace")
     limits = Limits(settings.batch_size, max_prefill_tokens, max_kv_tokens)
-    own = lab.requests(settings)
-    count = len(own) if requests is None else requests
-    stream = [replace(own[n % len(own)], id=n, name=f"request {n}") for n in range(count)]
-    needed = check_memory(lab, settings, [len(one.tokens) for one in stream])
+    known = lab.requests(settings)
+    count = len(known) if requests is None else requests
+    stream = [replace(known[n % len(known)], id=n, name=f"request {n}") for n in range(count)]
+    needed = check_memory(lab, settings, [len(request.tokens) for request in stream])
     times = arrival_times(arrivals, count, rate, trace, settings.seed)
     check_waits(times, segment, arrivals, rate, trace)
     arms = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
@@ -166,14 +166,16 @@ def serve(
     def work(facts: Mapping[str, Any]) -> Done:
         measured = Roofline.of(facts.get("roofline"))  # of a resumed run, from when it began
         before = finished()
-        todo = [one for one in segments if one.number not in before]
+        todo = [segment for segment in segments if segment.number not in before]
         peak = Peak.start(lab.target.lm.device)
         if todo and settings.warmup:
             warm_up(arms, stream[: settings.batch_size], settings.warmup, limits)
-        total = sum(len(one.requests) for one in todo) * len(arms)
+        total = sum(len(segment.requests) for segment in todo) * len(arms)
         with Progress(total=total, desc=settings.name, unit="request") as bar:
-            for one in todo:
-                tables.write(f"{one.number:06d}", {"served": serve_with_every_arm(arms, one, limits, bar, measured)})
+            for segment in todo:
+                tables.write(
+                    f"{segment.number:06d}", {"served": serve_with_every_arm(arms, segment, limits, bar, measured)}
+                )
         used = {**(facts.get("memory") or {}), **peak.facts(bool(todo))}
         frame = tables.gather()["served"]
         complete = unbroken(frame)
@@ -204,8 +206,8 @@ def check_requests(arm: Loop, requests: Sequence[Request], limits: Limits) -> No
         ValueError: see ``Engine.add``.
     """
     engine = Engine(arm, limits=limits)
-    for one in requests:
-        engine.add(one)
+    for request in requests:
+        engine.add(request)
     engine.close()
 
 
@@ -237,7 +239,7 @@ def warm_up(arms: Mapping[str, Loop], requests: Sequence[Request], tokens: int, 
 
     What proposers have learned from them is forgotten, since the same requests are measured.
     """
-    short = [replace(one, max_new_tokens=min(tokens, one.max_new_tokens)) for one in requests]
+    short = [replace(request, max_new_tokens=min(tokens, request.max_new_tokens)) for request in requests]
     for arm in arms.values():
         serve_segment(arm, short, [0.0] * len(short), limits)
         arm.forget()
@@ -294,8 +296,8 @@ def serve_segment(
     if arm.prefix_cache is not None:
         arm.prefix_cache.clear()
     rows: dict[int, dict[str, Any]] = {
-        one.id: {"request": one.id, "prompt_tokens": len(one.tokens), "arrival": at} | NOTHING_YET
-        for one, at in zip(requests, due, strict=True)
+        request.id: {"request": request.id, "prompt_tokens": len(request.tokens), "arrival": at} | NOTHING_YET
+        for request, at in zip(requests, due, strict=True)
     }
     decoded: list[StepInfo] = []
     coming, start = list(zip(due, requests, strict=True)), clock()
@@ -335,7 +337,7 @@ def serve_segment(
     for number, row in rows.items():
         row |= outcome(sequences[number], engine.errors)
         if arm.prefix_cache is not None:
-            row["cached_tokens"] = max((one.reused for one in sequences[number]), default=0)
+            row["cached_tokens"] = max((sequence.reused for sequence in sequences[number]), default=0)
         for name in ("admitted", "first_token", "end"):  # a constraint may end a request before its first step
             row.setdefault(name, row["arrival"])
     return list(rows.values())
@@ -348,13 +350,13 @@ def _add_roofline(rows: Mapping[int, dict[str, Any]], infos: Sequence[StepInfo],
     for info in infos:
         nodes = info.draft.acceptable_nodes + info.draft.computed_only_nodes
         (read,), (compute,) = roofline.seconds(np.zeros(len(nodes)), info.context, info.pending, nodes)
-        found = {
+        columns = {
             "least_seconds": max(read, compute),
             "read_seconds": read if read >= compute else 0.0,
             "forward_seconds": info.seconds()["target_forward"],
         }
         for sequence, share in computed_shares(info).items():
-            for name, seconds in found.items():
+            for name, seconds in columns.items():
                 rows[sequence.request.id][name] += float(share * seconds)
 
 
@@ -367,10 +369,11 @@ def outcome(sequences: Sequence[SequenceState], errors: Mapping[SequenceState, s
         sequences: all of the request's.
         errors: of the sequences that have one.
     """
-    ordered = sorted(sequences, key=lambda one: one.lineage)
-    broken, kept = [one for one in ordered if one.finish in BROKEN], [one for one in ordered if one.kept]
+    ordered = sorted(sequences, key=lambda sequence: sequence.lineage)
+    broken = [sequence for sequence in ordered if sequence.finish in BROKEN]
+    kept = [sequence for sequence in ordered if sequence.kept]
     return {
-        "tokens": sum(len(one.tokens) - one.born for one in sequences),
+        "tokens": sum(len(sequence.tokens) - sequence.born for sequence in sequences),
         "finish": [*broken, *kept, *ordered][0].finish or "",
-        "error": next((errors[one] for one in ordered if one in errors), ""),
+        "error": next((errors[sequence] for sequence in ordered if sequence in errors), ""),
     }

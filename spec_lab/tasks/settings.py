@@ -120,4 +120,6 @@ class Settings:
     @staticmethod
     def names() -> list[str]:
         """The names of the scalars that a config gives."""
-        return [one.name for one in fields(Settings) if one.name not in ("output_dir", "overrides", "config_sha256")]
+        return [
+            field.name for field in fields(Settings) if field.name not in ("output_dir", "overrides", "config_sha256")
+        ]

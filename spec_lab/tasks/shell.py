@@ -85,12 +85,12 @@ class Task:
         """
         lab, out = self.lab, self.settings.output_dir
         made = lab.weights(), digest(lab.prompts), list(self.arms), lab.facts(), lab.parts(), lab.target.cache
-        own = manifest(self.config, self.settings.seed, *made) | {"sampling": asdict(lab.sampling)}
-        own |= {"target": lab.target.facts, "device": str(lab.target.lm.device)}
+        entries = manifest(self.config, self.settings.seed, *made) | {"sampling": asdict(lab.sampling)}
+        entries |= {"target": lab.target.facts, "device": str(lab.target.lm.device)}
         if (chat := lab.chat_facts()) is not None:
-            own["chat"] = chat
-        own |= dict(self.more or {})
-        facts = claim(out, own | {"config_sha256": self.settings.config_sha256})
+            entries["chat"] = chat
+        entries |= dict(self.more or {})
+        facts = claim(out, entries | {"config_sha256": self.settings.config_sha256})
         remove_abandoned(out / "parts")
         before = lab.target.lm.forwards
         resumes = self.resumes or self.parts is not None
@@ -113,7 +113,7 @@ class Task:
             print(f"\nInterrupted: {self.left()[1]}{how}", file=sys.stderr)
             return INTERRUPTED
         except Exception as error:
-            unclaim(out, own, error, decoded=lab.target.lm.forwards > before)
+            unclaim(out, entries, error, decoded=lab.target.lm.forwards > before)
             if isinstance(error, PartError) and resumes:
                 count, on_disk = self.left()
                 if count:

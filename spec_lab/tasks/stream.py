@@ -82,8 +82,8 @@ def stream(
     done, code, began = [], 0, time.perf_counter()
     try:
         with closing(steps_with_events(group)) as decoding:
-            for one, events in decoding:
-                done += [] if one is None else [one]
+            for outcome, events in decoding:
+                done += [] if outcome is None else [outcome]
                 page.add(events)
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -121,14 +121,14 @@ class _Page:
 
     def add(self, events: list[SequenceEvent]) -> None:
         """Add events, and print the text that can be printed."""
-        for one in events:
-            shares = self.waiting.setdefault(one.branch, [])
-            if isinstance(one.event, Text):
-                shares += one.shares
-            elif isinstance(one.event, Withdrawn):
-                self._withdraw(shares, one.event.text)
-            elif isinstance(one.event, Finish):
-                self.finished.add(one.branch)
+        for read in events:
+            shares = self.waiting.setdefault(read.branch, [])
+            if isinstance(read.event, Text):
+                shares += read.shares
+            elif isinstance(read.event, Withdrawn):
+                self._withdraw(shares, read.event.text)
+            elif isinstance(read.event, Finish):
+                self.finished.add(read.branch)
         self._print(every=False)
 
     def end(self) -> None:
@@ -148,7 +148,7 @@ class _Page:
                 self.shown.append(branch)
             if over or not self.whole:
                 for share in self.waiting[branch]:
-                    self._write(share.text, SHADES[share.origin][share.place % 2])
+                    self._write(share.text, SHADES[share.origin][share.index % 2])
                 self.waiting[branch].clear()
 
     def _heading(self, branch: tuple[int, ...]) -> None:
@@ -180,14 +180,22 @@ class _Page:
 
 def _figures(group: Engine, done: list[StepInfo], seconds: float) -> Line:
     """Return the line of figures. Only tokens that were not withdrawn count; tau is ``metrics.tau_pooled``."""
-    origins = Counter(origin for one in group.sequences for origin in one.origins[one.born - len(one.request.tokens) :])
+    origins = Counter(
+        origin
+        for sequence in group.sequences
+        for origin in sequence.origins[sequence.born - len(sequence.request.tokens) :]
+    )
     tokens = origins.total()
-    steps = [got for one in done for got, first in zip(one.committed, one.prefill, strict=True) if not first]
-    own = sum(got.count(kept=True) - got.count(forced=True, kept=True) for got in steps)
+    steps = [
+        got for outcome in done for got, first in zip(outcome.committed, outcome.prefill, strict=True) if not first
+    ]
+    generated = sum(got.count(kept=True) - got.count(forced=True, kept=True) for got in steps)
     line = Line(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.0f} tokens/s")
-    line.append(f"; tau {own / len(steps):.2f}" if steps else "")
+    line.append(f"; tau {generated / len(steps):.2f}" if steps else "")
     for origin in ORIGINS:
         line.append("; " if origin == "accepted" else ", ").append(f"{origin}", SHADES[origin][0])
         line.append(f" {origins[origin] / max(tokens, 1):.0%}")
-    finishes = [(one.finish or "interrupted") + ("" if one.kept else " (dropped)") for one in group.sequences]
+    finishes = [
+        (sequence.finish or "interrupted") + ("" if sequence.kept else " (dropped)") for sequence in group.sequences
+    ]
     return line.append(f"; {', '.join(finishes)}")

@@ -48,5 +48,5 @@ class TokenTexts:
 def token_rows(group: int, steps: Iterable[Mapping[str, Any]], texts: TokenTexts) -> Rows:
     """Return the rows of the table ``tokens`` (``schema.TOKENS``) for the steps of a group."""
     names = ("draft_tokens", "emitted_tokens")
-    found = sorted({token for step in steps for name in names for token in step.get(name) or ()})
-    return [{"id": f"{group}/{one}", "group": group, "token": one, "text": texts.text(one)} for one in found]
+    tokens = sorted({token for step in steps for name in names for token in step.get(name) or ()})
+    return [{"id": f"{group}/{token}", "group": group, "token": token, "text": texts.text(token)} for token in tokens]

@@ -100,7 +100,9 @@ def train(
     requests = lab.requests(settings)
     rest = requests[len(requests) - max(1, round(held_out * len(requests))) :]
     known = requests[: len(requests) - len(rest)]
-    repeated = [replace(one, id=one.id + number * len(requests)) for number in range(answers) for one in known]
+    repeated = [
+        replace(request, id=request.id + number * len(requests)) for number in range(answers) for request in known
+    ]
     if len(repeated) < rows:
         raise WrongOption(
             f"rows={rows} texts make a training step, but there are {len(repeated)} answers to learn from: give "
@@ -140,17 +142,19 @@ def train(
             Progress(desc=recipe.name, unit="step") as bar,
         ):
             trainer = Trainer(begun.module, plan.plan, threads, torch.float32)
-            own = out / "training", plan, settings_of(recipe, lab.target, begun)
+            setup = out / "training", plan, settings_of(recipe, lab.target, begun)
 
             def measure() -> dict[str, Any]:
                 begun.module.eval()
                 accepted, agreed = _held_out(begun.objective, others, part, lab.target.lm.device)
                 begun.module.train()
                 lengths = {"accepted_length": expected_length(accepted), "agreed_length": expected_length(agreed)}
-                return {"accepted": accepted, "agreed": agreed} | {key: round(one, 4) for key, one in lengths.items()}
+                return {"accepted": accepted, "agreed": agreed} | {
+                    key: round(length, 4) for key, length in lengths.items()
+                }
 
             tick = partial(_at, bar)
-            fit(trainer, begun.objective, paths, *own, tick=tick, wrote=lab.tracker.training, measure=measure)
+            fit(trainer, begun.objective, paths, *setup, tick=tick, wrote=lab.tracker.training, measure=measure)
         begun.module.eval()
         source = {"target_sha256": lab.target.sha256, "seed": str(settings.seed), "method": recipe.name}
         sha256 = recipe.write(begun.module, lab.target, out / "drafter", source)
@@ -161,7 +165,7 @@ def train(
         summary = {
             "experiment": settings.name, "target": lab.target.name, "temperature": lab.sampling.temperature,
             "drafter": recipe.name, "sha256": sha256, "texts": len(paths) * rows, "steps": trainer.step, **begun.facts,
-            "parameters": sum(one.numel() for one in begun.module.parameters()),
+            "parameters": sum(parameter.numel() for parameter in begun.module.parameters()),
             "accepted": accepted, "agreed": agreed,
             "estimated_length": expected_length(agreed if lab.sampling.temperature == 0 else accepted),
             "measured_length": _measured(lab, settings, recipe, out / "drafter", rest), "learning": curve,
@@ -185,7 +189,7 @@ def _at(bar: Any, done: int, total: int) -> None:
 def _check_sampling(sampling: Sampling) -> None:
     """Refuse sampling for which the acceptance in training is not that of decoding."""
     allowed = Sampling(temperature=1.0 if sampling.temperature == 1 else 0.0)
-    names = [one.name for one in fields(Sampling)]
+    names = [field.name for field in fields(Sampling)]
     if wrong := [name for name in names if getattr(sampling, name) != getattr(allowed, name)]:
         given = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in wrong)
         raise ValueError(
@@ -215,9 +219,9 @@ def _answered(
     rows: int,
     rest: bool = False,
 ) -> list[Path]:
-    own = states, folder, rows, settings.batch_size, settings.seed, lab.pieces, rest
+    recording = states, folder, rows, settings.batch_size, settings.seed, lab.pieces, rest
     with Progress(total=len(requests), desc=folder.name, unit="text") as bar:
-        return record(lab.target, requests, *own, bar.update)
+        return record(lab.target, requests, *recording, bar.update)
 
 
 @torch.no_grad()
@@ -229,11 +233,11 @@ def _held_out(
     for path in paths:
         texts = Texts.read(path)
         for start in range(0, len(texts), part):
-            found = objective(texts.rows(slice(start, start + part)).to(device))[1]
-            shares = torch.tensor([[1, one.accepted, one.agreed] for one in found], dtype=torch.float64)
-            sums = sums + shares * torch.tensor([[one.rows] for one in found])
+            counts = objective(texts.rows(slice(start, start + part)).to(device))[1]
+            shares = torch.tensor([[1, count.accepted, count.agreed] for count in counts], dtype=torch.float64)
+            sums = sums + shares * torch.tensor([[count.rows] for count in counts])
     accepted, agreed = (sums[:, 1:] / sums[:, :1].clamp_min(1)).T.tolist()
-    return [round(one, 4) for one in accepted], [round(one, 4) for one in agreed]
+    return [round(share, 4) for share in accepted], [round(share, 4) for share in agreed]
 
 
 def _measured(lab: Lab, settings: Settings, recipe: Recipe, folder: Path, requests: Sequence[Request]) -> float:

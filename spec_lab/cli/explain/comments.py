@@ -89,8 +89,12 @@ def read(path: Path, flat: bool = False) -> ConfigFile:
         path,
         comments.head(),
         tuple(_defaults(root, comments)) if root else (),
-        tuple(one for one in settings if one.name.rpartition(".")[2] not in PRIVATE or (flat and "." in one.name)),
-        next((one.value for one in settings if one.name == "_target_"), ""),
+        tuple(
+            setting
+            for setting in settings
+            if setting.name.rpartition(".")[2] not in PRIVATE or (flat and "." in setting.name)
+        ),
+        next((setting.value for setting in settings if setting.name == "_target_"), ""),
     )
 
 
@@ -126,21 +130,21 @@ class _Comments:
 
     def head(self) -> str:
         """Return the comment above the first key."""
-        found = []
+        lines = []
         for line in self.lines:
             if not line.startswith("#"):
                 break
-            found.append(line.lstrip("#").strip())
-        return " ".join(one for one in found if not one.startswith("@package"))
+            lines.append(line.lstrip("#").strip())
+        return " ".join(line for line in lines if not line.startswith("@package"))
 
     def behind(self, node: Node, colon: bool = False) -> str:
         """Return the comment behind a node; with ``colon`` that of a key whose value is on the lines below."""
         line, column = node.end_mark.line, node.end_mark.column
         if line >= len(self.lines):
             return ""
-        own = re.fullmatch(r"[\s,}\]:]*#\s*(.*)" if colon else r"[\s,}\]]*#\s*(.*)", self.lines[line][column:])
-        below = self.lines[line + 1 : line + 1 + self.below(line)] if own else []
-        return " ".join([own[1].strip(), *(more.strip(" #") for more in below)] if own else [])
+        comment = re.fullmatch(r"[\s,}\]:]*#\s*(.*)" if colon else r"[\s,}\]]*#\s*(.*)", self.lines[line][column:])
+        below = self.lines[line + 1 : line + 1 + self.below(line)] if comment else []
+        return " ".join([comment[1].strip(), *(more.strip(" #") for more in below)] if comment else [])
 
     def below(self, line: int) -> int:
         """Return on how many lines below a line its comment goes on."""
@@ -168,9 +172,9 @@ def _defaults(node: MappingNode, comments: _Comments) -> Iterator[Chosen]:
     for key, value in node.value:
         if key.value != "defaults" or not isinstance(value, SequenceNode):
             continue
-        for one in value.value:
-            if isinstance(one, ScalarNode) and one.value != "_self_":
-                yield Chosen("", one.value, comments.behind(one))
-            for option, chosen in one.value if isinstance(one, MappingNode) else ():
+        for entry in value.value:
+            if isinstance(entry, ScalarNode) and entry.value != "_self_":
+                yield Chosen("", entry.value, comments.behind(entry))
+            for option, chosen in entry.value if isinstance(entry, MappingNode) else ():
                 named = option.value.removeprefix("override ").strip().lstrip("/")
                 yield Chosen(named, chosen.value, comments.behind(chosen))

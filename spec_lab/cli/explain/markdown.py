@@ -40,7 +40,7 @@ def _group(group: ConfigGroup) -> Iterator[str]:
     yield from ("", f"## {group.name}", "", f"{sentence(group.summary)}{default}", "", "| | |", "|---|---|")
     for option in group.options:
         yield f"| {_linked(option)} | {text(option.summary)} |"
-    for option in (one for one in group.options if one.keys):
+    for option in (documented for documented in group.options if documented.keys):
         plus = "+" if group.name == EXPERIMENT else ""
         yield from ("", f"### {plus}{group.name}={option.name}", "", sentence(option.summary), "")
         yield from _keys(option)
@@ -102,8 +102,8 @@ def _commands(parsers: Mapping[str, argparse.ArgumentParser]) -> Iterator[str]:
 
 def _arguments(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
     """Return the arguments of a parser, which argparse lists nowhere else; positional ones first."""
-    own = [one for one in parser._actions if not isinstance(one, argparse._HelpAction)]
-    return sorted(own, key=lambda one: bool(one.option_strings))
+    actions = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+    return sorted(actions, key=lambda action: bool(action.option_strings))
 
 
 def _argument(action: argparse.Action) -> str:
@@ -131,7 +131,7 @@ def code(value: str) -> str:
 
 def text(value: str) -> str:
     """Return plain text as Markdown, also in a table; numbers of papers are links."""
-    shown = re.sub(r"[<|$*`\[]", lambda found: f"&#{ord(found[0])};", value)
+    shown = re.sub(r"[<|$*`\[]", lambda character: f"&#{ord(character[0])};", value)
     return re.sub(r"\b(\d{4}\.\d{5})\b", r"[\1](https://arxiv.org/abs/\1)", shown)
 
 

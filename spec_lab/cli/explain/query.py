@@ -51,45 +51,45 @@ def find(reference: Reference, query: str) -> tuple[Answer, ...]:
     if group := reference.group(name):
         if not equals:
             return (group,)
-        options = [one for one in group.options if one.name == value]
-        return tuple(options) or _unknown(query, [f"{name}={one.name}" for one in group.options])
+        options = [known for known in group.options if known.name == value]
+        return tuple(options) or _unknown(query, [f"{name}={known.name}" for known in group.options])
     above, _, last = name.rpartition(".")
     option = reference.option(above.replace(".", "/"), last)
-    found = (*((option,) if option and not equals else ()), *_keys(reference, canonical(name)))
-    return found or _unknown(name or query, names(reference))
+    matches = (*((option,) if option and not equals else ()), *_keys(reference, canonical(name)))
+    return matches or _unknown(name or query, names(reference))
 
 
 def _keys(reference: Reference, name: str) -> tuple[KeyMatch, ...]:
     """Return the keys with this name; if there are none, those that end with it. Equal ones of a group are one."""
-    exact = [one for one in reference.each_key() if one[0] == name]
-    found: dict[tuple[str, ConfigKey], list[ConfigOption]] = {}
+    exact = [match for match in reference.each_key() if match[0] == name]
+    places: dict[tuple[str, ConfigKey], list[ConfigOption]] = {}
     for path, option, key in exact or (*reference.each_key(), *_settings(reference, name)):
         if path == name or f".{path}".endswith(f".{name}"):
-            found.setdefault((path, key), []).append(option)
-    return tuple(KeyMatch(path, key, tuple(options)) for (path, key), options in found.items())
+            places.setdefault((path, key), []).append(option)
+    return tuple(KeyMatch(path, key, tuple(options)) for (path, key), options in places.items())
 
 
 def _settings(reference: Reference, name: str) -> list[tuple[str, ConfigOption, ConfigKey]]:
     """Return the keys that only experiments have, such as ``task.recipe.loss``."""
     known = {path for path, _, _ in reference.each_key()}
     group = reference.group(EXPERIMENT)
-    given = [(key.name, one, key) for one in group.options for key in one.keys] if group else []
-    own = [one for one in given if one[2].type and canonical(one[0]) not in known]
-    return [one for one in own if f".{one[0]}".endswith(f".{name}")]
+    given = [(key.name, option, key) for option in group.options for key in option.keys] if group else []
+    typed = [match for match in given if match[2].type and canonical(match[0]) not in known]
+    return [match for match in typed if f".{match[0]}".endswith(f".{name}")]
 
 
 def names(reference: Reference) -> Iterator[str]:
     """Yield everything that can be asked for: groups, their options, and keys."""
     for group in reference.groups:
         yield group.name
-        yield from (f"{group.name}={one.name}" for one in group.options)
+        yield from (f"{group.name}={option.name}" for option in group.options)
     yield from dict.fromkeys(path for path, _, _ in reference.each_key())
 
 
 def _unknown(query: str, known: Iterator[str] | list[str]) -> tuple[Answer, ...]:
     """Refuse an unknown name."""
     known = list(known)
-    ends = {one.rpartition(".")[2]: one for one in known}
-    near = get_close_matches(query, known, 3) or [ends[one] for one in get_close_matches(query, ends, 3)]
+    ends = {path.rpartition(".")[2]: path for path in known}
+    near = get_close_matches(query, known, 3) or [ends[end] for end in get_close_matches(query, ends, 3)]
     hint = f"did you mean {' or '.join(near)}?" if near else "spec-lab explain lists all"
     raise ValueError(f"there is no option {query}; {hint}")

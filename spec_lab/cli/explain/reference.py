@@ -104,33 +104,36 @@ class Reference:
 
     def group(self, name: str) -> ConfigGroup | None:
         """Return the group of this name."""
-        return next((one for one in self.groups if one.name == name), None)
+        return next((group for group in self.groups if group.name == name), None)
 
     def option(self, group: str, name: str) -> ConfigOption | None:
         """Return an option of a group."""
-        found = self.group(group)
-        return next((one for one in found.options if one.name == name), None) if found else None
+        known = self.group(group)
+        return next((option for option in known.options if option.name == name), None) if known else None
 
     def each_key(self) -> Iterator[tuple[str, ConfigOption, ConfigKey]]:
         """Yield every key but those of experiments: its name on the command line, its option, and the key."""
-        for option in (self.top, *(one for group in self.groups if group.name != EXPERIMENT for one in group.options)):
+        for option in (
+            self.top,
+            *(choice for group in self.groups if group.name != EXPERIMENT for choice in group.options),
+        ):
             for key in option.keys:
                 yield option.path(key), option, key
 
     def meaning(self, path: str, option: str = "") -> str:
         """Return what the key with a name on the command line means, of ``option`` if it has the key; else empty."""
-        path, found = canonical(path), ""
+        path, meaning = canonical(path), ""
         for name, owner, key in self.each_key():
-            if name == path and (not found or owner.name == option):
-                found = key.meaning
-        return found
+            if name == path and (not meaning or owner.name == option):
+                meaning = key.meaning
+        return meaning
 
 
 def canonical(path: str) -> str:
     """Return the name of a key in its group: ``proposer.depth`` for ``arms.NAME.depth``, ``proposer.inner.depth``."""
     parts = path.split(".")
     while True:
-        named = next((n for n, one in enumerate(parts[:2]) if one in ALIASES), None)
+        named = next((n for n, part in enumerate(parts[:2]) if part in ALIASES), None)
         skipped = 1 if named is not None and parts[named] == "inner" else 2
         if named is None or len(parts) <= named + skipped or (parts[named] in ("parts", "inner")) != (named == 1):
             return ".".join(parts)
@@ -149,7 +152,9 @@ def read(folders: Sequence[Path], sources: Sources) -> Reference:
         OSError: a folder or file is missing.
     """
     main = comments.read(folders[0] / "config.yaml")
-    files: dict[str, dict[str, ConfigFile]] = {one.option: {} for one in main.defaults if " " not in one.option}
+    files: dict[str, dict[str, ConfigFile]] = {
+        chosen.option: {} for chosen in main.defaults if " " not in chosen.option
+    }
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder of configs")
@@ -157,20 +162,20 @@ def read(folders: Sequence[Path], sources: Sources) -> Reference:
             group = file.parent.relative_to(folder).as_posix()
             if group != ".":
                 files.setdefault(group, {})[file.stem] = comments.read(file, flat=group == EXPERIMENT)
-    chosen = {one.option: (one.value, one.comment) for one in main.defaults} | HYDRA_GROUPS
+    chosen = {group.option: (group.value, group.comment) for group in main.defaults} | HYDRA_GROUPS
     keys = tuple(_keys(main, declared(sources, "", SETTINGS)[0]))
-    own = ConfigOption("", "config", main.head, "", _shown(main.path, 2), keys)
+    top = ConfigOption("", "config", main.head, "", _shown(main.path, 2), keys)
     groups = []
     for group, named in files.items():
         if named and group != EXPERIMENT and not group.startswith("hydra/job"):
             options = tuple(_option(group, name, named, sources) for name in sorted(named))
             groups.append(ConfigGroup(group, *chosen.get(group, ("", "")), options))
-    reference = Reference(own, tuple(groups))
+    reference = Reference(top, tuple(groups))
     given = files.get(EXPERIMENT, {})
     made = tuple(_experiment(name, given, reference, sources) for name in sorted(given))
-    place = len([one for one in groups if not one.name.startswith("hydra/")])
-    groups.insert(place, ConfigGroup(EXPERIMENT, *HYDRA_GROUPS[EXPERIMENT], made))
-    return Reference(own, tuple(groups))
+    index = len([group for group in groups if not group.name.startswith("hydra/")])
+    groups.insert(index, ConfigGroup(EXPERIMENT, *HYDRA_GROUPS[EXPERIMENT], made))
+    return Reference(top, tuple(groups))
 
 
 def _shown(path: Path, parts: int) -> str:
@@ -180,9 +185,9 @@ def _shown(path: Path, parts: int) -> str:
 def _keys(file: ConfigFile, arguments: Mapping[str, Argument]) -> Iterator[ConfigKey]:
     """Yield the keys of a file, without Hydra's own in config.yaml."""
     for chosen in file.defaults:
-        part, at, place = chosen.option.partition("@")
+        part, at, package = chosen.option.partition("@")
         if at:
-            yield ConfigKey(place, chosen.value, f"an option of {part}", chosen.comment)
+            yield ConfigKey(package, chosen.value, f"an option of {part}", chosen.comment)
     for setting in file.settings:
         if setting.name.partition(".")[0] != "hydra":
             known = arguments.get(setting.name, Argument())
@@ -246,8 +251,8 @@ def _experiment(name: str, files: Mapping[str, ConfigFile], reference: Reference
     """Return an experiment with what it sets, each with its meaning."""
     file, keys, chosen = files[name], [], {}
     for part in file.defaults:
-        group, at, place = part.option.partition("@")
-        chosen[place or group] = part.value
+        group, at, package = part.option.partition("@")
+        chosen[package or group] = part.value
         option = reference.option(group, part.value)
         summary = option.summary if option else "" if group else files[part.value].head
         keys.append(ConfigKey("+" * bool(at or not group) + (part.option or EXPERIMENT), part.value, "", summary))
@@ -257,25 +262,31 @@ def _experiment(name: str, files: Mapping[str, ConfigFile], reference: Reference
         group = reference.group(above)
         return chosen.get(above, group.default if group else "")
 
-    targets = {one.name.removesuffix("._target_"): one.value for one in file.settings if one.name.endswith("._target_")}
-    for one in file.settings:
-        above, _, own = one.name.rpartition(".")
+    targets = {
+        setting.name.removesuffix("._target_"): setting.value
+        for setting in file.settings
+        if setting.name.endswith("._target_")
+    }
+    for setting in file.settings:
+        above, _, end = setting.name.rpartition(".")
         described = sources.describe(targets[above]) if above in targets else None
-        if own == "_target_":
+        if end == "_target_":
             keys.append(
-                ConfigKey(one.name, one.value, "", one.comment or plain(described.summary if described else ""))
+                ConfigKey(
+                    setting.name, setting.value, "", setting.comment or plain(described.summary if described else "")
+                )
             )
         elif described:
-            known = described.arguments.get(own, Argument())
-            keys.append(ConfigKey(one.name, one.value, known.type, one.comment or plain(known.meaning)))
-        elif one.name.startswith(SWEPT):
-            swept = one.name.removeprefix(SWEPT)
+            known = described.arguments.get(end, Argument())
+            keys.append(ConfigKey(setting.name, setting.value, known.type, setting.comment or plain(known.meaning)))
+        elif setting.name.startswith(SWEPT):
+            swept = setting.name.removeprefix(SWEPT)
             values = reference.group(swept)
-            meaning = one.comment or (values.summary if values else reference.meaning(swept, option_of(swept)))
-            keys.append(ConfigKey(swept, one.value.strip("'\""), "sweep", meaning))
-        elif one.name not in ("hydra.mode", "name"):
-            meaning = one.comment or reference.meaning(one.name, option_of(one.name))
-            keys.append(ConfigKey(one.name, one.value, "", meaning))
+            meaning = setting.comment or (values.summary if values else reference.meaning(swept, option_of(swept)))
+            keys.append(ConfigKey(swept, setting.value.strip("'\""), "sweep", meaning))
+        elif setting.name not in ("hydra.mode", "name"):
+            meaning = setting.comment or reference.meaning(setting.name, option_of(setting.name))
+            keys.append(ConfigKey(setting.name, setting.value, "", meaning))
     return ConfigOption(EXPERIMENT, name, file.head, "", _shown(file.path, 3), tuple(keys))
 
 

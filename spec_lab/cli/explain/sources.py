@@ -88,12 +88,12 @@ class Sources:
 
     def describe(self, path: str) -> Description | None:
         """Describe the function or class with a dotted path; None if its source is not found."""
-        place = self._find(path.split("."))
-        if place is None or not isinstance(place.node, FUNCTIONS | ast.ClassDef):
+        definition = self._find(path.split("."))
+        if definition is None or not isinstance(definition.node, FUNCTIONS | ast.ClassDef):
             return None
-        named = place.owner if place.owner and path.endswith(".load") else place.node
+        named = definition.owner if definition.owner and path.endswith(".load") else definition.node
         summary = " ".join((ast.get_docstring(named) or "").partition("\n\n")[0].split())
-        return Description(summary, *self._arguments(place))
+        return Description(summary, *self._arguments(definition))
 
     def package(self, name: str) -> Path:
         """Return the folder of a package, which is not imported.
@@ -116,15 +116,15 @@ class Sources:
 
     def _file(self, name: str) -> Path | None:
         above, _, last = name.rpartition(".")
-        found = PathFinder.find_spec(last, self._folders(above))
-        return Path(found.origin) if found and found.origin and found.origin.endswith(".py") else None
+        spec = PathFinder.find_spec(last, self._folders(above))
+        return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
 
     def _folders(self, package: str) -> list[str]:
         """Return the folders of a package; nothing is imported, no package above it either. Empty: where all begin."""
         folders = [*map(str, self.folders), *sys.path]
         for part in package.split(".") if package else ():
-            found = PathFinder.find_spec(part, folders)
-            folders = list(found.submodule_search_locations or ()) if found else []
+            spec = PathFinder.find_spec(part, folders)
+            folders = list(spec.submodule_search_locations or ()) if spec else []
         return folders
 
     def _find(self, names: Sequence[str]) -> Definition | None:
@@ -141,8 +141,8 @@ class Sources:
         name, *more = names
         for node in body:
             if isinstance(node, ast.If):  # if TYPE_CHECKING
-                if found := self._inside(module, node.body, names, owner):
-                    return found
+                if definition := self._inside(module, node.body, names, owner):
+                    return definition
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 for alias in node.names:
                     if (alias.asname or alias.name) == name and node.module:
@@ -156,11 +156,11 @@ class Sources:
         return None
 
     def _member(self, module: str, node: ast.ClassDef, names: Sequence[str]) -> Definition | None:
-        if found := self._inside(module, node.body, names, node):
-            return found
+        if definition := self._inside(module, node.body, names, node):
+            return definition
         for base in node.bases:
-            if found := self._find([*module.split("."), *ast.unparse(base).split("."), *names]):
-                return found._replace(owner=node)
+            if definition := self._find([*module.split("."), *ast.unparse(base).split("."), *names]):
+                return definition._replace(owner=node)
         return None
 
     def _arguments(self, definition: Definition) -> tuple[dict[str, Argument], bool]:
@@ -177,30 +177,30 @@ class Sources:
             node = made.node
         if not isinstance(node, FUNCTIONS):
             return {}, True
-        found = {}
+        arguments = {}
         for given in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
-            found[given.arg] = Argument(self._hint(module, given.annotation), meanings.get(given.arg, ""))
+            arguments[given.arg] = Argument(self._hint(module, given.annotation), meanings.get(given.arg, ""))
         further = node.args.kwarg.annotation if node.args.kwarg else None
         if isinstance(further, ast.Subscript) and ast.unparse(further.value) == "Unpack":
             options = self._find([*module.split("."), *ast.unparse(further.slice).split(".")])
             if options is not None and isinstance(options.node, ast.ClassDef):
-                return found | self._fields(options.module, options.node, meanings), False
-        return found, node.args.kwarg is not None
+                return arguments | self._fields(options.module, options.node, meanings), False
+        return arguments, node.args.kwarg is not None
 
     def _fields(self, module: str, node: ast.ClassDef, meanings: Mapping[str, str]) -> dict[str, Argument]:
         """Return the fields of a dataclass or TypedDict, those of its bases first."""
-        found: dict[str, Argument] = {}
+        arguments: dict[str, Argument] = {}
         for base in node.bases:
             above = self._find([*module.split("."), *ast.unparse(base).split(".")])
             if above is not None and isinstance(above.node, ast.ClassDef):
-                found |= self._fields(above.module, above.node, meanings)
-        own = {**_documented(ast.get_docstring(node) or ""), **meanings}
+                arguments |= self._fields(above.module, above.node, meanings)
+        documented = {**_documented(ast.get_docstring(node) or ""), **meanings}
         for stated in node.body:
             if isinstance(stated, ast.AnnAssign) and isinstance(stated.target, ast.Name):
                 name, hint = stated.target.id, self._hint(module, stated.annotation)
                 if hint is not ClassVar and get_origin(hint) is not ClassVar:
-                    found[name] = Argument(hint, own.get(name, ""))
-        return found
+                    arguments[name] = Argument(hint, documented.get(name, ""))
+        return arguments
 
     def _hint(self, module: str, annotation: ast.expr | None) -> Any:
         if annotation is None:
@@ -256,9 +256,9 @@ def plain(text: str) -> str:
 def _documented(docstring: str) -> dict[str, str]:
     """Return what the section "Args" of a docstring says, by argument."""
     section = re.search(r"^Args:\n((?:[ \t]+.*(?:\n|\Z)|\n)*)", docstring, re.MULTILINE)
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for entry in re.split(r"\n(?=    \S)", section[1] if section else ""):
         names, colon, text = entry.strip().partition(":")
         if colon and re.fullmatch(r"[\w, ]+", names):
-            found |= dict.fromkeys(re.split(r",\s*", names), " ".join(text.split()))
-    return found
+            meanings |= dict.fromkeys(re.split(r",\s*", names), " ".join(text.split()))
+    return meanings

@@ -31,7 +31,10 @@ def reference(further: Sequence[str] = ()) -> Reference:
         ValueError, OSError: as in ``read``.
     """
     sources = package_sources()
-    folders = [Path(one) if one == (name := one.removeprefix("pkg://")) else sources.package(name) for one in further]
+    folders = [
+        Path(folder) if folder == (name := folder.removeprefix("pkg://")) else sources.package(name)
+        for folder in further
+    ]
     return read([Path(conf()), *folders], sources)
 
 
@@ -47,13 +50,13 @@ def run(given: argparse.Namespace, console: Console) -> int:
     """Print what options mean: their type, default, meaning and file."""
     known = reference(given.config_dir)
     answers = [find(known, name) for name in given.names or [""]]
-    for number, one in enumerate(answers):
+    for number, answered in enumerate(answers):
         if number:
             console.print()
-        for answer in one:
+        for answer in answered:
             if not isinstance(answer, KeyMatch):
                 show(answer, console)
-        matches = [answer for answer in one if isinstance(answer, KeyMatch)]
+        matches = [answer for answer in answered if isinstance(answer, KeyMatch)]
         for _, same in groupby(matches, lambda match: (match.path, match.options[0].group)):
             show_key(list(same), console)
     return 0
@@ -62,7 +65,7 @@ def run(given: argparse.Namespace, console: Console) -> int:
 def complete(begins: str) -> list[str]:
     """Return what can be asked for that begins with a text."""
     sign = "+" if begins.startswith("+") else ""
-    return [f"{sign}{one}" for one in names(reference()) if one.startswith(begins.removeprefix("+"))]
+    return [f"{sign}{name}" for name in names(reference()) if name.startswith(begins.removeprefix("+"))]
 
 
 def show(answer: Reference | ConfigGroup | ConfigOption, console: Console) -> None:
@@ -109,14 +112,14 @@ def show_key(matches: Sequence[KeyMatch], console: Console) -> None:
     plus = "+" if group == EXPERIMENT else ""
     _line(console, path, f"is an option of these; their files are conf/{group}/NAME.yaml", width)
     for match in matches:
-        names = ", ".join(one.name for one in match.options)
+        names = ", ".join(option.name for option in match.options)
         _entry(console, f"{plus}{group}={names}", match.key.meaning, width, _facts(match.key))
 
 
 def _facts(key: ConfigKey) -> str:
     """Return the type and default of a key."""
     default = "must be given" if key.default == "???" else f"default {key.default}"
-    return ", ".join(one for one in (key.type, default) if one)
+    return ", ".join(part for part in (key.type, default) if part)
 
 
 def _entry(console: Console, name: str, meaning: str, width: int, facts: str = "", columns: int = 2) -> None:

@@ -39,18 +39,18 @@ class Proof:
     @property
     def worst(self) -> Finding | None:
         """The finding with the largest total variation."""
-        return max(self.findings, key=lambda one: np.nan_to_num(one.tv, nan=np.inf), default=None)
+        return max(self.findings, key=lambda finding: np.nan_to_num(finding.tv, nan=np.inf), default=None)
 
     @property
     def failure(self) -> Finding | None:
         """The first finding that is not exact."""
-        return next((one for one in self.findings if one.wrong), None)
+        return next((finding for finding in self.findings if finding.wrong), None)
 
     @property
     def own_target_tv(self) -> float | None:
         """The largest total variation from the distribution against which a lossy verifier declares to be exact."""
-        found = [one.own_target_tv for one in self.findings if one.own_target_tv is not None]
-        return float(np.max(found)) if found else None  # NaN where one is
+        distances = [finding.own_target_tv for finding in self.findings if finding.own_target_tv is not None]
+        return float(np.max(distances)) if distances else None  # NaN where one is
 
     def also(self, other: Proof) -> Proof:
         """Return both proofs as one, which is as good as the weaker."""
@@ -61,13 +61,13 @@ class Proof:
         """Return the entry of ``certificate.json``."""
         return {
             "instances": len(self.findings),
-            "outcomes": sum(one.outcomes for one in self.findings),
+            "outcomes": sum(finding.outcomes for finding in self.findings),
             "worst_tv": self.worst.tv if self.worst else None,
             "worst_instance": self.worst.instance if self.worst else None,
-            "worst_mass_error": max((abs(one.mass - 1) for one in self.findings), default=None),
+            "worst_mass_error": max((abs(finding.mass - 1) for finding in self.findings), default=None),
             "own_target_tv": self.own_target_tv,
-            "own_target_instances": sum(one.own_target_tv is not None for one in self.findings),
-            "drafted": sum(one.drafted for one in self.findings),
+            "own_target_instances": sum(finding.own_target_tv is not None for finding in self.findings),
+            "drafted": sum(finding.drafted for finding in self.findings),
             "failure": self.failure and f"{self.failure.wrong} ({self.failure.instance})",
             "drafts": self.drafts,
             "missing": list(self.missing),
@@ -102,7 +102,7 @@ def prove(
     """
     instances = every_instance() if instances is None else instances
     if verifier.chains_only:
-        instances = [one for one in instances if one.chain]
+        instances = [instance for instance in instances if instance.chain]
         if not instances:
             return Proof((), "proposer", ())
     drawn: Drawn = proposer if isinstance(proposer, str) else proposer.drawn
@@ -128,11 +128,11 @@ def prove(
             raise
         except Exception as error:
             failure = _fails(instance, drafting, verifier, sampling, error)
-            if not any(one.wrong for one in findings):
+            if not any(finding.wrong for finding in findings):
                 raise failure from error
             missing.append(str(failure))  # the pair is known to be wrong already
         tick(1)
-    if not isinstance(drafting, str) and drafting.nodes and not any(one.drafted for one in findings):
+    if not isinstance(drafting, str) and drafting.nodes and not any(finding.drafted for finding in findings):
         missing.append(f"proposer '{drafting.name}' drafted nothing on any toy")
     return Proof(tuple(findings), whose, tuple(missing))
 

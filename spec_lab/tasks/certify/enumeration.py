@@ -59,7 +59,7 @@ class RandomChoice(NamedTuple):
 
     def __str__(self) -> str:
         options = np.flatnonzero(self.weights > 0).tolist()
-        purpose = {int(one): one.name for one in Purpose}.get(self.key.purpose, self.key.purpose)
+        purpose = {int(purpose): purpose.name for purpose in Purpose}.get(self.key.purpose, self.key.purpose)
         return f"{purpose} among {options}"
 
 
@@ -123,8 +123,10 @@ class Scripts:
 
     def pick(self, weights: torch.Tensor, keys: Sequence[Key]) -> torch.Tensor:
         """See ``Draws.pick``. Probabilities are those of the weights as they are, also in float32."""
-        rows, one = weights.cpu().double().numpy(), len(self.scripts) == 1
-        chosen = [self.scripts[0 if one else key.request].choose(row, key) for row, key in zip(rows, keys, strict=True)]
+        rows, single = weights.cpu().double().numpy(), len(self.scripts) == 1
+        chosen = [
+            self.scripts[0 if single else key.request].choose(row, key) for row, key in zip(rows, keys, strict=True)
+        ]
         return torch.tensor(chosen, dtype=torch.int64, device=weights.device)
 
     def race(self, width: int, keys: Sequence[Key]) -> np.ndarray:
@@ -180,12 +182,12 @@ def side_by_side(
         Unrepeatable: a replay of the same choices led to a different one.
     """
     waiting: list[tuple[tuple[int, ...], Sequence[RandomChoice]]] = [((), ())]
-    found = 0
+    completed = 0
     while waiting:
         scripts = [Script(*recorded) for recorded in waiting[-wide:]]
         del waiting[-wide:]
-        found += len(scripts)
-        if most is not None and found + len(waiting) > most:
+        completed += len(scripts)
+        if most is not None and completed + len(waiting) > most:
             raise TooMany(f"more than {most} outcomes")
         outcomes = play(Scripts(scripts), len(scripts))
         for script, outcome in zip(scripts, outcomes, strict=True):

@@ -166,9 +166,9 @@ def examine(
     if not instance.tokens:
         return _step(instance, toy_parts(instance, proposer, sampling), verifier, sampling, most)
     counts = Counts()
-    found, expected = decoded(instance, proposer, verifier, sampling, most, counts), truth(instance, sampling)
-    tv, failure = total_variation(found, expected), first_difference(found, expected)
-    return Finding(instance.name, tv, sum(found.values()), failure, **vars(counts))
+    outputs, expected = decoded(instance, proposer, verifier, sampling, most, counts), truth(instance, sampling)
+    tv, failure = total_variation(outputs, expected), first_difference(outputs, expected)
+    return Finding(instance.name, tv, sum(outputs.values()), failure, **vars(counts))
 
 
 # One step ------------------------------------------------------------------------------------------------------------
@@ -214,11 +214,11 @@ def _step(instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sam
         expected += probability * tree.expected
     own_target_tv = None
     if own_targets:
-        own = [after.copy() for after in p]
+        targets = [after.copy() for after in p]
         for (depth, number), there in own_targets.items():
-            if depth < len(own):
-                own[depth][number] = there
-        own_target_tv = outputs.tv(own)
+            if depth < len(targets):
+                targets[depth][number] = there
+        own_target_tv = outputs.tv(targets)
     failure = outputs.first_failure(p)
     return Finding(
         instance.name, outputs.tv(p), outputs.mass, failure, accepted, expected, outcomes, drafted, own_target_tv
@@ -232,7 +232,10 @@ def _verified(
     target, proposer, capture = parts.target, parts.proposer, Capture()
     pair = Arm(target, proposer, verifier, draws)
     requests = [instance.request(number, sampling) for number in range(count)]
-    lives = [SequenceState(one, target.lm.open(), list(one.tokens), state=proposer.init(one)) for one in requests]
+    lives = [
+        SequenceState(request, target.lm.open(), list(request.tokens), state=proposer.init(request))
+        for request in requests
+    ]
     captured = replace(pair, verifier=capture, choose=choose_nothing, commit=commit_nothing)
     try:
         step([], captured, [(live, len(live.tokens) - 1) for live in lives])
@@ -298,7 +301,7 @@ def decoded(
     Up to 256 copies of the request are decoded as one batch, each with choices of its own.
     """
     parts = toy_parts(instance, proposer, sampling)
-    counts, found = counts or Counts(), Distribution()
+    counts, distribution = counts or Counts(), Distribution()
 
     def play(draws: Draws, count: int) -> list[tuple[Output, float, float]]:
         requests = [instance.request(number, sampling) for number in range(count)]
@@ -310,13 +313,13 @@ def decoded(
                 accepted[live.request.id] += len(got.path) - got.count(accepted=True, forced=True)
                 expected[live.request.id] += info.expected[tree]
         outputs: list[Output] = [()] * count
-        for one in sorted(group.sequences, key=lambda live: live.lineage):
-            outputs[one.request.id] += ((tuple(one.emitted), str(one.finish)),)
+        for sequence in sorted(group.sequences, key=lambda live: live.lineage):
+            outputs[sequence.request.id] += ((tuple(sequence.emitted), str(sequence.finish)),)
         return list(zip(outputs, accepted.tolist(), expected.tolist(), strict=True))
 
     for probability, (output, accepted, expected) in side_by_side(play, most=most):
         counts.outcomes += 1
         counts.accepted += probability * accepted
         counts.expected += probability * expected
-        found[output] = found.get(output, 0.0) + probability
-    return found
+        distribution[output] = distribution.get(output, 0.0) + probability
+    return distribution

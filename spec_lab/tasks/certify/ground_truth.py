@@ -31,11 +31,11 @@ def truth(instance: Instance, sampling: Sampling = PLAIN) -> Distribution:
     tables = [logits(instance.toy.probabilities(length)[0]) for length in range(instance.tokens)]
     decoding = _Autoregressive(instance.toy.v, request, tables)
     start = applied.constraint.start(request) if applied is not None and applied.on_target else None
-    found = Distribution()
+    distribution = Distribution()
     for probability, ended in decoding.outcomes(_Live((), start)):
         output: Output = tuple((text, finish) for _, text, finish in sorted(ended))
-        found[output] = found.get(output, 0.0) + probability
-    return found
+        distribution[output] = distribution.get(output, 0.0) + probability
+    return distribution
 
 
 def _given_valid(instance: Instance, sampling: Sampling, constraint: Constraint) -> Distribution:
@@ -44,21 +44,21 @@ def _given_valid(instance: Instance, sampling: Sampling, constraint: Constraint)
     Valid are outputs that end with a stop token and of which the constraint allows every token.
     """
     request = instance.request(0, sampling)
-    found = Distribution()
+    distribution = Distribution()
     for output, probability in truth(replace(instance, applied=None), sampling).items():
         ((text, finish),) = output
         state, valid = constraint.start(request), finish == "stop"
-        for place, token in enumerate(text):
+        for position, token in enumerate(text):
             mask = state.mask()
             valid = valid and (mask is None or allows(mask, token))
             if not valid:
                 break
-            if place + 1 < len(text):
+            if position + 1 < len(text):
                 state.advance(token)
         if valid:
-            found[output] = probability
-    total = sum(found.values())
-    return Distribution({output: probability / total for output, probability in found.items()})
+            distribution[output] = probability
+    total = sum(distribution.values())
+    return Distribution({output: probability / total for output, probability in distribution.items()})
 
 
 Ended = tuple[tuple[int, ...], tuple[int, ...], str]
@@ -110,12 +110,12 @@ class _Autoregressive:
         for number, onward in enumerate(action):
             text = live.text[: len(live.text) - onward.backtrack]
             if number:
-                one = _Live(text, onward.state, (*live.lineage, live.forks, number))
+                sequence = _Live(text, onward.state, (*live.lineage, live.forks, number))
             else:
-                one = _Live(text, onward.state, live.lineage, forks)
-            each.append(list(self.outcomes(one)))
+                sequence = _Live(text, onward.state, live.lineage, forks)
+            each.append(list(self.outcomes(sequence)))
         for some in product(*each):
-            yield float(np.prod([p for p, _ in some])), [one for _, ended in some for one in ended]
+            yield float(np.prod([p for p, _ in some])), [output for _, ended in some for output in ended]
 
     def _probabilities(self, live: _Live) -> np.ndarray:  # [V]
         mask = None if live.state is None else live.state.mask()

@@ -112,7 +112,9 @@ def constrained() -> tuple[Instance, ...]:
     every.append(AppliedConstraint(forking))
     every.append(AppliedConstraint(Combined([Banned(("bb", "ca"), PIECES), MinNewTokens(2, vocabulary.size)])))
     trees = ("1x1", "2x1", "1x1", "1x1", "1", "1x1")
-    return tuple(Instance(CONSTRAINED, tree, 2, END, applied=one) for tree, one in zip(trees, every, strict=True))
+    return tuple(
+        Instance(CONSTRAINED, tree, 2, END, applied=applied) for tree, applied in zip(trees, every, strict=True)
+    )
 
 
 def conditioned() -> tuple[Instance, ...]:
@@ -121,11 +123,11 @@ def conditioned() -> tuple[Instance, ...]:
     """
     grammar = regex(Vocabulary.plain(PIECES, 4), "(ab|c)(a|b|c)*b|a[bc]")
     target, both = (
-        AppliedConstraint(grammar, place, fast_forward=place == "both", distribution="global")
-        for place in ("target", "both")
+        AppliedConstraint(grammar, side, fast_forward=side == "both", distribution="global")
+        for side in ("target", "both")
     )
     every = (("1x1", 3, target), ("2", 3, target), ("2x1", 3, both), ("1x1", 4, both))
-    return tuple(Instance(CONDITIONED, tree, tokens, END, applied=one) for tree, tokens, one in every)
+    return tuple(Instance(CONDITIONED, tree, tokens, END, applied=applied) for tree, tokens, applied in every)
 
 
 def under(applied: AppliedConstraint | None) -> tuple[Instance, ...]:
@@ -138,12 +140,14 @@ def under(applied: AppliedConstraint | None) -> tuple[Instance, ...]:
     places = [
         placement for placement in get_args(Placement) if placement in ("target", "both") or not constraint.has_actions
     ]
-    every = [AppliedConstraint(constraint, place, fast_forward=place == "both") for place in places]
+    every = [AppliedConstraint(constraint, side, fast_forward=side == "both") for side in places]
     toy = CONSTRAINED
     if applied.is_global:
-        every, toy = [replace(one, distribution="global") for one in every if one.on_target], CONDITIONED
+        every, toy = [replace(applied, distribution="global") for applied in every if applied.on_target], CONDITIONED
     return tuple(
-        Instance(toy, tree, tokens, END, applied=one) for tree, tokens in (("2x1", 2), ("1x1", 3)) for one in every
+        Instance(toy, tree, tokens, END, applied=applied)
+        for tree, tokens in (("2x1", 2), ("1x1", 3))
+        for applied in every
     )
 
 

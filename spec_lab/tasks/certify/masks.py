@@ -141,19 +141,19 @@ def compare_masks(
         tick: called with the number of rows compared.
     """
     texts = _Texts(applied, np.random.default_rng([seed, 20_000]), pieces)
-    found = texts.found
+    wrong = texts.found
     if not requests:
-        return found
+        return wrong
     live = [texts.begin(requests) for _ in range(BATCH)]
-    while found.rows < rows:
-        before = found.rows
+    while wrong.rows < rows:
+        before = wrong.rows
         chosen = np.sort(texts.rng.permutation(BATCH)[: texts.rng.integers(1, BATCH + 1)]).tolist()
         ended = texts.step([live[number] for number in chosen])
         for number, over in zip(chosen, ended, strict=True):
             if over:
                 live[number] = texts.begin(requests)
-        tick(min(found.rows, rows) - min(before, rows))
-    return found
+        tick(min(wrong.rows, rows) - min(before, rows))
+    return wrong
 
 
 class _Texts:
@@ -177,8 +177,8 @@ class _Texts:
         self.found.texts += 1
         if self.past and self.rng.random() < AGAIN:
             request, tokens = self.past[int(self.rng.integers(len(self.past)))]
-            own = tokens[: int(self.rng.integers(len(tokens) + 1))]
-            return _Text(request, self._fresh(request, own), list(own))
+            prefix = tokens[: int(self.rng.integers(len(tokens) + 1))]
+            return _Text(request, self._fresh(request, prefix), list(prefix))
         self.begun += 1
         request = requests[self.begun % len(requests)]
         return _Text(request, self._fresh(request, ()))
@@ -205,8 +205,8 @@ class _Texts:
         trees = [self._tree() for _ in texts]
         shape, tokens, fresh = forest(tuple(trees)), [], [_Row(np.empty(0), True, False)] * len(texts)
         for root, (text, tree) in enumerate(zip(texts, trees, strict=True)):
-            own, rows = self._draft(text, tree)
-            tokens += own
+            accepted, rows = self._draft(text, tree)
+            tokens += accepted
             fresh[root] = rows[0]
             fresh += rows[1:]
         token = np.array(tokens, dtype=np.int64)
@@ -241,14 +241,14 @@ class _Texts:
             if not (above.legal and allows(above.bits, tokens[-1])):
                 rows.append(_Row(nothing, False, False))
                 continue
-            one = ready.pop(parent, None)
+            leaf = ready.pop(parent, None)
             try:
-                if one is None:
+                if leaf is None:
                     path = [tokens[row - 1] for row in tree.path(parent)]
-                    one = self._fresh(text.request, [*text.tokens, *path])
-                one.advance(tokens[-1])
-                rows.append(_row_of(one, self.vocabulary))
-                ready[node + 1] = one
+                    leaf = self._fresh(text.request, [*text.tokens, *path])
+                leaf.advance(tokens[-1])
+                rows.append(_row_of(leaf, self.vocabulary))
+                ready[node + 1] = leaf
             except ConstraintError:  # no token is allowed after it
                 rows.append(_Row(nothing, True, False))
         return tokens, rows
@@ -262,34 +262,32 @@ class _Texts:
             for depth in range(shape.deepest + 1):
                 level = np.flatnonzero(shape.depth == depth)
                 for row, allowed in zip(level.tolist(), growing(shape, level, token), strict=True):
-                    found = fresh[row]._replace(bits=pack(allowed))  # the reason for an empty mask is not known here
+                    grown = fresh[row]._replace(bits=pack(allowed))  # the reason for an empty mask is not known here
                     root = int(shape.root[row])
-                    wrong[root] |= self._compare(texts[root], _path(shape, token, row), fresh[row], found, "growing")
+                    wrong[root] |= self._compare(texts[root], _path(shape, token, row), fresh[row], grown, "growing")
         try:
             masks = self.constraint.masks(states, shape, token)
         except ConstraintError:
             masks = None
         for row, expected in enumerate(fresh):
             root = int(shape.root[row])
-            one = None if masks is None else _Row(masks.bits[row], bool(masks.legal[row]), bool(masks.barrier[row]))
-            wrong[root] |= self._compare(texts[root], _path(shape, token, row), expected, one)
+            drafted = None if masks is None else _Row(masks.bits[row], bool(masks.legal[row]), bool(masks.barrier[row]))
+            wrong[root] |= self._compare(texts[root], _path(shape, token, row), expected, drafted)
         return wrong
 
     def _compare(
-        self, text: _Text, drafted: tuple[int, ...], fresh: _Row, found: _Row | None, asked: str = "complete"
+        self, text: _Text, drafted: tuple[int, ...], fresh: _Row, row: _Row | None, asked: str = "complete"
     ) -> bool:
         """Return whether a row is wrong, and count it; None: the constraint failed where a fresh state does not."""
         self.found.rows += 1
-        if found is not None and found[1:] == fresh[1:] and np.array_equal(found.bits, fresh.bits):
+        if row is not None and row[1:] == fresh[1:] and np.array_equal(row.bits, fresh.bits):
             return False
         self.found.different += 1
         if self.found.first is None:
             what, added, missing = "failure", np.zeros(0, dtype=bool), np.zeros(0, dtype=bool)
-            if found is not None:
-                what = (
-                    "legality" if found.legal != fresh.legal else "action" if found.barrier != fresh.barrier else "mask"
-                )
-                mine, theirs = unpack(found.bits, self.vocabulary), unpack(fresh.bits, self.vocabulary)
+            if row is not None:
+                what = "legality" if row.legal != fresh.legal else "action" if row.barrier != fresh.barrier else "mask"
+                mine, theirs = unpack(row.bits, self.vocabulary), unpack(fresh.bits, self.vocabulary)
                 added, missing = mine & ~theirs, theirs & ~mine
             tokens = tuple(np.flatnonzero(added).tolist()), tuple(np.flatnonzero(missing).tolist())
             self.found.first = Difference(text.request.name, tuple(text.tokens), drafted, asked, what, *tokens)
@@ -298,7 +296,7 @@ class _Texts:
     def _commit(self, text: _Text, root: int, shape: Shape, tokens: Sequence[int], fresh: Sequence[_Row]) -> bool:
         """Commit a part of a legal path and one more token; return whether the text has ended."""
         row, path = root, []
-        while children := [int(one) for one in shape.children[row] if fresh[one].legal]:
+        while children := [int(child) for child in shape.children[row] if fresh[child].legal]:
             if self.rng.random() < 0.25:
                 break
             row = children[int(self.rng.integers(len(children)))]
@@ -358,4 +356,4 @@ def _extend(text: _Text, token: int) -> bool:
 
 def _path(shape: Shape, token: np.ndarray, row: int) -> tuple[int, ...]:
     """Return the draft tokens from the root to ``row``."""
-    return tuple(int(token[one - shape.roots]) for one in shape.path(row))
+    return tuple(int(token[node - shape.roots]) for node in shape.path(row))

@@ -94,13 +94,13 @@ class StepOutputs:
         begins = self.begins()
         for k in range(self.longest):
             expected = (begins[k] - self.exactly[k])[:, None] * p[k]
-            found = begins[k + 1].reshape(-1, self.v)
-            error = np.abs(found - expected)
+            computed = begins[k + 1].reshape(-1, self.v)
+            error = np.abs(computed - expected)
             if not error.max() <= tolerance:
                 number, token = np.unravel_index(int(np.nan_to_num(error, nan=np.inf).argmax()), error.shape)
                 return (
                     f"after {list(text_of(int(number), k, self.v))} token {token} has probability "
-                    f"{_unlike(found[number, token], expected[number, token])}"
+                    f"{_unlike(computed[number, token], expected[number, token])}"
                 )
         return None
 
@@ -108,21 +108,21 @@ class StepOutputs:
 # Whole requests ------------------------------------------------------------------------------------------------------
 
 
-def total_variation(found: Distribution, expected: Distribution) -> float:
+def total_variation(computed: Distribution, expected: Distribution) -> float:
     """Return the total variation between two distributions, sum |P - Q| / 2."""
-    return 0.5 * sum(abs(found.get(one, 0.0) - expected.get(one, 0.0)) for one in {*found, *expected})
+    return 0.5 * sum(abs(computed.get(output, 0.0) - expected.get(output, 0.0)) for output in {*computed, *expected})
 
 
-def first_difference(found: Distribution, expected: Distribution, tolerance: float = EXACT) -> str | None:
+def first_difference(computed: Distribution, expected: Distribution, tolerance: float = EXACT) -> str | None:
     """Describe the shortest text with which outputs begin, or which they are, whose probability differs by more than
     ``tolerance``; None if there is none. Of several as short, the one that differs most.
     """
-    mine, theirs = _events(found), _events(expected)
+    mine, theirs = _events(computed), _events(expected)
     errors = {event: abs(mine[event] - theirs[event]) for event in {**mine, **theirs}}
     wrong = [event for event, error in errors.items() if not error <= tolerance]
     if not wrong:
         return None
-    size, whole, output = min(wrong, key=lambda one: (one[:2], -np.nan_to_num(errors[one], nan=np.inf), one))
+    size, whole, output = min(wrong, key=lambda event: (event[:2], -np.nan_to_num(errors[event], nan=np.inf), event))
     text = " and ".join(f"{list(text)}{f' ({finish})' if whole else ''}" for text, finish in output) or "nothing"
     difference = _unlike(mine[size, whole, output], theirs[size, whole, output])
     return f"outputs {'are exactly' if whole else 'begin with'} {text} with probability {difference}"
@@ -142,8 +142,8 @@ def _events(outputs: Distribution) -> Counter[tuple[int, bool, Output]]:
     return events
 
 
-def _unlike(found: float, expected: float) -> str:
+def _unlike(computed: float, expected: float) -> str:
     """Describe two probabilities that should be equal."""
-    if not abs(found - expected) < 1e-6:
-        return f"{found:.6g}, not {expected:.6g}"
-    return f"{found:.6g}, off by {abs(found - expected):.1e}: float32 where p is float64?"
+    if not abs(computed - expected) < 1e-6:
+        return f"{computed:.6g}, not {expected:.6g}"
+    return f"{computed:.6g}, off by {abs(computed - expected):.1e}: float32 where p is float64?"

@@ -157,8 +157,8 @@ class Pair:
             return {"exact": "lossless, proved", "sampled": "lossless, sampled"}[self.certified]
         worst = self.proof.worst
         biased = worst.tv > EXACT if worst else self.checks[0].p_value < ALPHA
-        found = "lossy" if biased else "no bias found"
-        return found if self.proof.own_target_tv is None else f"{found}, exact for its own target"
+        verdict = "lossy" if biased else "no bias found"
+        return verdict if self.proof.own_target_tv is None else f"{verdict}, exact for its own target"
 
     def facts(self) -> dict[str, Any]:
         """Return the entry of ``certificate.json``."""
@@ -318,10 +318,12 @@ class Certifier:
         where enumeration has found a fault, nor score tests where the texts have confirmed one.
         """
         checks = [(pair, check) for pair in pairs if pair.verifier.lossless for check in pair.checks]
-        suspicious = [one for one, no in zip(checks, holm([check.p_value for _, check in checks]), strict=True) if no]
+        suspicious = [
+            suspect for suspect, no in zip(checks, holm([check.p_value for _, check in checks]), strict=True) if no
+        ]
         seed = self.settings.seed + 1
         for pair in pairs:
-            names = {check.name for one, check in suspicious if one is pair}
+            names = {check.name for suspect, check in suspicious if suspect is pair}
             if pair.proof.failure is not None:
                 continue
             if JOINT_DISTRIBUTION in names:
@@ -334,10 +336,8 @@ class Certifier:
 
 def histogram(texts: np.ndarray, expected: np.ndarray, seed: int, counts: Counts) -> Check:
     """Return the chi-square test of sampled texts against their exact distribution; ``counts`` is of the sampling."""
-    found = chi_square(np.bincount(texts, minlength=len(expected)), expected)
-    return Check(
-        JOINT_DISTRIBUTION, found.samples, found.statistic, found.p_value, found.detectable, seed, counts.drafted
-    )
+    test = chi_square(np.bincount(texts, minlength=len(expected)), expected)
+    return Check(JOINT_DISTRIBUTION, test.samples, test.statistic, test.p_value, test.detectable, seed, counts.drafted)
 
 
 def _scaled(tick: Callable[[float], object], size: int) -> Callable[[int], object]:

@@ -92,9 +92,9 @@ def joint(
     if verifier.chains_only:
         instance = replace(instance, tree="1x1")
     tree: Choices = proposer.tree if isinstance(proposer, HasTree) else ()
-    own = [path for path in tree if len(path) <= instance.tokens and max(path) < instance.toy.v]
-    if own:
-        instance = replace(instance, tree=write(parse(own)))
+    fitting = [path for path in tree if len(path) <= instance.tokens and max(path) < instance.toy.v]
+    if fitting:
+        instance = replace(instance, tree=write(parse(fitting)))
     parts = toy_parts(instance, proposer, sampling, torch.float32)
     draws: Draws = CounterDraws(seed)
     v, texts = instance.toy.v, np.empty(samples, dtype=np.int64)
@@ -184,24 +184,24 @@ def scores(
             p = _plain_probabilities(target, live, applied)
             _add(mode, p, likeliest(p), live.emitted)
             if live in known:
-                there = p[[one.position for one in known[live]]]
-                f = torch.stack([one.function(row) for one, row in zip(known[live], there, strict=True)])
-                _add(towards, there, f, [live.emitted[one.position] for one in known[live]])
+                there = p[[parent.position for parent in known[live]]]
+                f = torch.stack([parent.function(row) for parent, row in zip(known[live], there, strict=True)])
+                _add(towards, there, f, [live.emitted[parent.position] for parent in known[live]])
             tick(len(live.emitted))
-    found = {"towards the draft": towards, "mode": mode, "draft": drafted}
-    return {name: score for name, score in found.items() if score.tokens}
+    scores = {"towards the draft": towards, "mode": mode, "draft": drafted}
+    return {name: score for name, score in scores.items() if score.tokens}
 
 
 def _fixed(info: StepInfo) -> list[tuple[SequenceState, _Known]]:
     """Return, for each tree with children of the root, q at the root or the drafted tokens."""
-    draft, shape, found = info.draft, info.draft.shape, []
+    draft, shape, parents = info.draft, info.draft.shape, []
     for root, live in enumerate(info.sequences):
         children = shape.children[root] - shape.roots
         if len(children):
             q = None if draft.q is None or draft.q_row is None else draft.q[int(draft.q_row[root])].cpu()
             position = info.context[root] - len(live.request.tokens)
-            found.append((live, _Known(position, q, [] if q is not None else draft.token[children].tolist())))
-    return found
+            parents.append((live, _Known(position, q, [] if q is not None else draft.token[children].tolist())))
+    return parents
 
 
 def likeliest(p: Tensor) -> Tensor:  # [n, V] -> [n, V]
@@ -222,8 +222,8 @@ def _plain_probabilities(target: Target, live: SequenceState, applied: AppliedCo
     if applied is not None and applied.on_target:
         state, each = conditioned(applied, target)[0].constraint.start(live.request), []
         for token in live.emitted:
-            own = state.mask()
-            each.append(full_mask(logits.shape[-1]) if own is None else own)
+            bits = state.mask()
+            each.append(full_mask(logits.shape[-1]) if bits is None else bits)
             potential.append(state.potential())
             if token not in live.request.stop:
                 state.advance(token)

@@ -122,7 +122,7 @@ def _pairs(lab: Lab) -> tuple[list[tuple[Proposer, Verifier]], list[str]]:
     """
     check_pair(lab.proposer.name, lab.proposer.draws, lab.verifier, lab.proposer.branches)
     proposers, verifiers = [lab.proposer, *lab.more_proposers.values()], [lab.verifier, *lab.verifiers.values()]
-    verifiers = [one for number, one in enumerate(verifiers) if one not in verifiers[:number]]
+    verifiers = [verifier for number, verifier in enumerate(verifiers) if verifier not in verifiers[:number]]
     every = [(proposer, verifier) for proposer in proposers for verifier in verifiers]
     unfit = [misfit(proposer.name, proposer.draws, verifier, proposer.branches) for proposer, verifier in every]
     fit = [pair for pair, why in zip(every, unfit, strict=True) if why is None]
@@ -148,7 +148,7 @@ def _facts(
         facts: the manifest's.
         control: the test of a wrong verifier's texts.
     """
-    lab, own = certifier.lab, certifier.own
+    lab, more = certifier.lab, certifier.own
     lossless = [pair for pair in pairs if pair.verifier.lossless]
     tvs = [pair.proof.worst.tv for pair in lossless if pair.proof.worst]
     masks = None if compared is None else _mask_facts(compared, lab, certifier.refused)
@@ -161,16 +161,16 @@ def _facts(
         certified = control.p_value < ALPHA and all(pair.certified for pair in lossless) and not broken and not wrong
     constraint = None
     if lab.applied is not None:
-        enumerated = bool(own) and all(one.proof.findings for one in pairs)
+        enumerated = bool(more) and all(pair.proof.findings for pair in pairs)
         constraint = lab.applied.facts | {"enumerated": enumerated, "masks": masks}
-    instances = (*every_instance(), *own) if any(one.proof.findings for one in pairs) else ()
+    instances = (*every_instance(), *more) if any(pair.proof.findings for pair in pairs) else ()
     return {
         "complete": control is not None,
         "certified": certified,
         "control": control and vars(control),
         "failed": failed,
         "worst_tv": max(tvs, default=None),
-        "instances": [one.name for one in instances],
+        "instances": [instance.name for instance in instances],
         "sampling": asdict(certifier.sampling),
         "alpha": ALPHA,
         "power": POWER,
@@ -204,17 +204,17 @@ def _mask_facts(compared: MaskComparison, lab: Lab, refused: Sequence[str]) -> d
         "failed": None,
     }
     if compared.first is not None:
-        one, decode = compared.first, lab.target.tokenizer.decode
-        output = [*one.committed, *one.drafted]
-        only = {"only_with_drafts": one.added, "only_without": one.missing}
+        difference, decode = compared.first, lab.target.tokenizer.decode
+        output = [*difference.committed, *difference.drafted]
+        only = {"only_with_drafts": difference.added, "only_without": difference.missing}
         some = {name: [decode([token]) for token in tokens[:SHOWN]] for name, tokens in only.items()}
-        facts["first"] = vars(one) | {"text": decode(output)} | some
+        facts["first"] = vars(difference) | {"text": decode(output)} | some
         facts["failed"] = (
             f"constraint '{lab.applied.constraint.name}': {compared.different} of {compared.rows} masks differ from "
-            f"those of a state that processed no draft; the first ({one.what}, {one.asked} draft) after "
-            f"{decode(output)!r} of request '{one.request}', of which {len(one.drafted)} tokens are drafted: allowed "
-            f"only with drafts: {_shown(some['only_with_drafts'], one.added)}; only without: "
-            f"{_shown(some['only_without'], one.missing)}"
+            f"those of a state that processed no draft; the first ({difference.what}, {difference.asked} draft) after "
+            f"{decode(output)!r} of request '{difference.request}', of which {len(difference.drafted)} tokens are "
+            f"drafted: allowed only with drafts: {_shown(some['only_with_drafts'], difference.added)}; only without: "
+            f"{_shown(some['only_without'], difference.missing)}"
         )
     return facts
 

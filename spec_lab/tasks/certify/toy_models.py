@@ -107,7 +107,7 @@ def code(text: Sequence[int], v: int) -> int:
 
 def text_of(number: int, length: int, v: int) -> tuple[int, ...]:
     """Return the text with this number."""
-    return tuple(number // v**place % v for place in reversed(range(length)))
+    return tuple(number // v**digit % v for digit in reversed(range(length)))
 
 
 def logits(probabilities: np.ndarray) -> np.ndarray:
@@ -119,15 +119,15 @@ def warped(toy: ToyModel, lengths: int, sampling: Sampling, prompt: Sequence[int
     """Return what autoregressive decoding samples from: p after every text of 0 .. ``lengths`` tokens, as ``sampling``
     warps it; ``[V ** length, V]`` for each length.
     """
-    found = []
+    distributions = []
     for length in range(lengths + 1):
         raw = torch.from_numpy(logits(toy.probabilities(length)[0]))
         seen = torch.zeros(raw.shape, dtype=torch.bool)
         seen[:, list(prompt)] = True
         for number in range(len(raw)):
             seen[number, list(text_of(number, length, toy.v))] = True
-        found.append(logits_to_probs(raw, [sampling], seen).numpy())
-    return found
+        distributions.append(logits_to_probs(raw, [sampling], seen).numpy())
+    return distributions
 
 
 # As causal LMs -------------------------------------------------------------------------------------------------------
@@ -172,14 +172,14 @@ class Counting(nn.Module):
         self, hidden: Tensor, token: Tensor, position: Tensor, pack: Pack | None, mask: Tensor | None
     ) -> Tensor:
         """``[1, N, V]`` -> ``[1, N, V]``; tokens and positions are ``[1, N]``."""
-        place = position - self.prompt
-        share = torch.where(place >= 0, token * self.power[place.clamp_min(0)], 0)
+        digit = position - self.prompt
+        share = torch.where(digit >= 0, token * self.power[digit.clamp_min(0)], 0)
         value = share.to(self.table.dtype)[:, None, :, None]  # [1, heads 1, N, dim 1]
         query = key = torch.zeros_like(value)
         read: Any = (key, value) if pack is None else pack.update(key, value, self.number)
         mean, _ = cell_attention(self, query, read[0], read[1], mask, 1.0)
         number = (mean[..., 0, 0] * (position + 1)).round().long()  # position + 1 tokens are visible to a row
-        row = torch.where(place < 0, 0, self.first[(place + 1).clamp_min(0)] + number)
+        row = torch.where(digit < 0, 0, self.first[(digit + 1).clamp_min(0)] + number)
         output = (hidden if self.below is None else hidden - self.below[row]) + self.table[row]
         return torch.where(self.mlp(torch.ones_like(hidden)) > 0, output, hidden)
 
@@ -206,8 +206,8 @@ class Body(nn.Module):
         super().__init__()
         below: list[Sequence[np.ndarray] | None] = [None, *layers[:-1]]
         self.layers = nn.ModuleList(
-            Counting(number, own, other, prompt, dtype)
-            for number, (own, other) in enumerate(zip(layers, below, strict=True))
+            Counting(number, layer, other, prompt, dtype)
+            for number, (layer, other) in enumerate(zip(layers, below, strict=True))
         )
         self.width, self.dtype = layers[0][0].shape[1], dtype
 

@@ -104,12 +104,12 @@ def exact(target: Target, request: Request, prefixes: Prefixes) -> Exact:
     """
     rows = rows_after(target, request, prefixes.texts, prefixes.allowed)
     places = [np.searchsorted(row.tokens, tokens) for row, tokens in zip(rows, prefixes.tokens, strict=True)]
-    log_p = [row.log_p[place] for row, place in zip(rows, places, strict=True)]
-    log_local = [row.log_local[place] for row, place in zip(rows, places, strict=True)]
+    log_p = [row.log_p[column] for row, column in zip(rows, places, strict=True)]
+    log_local = [row.log_local[column] for row, column in zip(rows, places, strict=True)]
     log_z = float(log_potential(prefixes, log_p)[0])
     if log_z == -np.inf:
         raise ConstraintError("no output that the constraint allows has any probability under the model")
-    outputs = [(*prefixes.texts[node], int(prefixes.tokens[node][place])) for node, place in prefixes.outputs]
+    outputs = [(*prefixes.texts[node], int(prefixes.tokens[node][column])) for node, column in prefixes.outputs]
     local, given = prefixes.path_sums(log_local), prefixes.path_sums(log_p) - log_z
     return Exact(outputs, np.exp(local), np.exp(given), log_z)
 
@@ -153,10 +153,10 @@ class Sampler:
     def local(self, count: int) -> list[tuple[Text, bool]]:
         """Return ``count`` outputs of the masked distribution, and whether each is valid."""
         applied = replace(self.applied, distribution="local")
-        found: list[tuple[Text, bool]] = []
-        while len(found) < count:
-            found += self._decoded(min(self.batch_size, count - len(found)), applied)
-        return found
+        drawn: list[tuple[Text, bool]] = []
+        while len(drawn) < count:
+            drawn += self._decoded(min(self.batch_size, count - len(drawn)), applied)
+        return drawn
 
     def given_valid(self, count: int, most: int) -> list[Text]:
         """Return up to ``count`` outputs of p(x | valid), from at most ``most`` attempts.
@@ -167,13 +167,13 @@ class Sampler:
         on them, through what was learned. So the outputs of a fixed number of attempts, of which fewer than ``count``
         were accepted, are not independent of their number, and their mean can be biased.
         """
-        found: list[Text] = []
-        while len(found) < count and self.attempts < most:
+        drawn: list[Text] = []
+        while len(drawn) < count and self.attempts < most:
             some = min(self.batch_size, most - self.attempts)
             adaptive = LearnedConstraint(self.applied.constraint, self.futures, self.sampler)
             self.attempts += some
-            found += [text for text, valid in self._decoded(some, AppliedConstraint(adaptive)) if valid]
-        return found[:count]
+            drawn += [text for text, valid in self._decoded(some, AppliedConstraint(adaptive)) if valid]
+        return drawn[:count]
 
     def _decoded(self, count: int, applied: AppliedConstraint) -> list[tuple[Text, bool]]:
         """Decode, score and learn from ``count`` outputs."""
@@ -182,10 +182,10 @@ class Sampler:
         group = fixed_group(Arm(self.target, self.proposer, self.verifier, CounterDraws(self.seed), applied), requests)
         for _ in group:
             pass
-        ended = sorted(group.sequences, key=lambda one: one.request.id)
-        if broken := next((why for one, why in group.errors.items() if one.finish == "nan"), None):
+        ended = sorted(group.sequences, key=lambda sequence: sequence.request.id)
+        if broken := next((why for sequence, why in group.errors.items() if sequence.finish == "nan"), None):
             raise ValueError(broken)
-        texts = [tuple(one.emitted) for one in ended]
+        texts = [tuple(sequence.emitted) for sequence in ended]
         valid = self.scores.add(texts)
         for output in dict.fromkeys(texts):
             self._learn(output, valid[output])
@@ -195,7 +195,7 @@ class Sampler:
         for end in range(len(output) + 1):
             if (row := self.scores.seen.get(output[:end])) is None:  # from here on it is not allowed, or it has ended
                 break
-            self.futures.learn(output[:end], row.rest, {token: float(np.exp(one)) for token, one in row.p.items()})
+            self.futures.learn(output[:end], row.rest, {token: float(np.exp(log_p)) for token, log_p in row.p.items()})
         if valid:
             self.futures.add(output, float(np.exp(self.scores.log_probabilities(output)[0])))
 
@@ -213,7 +213,7 @@ def estimate(sampler: Sampler, samples: int, most: int) -> dict[str, Any]:
     given = sampler.given_valid(samples, most)
     of_given = np.array([_log_weight(sampler.scores, text) for text in given])
     exact_samples = sampler.sampler == "rejection"
-    found = {
+    facts = {
         "method": "sampled",
         "sampler": sampler.sampler,
         "exact_samples": exact_samples,
@@ -225,7 +225,7 @@ def estimate(sampler: Sampler, samples: int, most: int) -> dict[str, Any]:
         "z_lower": sampler.futures.lower,
         "z_upper": sampler.futures.upper,
     }
-    return found | {name: one._asdict() for name, one in distances(log_w, of_given).items()}
+    return facts | {name: interval._asdict() for name, interval in distances(log_w, of_given).items()}
 
 
 def _log_weight(scores: Scores, output: Text) -> float:
@@ -245,16 +245,16 @@ def distances(local: np.ndarray, given: np.ndarray) -> Mapping[str, Interval]:
         nothing = Interval(*[float("nan")] * 3)
         return dict.fromkeys(("z", "tv", "tv_global", "kl"), nothing)
     w, rng = np.exp(local - scale), np.random.default_rng(0)
-    own, other = _shares(rng, len(local)), _shares(rng, len(given))
-    z = own @ w  # [1 + RESAMPLES]
-    off = [share @ np.abs(1 - w / mean) if mean > 0 else np.nan for share, mean in zip(own, z, strict=True)]
-    found = {"z": np.exp(scale) * z, "tv": 0.5 * np.array(off)}
+    shares, other = _shares(rng, len(local)), _shares(rng, len(given))
+    z = shares @ w  # [1 + RESAMPLES]
+    off = [share @ np.abs(1 - w / mean) if mean > 0 else np.nan for share, mean in zip(shares, z, strict=True)]
+    resampled = {"z": np.exp(scale) * z, "tv": 0.5 * np.array(off)}
     if len(given):
         with np.errstate(divide="ignore"):
             ratio = np.exp(np.log(z)[:, None] + scale - given[None])
             kl = other @ given - np.log(z) - scale
-        found |= {"tv_global": (other * np.maximum(1 - ratio, 0)).sum(1), "kl": kl}
-    return {name: _interval(values) for name, values in found.items()}
+        resampled |= {"tv_global": (other * np.maximum(1 - ratio, 0)).sum(1), "kl": kl}
+    return {name: _interval(values) for name, values in resampled.items()}
 
 
 def _shares(rng: np.random.Generator, count: int) -> np.ndarray:  # [1 + RESAMPLES, count]

@@ -34,8 +34,8 @@ class Row(NamedTuple):
 
 def rows_after(target: Target, request: Request, texts: Sequence[Text], allowed: Sequence[np.ndarray]) -> list[Row]:
     """Return the row after each text, given the tokens ``[n]`` that the constraint allows after it."""
-    found = dict(_rows(target, request, texts, lambda number: allowed[number]))
-    return [found[number] for number in range(len(texts))]
+    rows = dict(_rows(target, request, texts, lambda number: allowed[number]))
+    return [rows[number] for number in range(len(texts))]
 
 
 def _rows(
@@ -51,12 +51,12 @@ def _rows(
         numbers = some.numbers.tolist()
         tokens = [allowed(number) for number in numbers]
         mask = np.zeros(some.logits.shape, dtype=bool)
-        for row, own in enumerate(tokens):
-            mask[row, own] = True
+        for row, columns in enumerate(tokens):
+            mask[row, columns] = True
         with np.errstate(divide="ignore"):
             p, local = some.log_probabilities(), some.log_probabilities(mask)
-        for row, (number, own) in enumerate(zip(numbers, tokens, strict=True)):
-            yield number, Row(own, p[row, own], local[row, own])
+        for row, (number, columns) in enumerate(zip(numbers, tokens, strict=True)):
+            yield number, Row(columns, p[row, columns], local[row, columns])
 
 
 @dataclass(frozen=True)
@@ -104,29 +104,31 @@ class Scores:
         texts = list(new)
 
         def allowed(number: int) -> np.ndarray:
-            own = new[texts[number]]
-            return NO_TOKENS if own.dead else tokens_of(own.mask, self.constraint.vocabulary)
+            state = new[texts[number]]
+            return NO_TOKENS if state.dead else tokens_of(state.mask, self.constraint.vocabulary)
 
         for number, row in _rows(self.target, self.request, texts, allowed):
             text = texts[number]
             followed = sorted({*new[text].tokens, *(self.seen[text].p if text in self.seen else ())})
-            place = np.searchsorted(row.tokens, followed)
+            columns = np.searchsorted(row.tokens, followed)
             others = self.may_follow(text, row.tokens)
-            others[place] = False
-            p, local = (dict(zip(followed, one[place].tolist(), strict=True)) for one in (row.log_p, row.log_local))
+            others[columns] = False
+            p, local = (
+                dict(zip(followed, log_p[columns].tolist(), strict=True)) for log_p in (row.log_p, row.log_local)
+            )
             self.seen[text] = Seen(float(np.exp(row.log_p[others]).sum()), p, local)
         return valid
 
     def log_probabilities(self, output: Text) -> tuple[float, float]:
         """Return log p and log p_local of a valid output."""
-        rows = [(self.seen[output[:place]], token) for place, token in enumerate(output)]
+        rows = [(self.seen[output[:position]], token) for position, token in enumerate(output)]
         return sum(row.p[token] for row, token in rows), sum(row.local[token] for row, token in rows)
 
     def _walk(self, output: Text, new: dict[Text, _New]) -> bool:
         """Note in ``new`` what must be computed along an output, and return whether it is valid."""
         state = self.constraint.start(self.request)
-        for place, token in enumerate(output):
-            text = output[:place]
+        for position, token in enumerate(output):
+            text = output[:position]
             if text not in self.seen or token not in self.seen[text].p:
                 if text not in new:
                     new[text] = _masked(state)
@@ -138,7 +140,7 @@ class Scores:
             try:
                 state.advance(token)
             except ConstraintError:  # a dead end
-                new.setdefault(output[: place + 1], _New(dead=True))
+                new.setdefault(output[: position + 1], _New(dead=True))
                 return False
         if len(output) < self.request.max_new_tokens and output not in self.seen and output not in new:
             new[output] = _masked(state)  # perhaps a dead end

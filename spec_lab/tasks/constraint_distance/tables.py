@@ -68,8 +68,8 @@ def row(number: int, entry: Mapping[str, Any]) -> Rows:
         number: of the request.
         entry: its entry of ``summary.json``.
     """
-    own = {"prompt": entry["prompt"], "method": entry["method"], "entry": json.dumps(entry)}
-    return [{"id": str(number), "request": number, **own}]
+    facts = {"prompt": entry["prompt"], "method": entry["method"], "entry": json.dumps(entry)}
+    return [{"id": str(number), "request": number, **facts}]
 
 
 def entries(tables: TableParts) -> dict[int, dict[str, Any]]:
@@ -78,7 +78,7 @@ def entries(tables: TableParts) -> dict[int, dict[str, Any]]:
     Raises:
         Unreadable: a file is not a table, or an entry has other contents.
     """
-    found: dict[int, dict[str, Any]] = {}
+    by_number: dict[int, dict[str, Any]] = {}
     for number, text in tables.load()["distances"][["request", "entry"]].itertuples(index=False, name=None):
         try:
             entry = json.loads(text)
@@ -89,5 +89,5 @@ def entries(tables: TableParts) -> dict[int, dict[str, Any]]:
                 f"{tables.out}: the distances of prompt {number} are not readable ({error}); remove the run's "
                 "directory and run again"
             ) from error
-        found[int(number)] = entry
-    return found
+        by_number[int(number)] = entry
+    return by_number

@@ -64,17 +64,17 @@ def measure(
     written = tables.parts(settings.output_dir)
 
     def work(_: Mapping[str, Any]) -> Done:
-        found = tables.entries(written)
-        todo = [one for one in requests if one.id not in found]
-        for number, entry in found.items():  # a resumed upload begins anew
+        measured = tables.entries(written)
+        todo = [request for request in requests if request.id not in measured]
+        for number, entry in measured.items():  # a resumed upload begins anew
             lab.tracker.group(number, _tracked(entry))
         for request in Progress(todo, desc=settings.name, unit="prompt"):
             entry = {"prompt": request.name, **_distance(lab, settings, request, method, sampler, samples, attempts)}
             written.write(f"{request.id:06d}", {"distances": tables.row(request.id, entry)})
-            found[request.id] = entry
+            measured[request.id] = entry
             lab.tracker.group(request.id, _tracked(entry))
         written.gather()
-        rows = [found[one.id] for one in requests]
+        rows = [measured[request.id] for request in requests]
         summary = {
             "experiment": settings.name,
             "target": lab.target.name,
@@ -127,18 +127,20 @@ def _distance(
     conditional.check_request(request)
     try:
         if method != "sampled":
-            found = exact(lab.target, request, conditional.prefixes(request)).facts()
-            texts = [one | {"text": lab.target.tokenizer.decode(one["tokens"])} for one in found["probabilities"]]
-            return found | {"probabilities": texts}
+            facts = exact(lab.target, request, conditional.prefixes(request)).facts()
+            texts = [
+                output | {"text": lab.target.tokenizer.decode(output["tokens"])} for output in facts["probabilities"]
+            ]
+            return facts | {"probabilities": texts}
     except TooManyPrefixes as error:
         if method == "exact":
             raise conditional.refusal(request, error) from error
     except ConstraintError as error:
         return {"method": "none", "error": str(error)}
-    one = Sampler(
+    draws = Sampler(
         lab.target, lab.proposer, lab.verifier, lab.applied, request, sampler, settings.seed, settings.batch_size
     )
-    return estimate(one, samples, attempts)
+    return estimate(draws, samples, attempts)
 
 
 def _tracked(row: Mapping[str, Any]) -> dict[str, float]:

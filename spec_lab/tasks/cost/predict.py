@@ -52,7 +52,7 @@ class Cost:
         fixed, arms = frame[frame["fixed"]], frame[~frame["fixed"]]
         return Cost(
             _grid(fixed, ("nodes", "batch", "context"), OF_NODES),
-            {str(name): _grid(own, ("batch", "context"), OF_ARM) for name, own in arms.groupby("arm", sort=False)},
+            {str(name): _grid(frame, ("batch", "context"), OF_ARM) for name, frame in arms.groupby("arm", sort=False)},
         )
 
     def step(self, arm: str, nodes: ArrayLike, batch: ArrayLike, context: ArrayLike) -> np.ndarray:
@@ -69,8 +69,8 @@ class Cost:
         """
         if arm not in self.arms:
             raise ValueError(f"the costs of arm '{arm}' were not measured; measured arms are {', '.join(self.arms)}")
-        own = self.arms[arm](batch=batch, context=context)
-        return own + self.nodes(nodes=nodes, batch=batch, context=context)
+        fixed = self.arms[arm](batch=batch, context=context)
+        return fixed + self.nodes(nodes=nodes, batch=batch, context=context)
 
 
 def without_drift(frame: pd.DataFrame) -> pd.DataFrame:
@@ -81,12 +81,12 @@ def without_drift(frame: pd.DataFrame) -> pd.DataFrame:
     meanwhile slows down all of them. Each repeat's seconds are therefore divided by those of its own steps without
     nodes (of all arms that drafted none, the phases ``OF_NODES``), and multiplied by their median over repeats.
     """
-    place, parts = ["batch", "context"], [*OF_NODES, *OF_ARM]
+    keys, parts = ["batch", "context"], [*OF_NODES, *OF_ARM]
     none = frame[frame["nodes"] == 0]
-    own = none[list(OF_NODES)].sum(axis=1).groupby([none[name] for name in ("turn", *place)]).mean()
-    usual = own.groupby(level=place).median()
-    factor = (usual.reindex(own.index.droplevel("turn")).to_numpy() / own).rename("factor")
-    each = frame[["turn", *place]].join(factor, on=["turn", *place])["factor"].fillna(1.0).to_numpy()
+    sums = none[list(OF_NODES)].sum(axis=1).groupby([none[name] for name in ("turn", *keys)]).mean()
+    usual = sums.groupby(level=keys).median()
+    factor = (usual.reindex(sums.index.droplevel("turn")).to_numpy() / sums).rename("factor")
+    each = frame[["turn", *keys]].join(factor, on=["turn", *keys])["factor"].fillna(1.0).to_numpy()
     return frame.assign(**{name: frame[name] * each for name in parts})
 
 

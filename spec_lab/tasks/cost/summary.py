@@ -19,23 +19,23 @@ def summarise(frame: pd.DataFrame, roofline: Roofline | None = None) -> dict[str
     With a ``roofline``, ``baseline`` holds the share of it that the target's forward without nodes reaches at every
     batch size and context (``roofline_share``), and whether reading bounds it (``memory_bound_steps``, 1 or 0).
     """
-    fixed, own = frame[frame["fixed"]], frame[~frame["fixed"]]
+    fixed, measured = frame[frame["fixed"]], frame[~frame["fixed"]]
     return {
         "baseline": [] if roofline is None else _baseline(fixed[fixed["nodes"] == 0], roofline),
         "nodes": _spread(fixed, ["batch", "context", "nodes"], fixed[list(OF_NODES)].sum(axis=1)),
-        "arms": _spread(own, ["arm", "batch", "context"], own[list(OF_ARM)].sum(axis=1)),
+        "arms": _spread(measured, ["arm", "batch", "context"], measured[list(OF_ARM)].sum(axis=1)),
     }
 
 
 def _baseline(rows: pd.DataFrame, roofline: Roofline) -> list[dict[str, Any]]:
     """Return the roofline share of a forward that computes one token of each sequence after ``context`` others."""
-    found = []
-    for (batch, context), own in rows.groupby(["batch", "context"]):
+    shares = []
+    for (batch, context), cell in rows.groupby(["batch", "context"]):
         (read,), (compute,) = roofline.seconds([0] * batch, [context + 1] * batch, [1] * batch, [0] * batch)
-        share = max(read, compute) / own["target_forward"].median()
+        share = max(read, compute) / cell["target_forward"].median()
         figures = {"roofline_share": {"mean": float(share)}, "memory_bound_steps": float(read >= compute)}
-        found.append({"batch": int(batch), "context": int(context), **figures})
-    return found
+        shares.append({"batch": int(batch), "context": int(context), **figures})
+    return shares
 
 
 def _spread(frame: pd.DataFrame, by: list[str], seconds: pd.Series) -> list[dict[str, Any]]:

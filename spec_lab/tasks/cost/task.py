@@ -87,7 +87,7 @@ def measure(
 
     def work(facts: Mapping[str, Any]) -> Done:
         before = finished()
-        todo = [one for one in measurements if one not in before]
+        todo = [measurement for measurement in measurements if measurement not in before]
         for repeat, batch, context in Progress(todo, desc=settings.name, unit="measurement"):
             requests = texts(lab.target, prompts, lab.sampling, batch, context)
             rows = time_arms(arms, requests, repeat, steps)
@@ -127,7 +127,7 @@ def _arms(lab: Lab, settings: Settings, nodes: Sequence[int]) -> dict[str, Loop]
         raise ValueError(f"task=cost times spec_lab's own steps, which peers do not run; remove peers {[*lab.peers]}")
     wide = lab.target.vocabulary
     fixed = {f"nodes {n}": Loop(lab.target, Fixed(n, wide), lab.verifier, CounterDraws(settings.seed)) for n in nodes}
-    own = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
-    if both := set(fixed) & set(own):
+    loops = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
+    if both := set(fixed) & set(loops):
         raise ValueError(f"arms.{both.pop()} has the name of a fixed tree; choose another name")
-    return fixed | own
+    return fixed | loops

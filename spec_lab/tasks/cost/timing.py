@@ -75,7 +75,7 @@ def texts(
     joined = [token for prompt in prompts for token in prompt]
     starts = [number * len(joined) // batch for number in range(batch)]
     tokens = [tuple(islice(cycle(joined[start:] + joined[:start]), context)) for start in starts]
-    return [Request(number, f"text {number}", own, sampling, target.context) for number, own in enumerate(tokens)]
+    return [Request(number, f"text {number}", prompt, sampling, target.context) for number, prompt in enumerate(tokens)]
 
 
 def room(arms: Mapping[str, Loop], steps: int) -> int:
@@ -105,8 +105,8 @@ def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int
     lm, memory, start = target.lm, Memory(), Usage.now()
     parts = {name: Arm(target, arm.proposer, arm.verifier, arm.draws, memory=memory) for name, arm in arms.items()}
     reserve = min(context + room(arms, steps), target.context)
-    sequences = [SequenceState(one, lm.open(reserve), list(one.tokens)) for one in requests]
-    states: dict[str, list] = {name: [arm.proposer.init(one) for one in requests] for name, arm in arms.items()}
+    sequences = [SequenceState(request, lm.open(reserve), list(request.tokens)) for request in requests]
+    states: dict[str, list] = {name: [arm.proposer.init(request) for request in requests] for name, arm in arms.items()}
 
     def decode(name: str, count: int, length: int = context) -> list[StepInfo]:
         """Decode ``count`` steps of an arm, with its proposer's states, after truncating the KV cache to ``length``.
@@ -135,8 +135,8 @@ def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int
             for sequence, token in zip(sequences, first, strict=True):
                 sequence.tokens[context:] = [token]
         rows, facts = [], {"batch": len(requests), "context": context, "turn": repeat}
-        for place in np.random.default_rng(repeat).permutation(len(arms)):
-            name = list(arms)[place]
+        for number in np.random.default_rng(repeat).permutation(len(arms)):
+            name = list(arms)[number]
             done = decode(name, steps + 2)  # the first is a warm-up; the last only ends the time of the one before
             key = {"id": f"{len(requests)}/{context}/{name}/{repeat}", "arm": name}
             rows.append(key | facts | {"fixed": isinstance(arms[name].proposer, Fixed), **_seconds(done)})

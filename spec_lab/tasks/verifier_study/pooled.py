@@ -34,7 +34,8 @@ def summarise(
         "tokens": int((texts["tokens"].map(len) - texts["prompt_tokens"]).sum()),
         "positions": len(rows[["request", "position"]].drop_duplicates()),
         "proposers": {
-            name: {**own, **of_proposer(rows[rows["proposer"] == name], verifiers)} for name, own in facts.items()
+            name: {**described, **of_proposer(rows[rows["proposer"] == name], verifiers)}
+            for name, described in facts.items()
         },
         "errors": texts["error"][texts["error"] != ""].tolist(),
     }

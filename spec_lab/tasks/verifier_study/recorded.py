@@ -47,13 +47,13 @@ def proposers_of(lab: Lab) -> dict[str, Proposer]:
         ValueError: there is none; one cannot draft for the sampling.
     """
     named = {MAIN: lab.proposer, **lab.more_proposers}
-    proposers = {name: one for name, one in named.items() if not isinstance(one, Null)}
+    proposers = {name: proposer for name, proposer in named.items() if not isinstance(proposer, Null)}
     if not proposers:
         raise ValueError(
             "no proposer drafts: choose one with proposer=, or add some, e.g. +proposer@arms.tree=draft_tree"
         )
-    for one in proposers.values():
-        one.check_sampling(lab.sampling)
+    for proposer in proposers.values():
+        proposer.check_sampling(lab.sampling)
     return proposers
 
 
@@ -65,7 +65,7 @@ def pairs(
     Raises:
         ValueError: a verifier that supports no proposer's drafts, or a proposer whose drafts no verifier supports.
     """
-    draws = sorted({one.drawn for one in proposers.values()})
+    draws = sorted({proposer.drawn for proposer in proposers.values()})
     for name, verifier in verifiers.items():
         if not verifier.accepts & {*draws}:
             raise ValueError(
@@ -73,7 +73,7 @@ def pairs(
                 f"draw {', '.join(draws)}: add a proposer that draws so, or leave it out with '~verifiers.{name}'"
             )
     fitting, left_out = {}, []
-    names = arm_names({arm: one.name for arm, one in proposers.items()})
+    names = arm_names({arm: proposer.name for arm, proposer in proposers.items()})
     for name, proposer in proposers.items():
         fitting[name] = {
             key: verifier
@@ -87,7 +87,7 @@ def pairs(
         ]
         if not fitting[name]:
             what = f"draws '{proposer.drawn}'"
-            if any(proposer.drawn in one.accepts for one in verifiers.values()):
+            if any(proposer.drawn in verifier.accepts for verifier in verifiers.values()):
                 what = f"drafts trees drawn '{proposer.drawn}'"  # and those verify chains only
             raise ValueError(f"proposer '{names[name]}' {what}, which no verifier here supports; add one")
     return fitting, left_out
@@ -151,24 +151,24 @@ def drafts_along(
             sequences[name] = SequenceState(request, kv, [], state=proposer.init(request))
         for position in positions(request, text, every):
             for name, proposer in proposers.items():
-                one = sequences[name]
+                sequence = sequences[name]
                 arm = Arm(
                     target, proposer, capture, draws, record=record, choose=choose_nothing, commit=commit_nothing,
                     memory=memory,
                 )  # fmt: skip
-                one.tokens, one.step = list(text[:position]), position
-                if between := len(one.pending) - 1:
-                    step([], arm, [(one, between)])
-                info = step([one], arm)
+                sequence.tokens, sequence.step = list(text[:position]), position
+                if between := len(sequence.pending) - 1:
+                    step([], arm, [(sequence, between)])
+                info = step([sequence], arm)
                 assert capture.draft is not None and capture.p is not None
-                broken = info.errors.get(one, "")
+                broken = info.errors.get(sequence, "")
                 yield Drafted(
-                    position, name, capture.draft, capture.p, (request.id, one.branch, position), info, broken
+                    position, name, capture.draft, capture.p, (request.id, sequence.branch, position), info, broken
                 )
     finally:
-        for name, one in sequences.items():
-            proposers[name].close(one.state)
-            one.kv.close()
+        for name, sequence in sequences.items():
+            proposers[name].close(sequence.state)
+            sequence.kv.close()
 
 
 # Verdicts ------------------------------------------------------------------------------------------------------------
@@ -200,34 +200,38 @@ def of_prompt(
     outcome = sample(lab.target, request, seed)
     tokens, errors = [*request.tokens, *outcome.tokens], [outcome.error] if outcome.error else []
     draws, clock, rows = CounterDraws(seed), lab.target.lm.clock, []
-    names = arm_names({arm: one.name for arm, one in proposers.items()})
+    names = arm_names({arm: proposer.name for arm, proposer in proposers.items()})
     bounds, vocabulary = Bounds(), lab.target.vocabulary
     replay: Rows = []
     with closing(drafts_along(lab.target, proposers, request, tokens, every, draws, record)) as drafts:
-        for one in drafts:
-            if one.broken:
-                why = without_name(request, one.broken)
-                errors.append(f"request '{request.name}', position {one.position}, {names[one.proposer]}: {why}")
+        for drafted in drafts:
+            if drafted.broken:
+                why = without_name(request, drafted.broken)
+                errors.append(
+                    f"request '{request.name}', position {drafted.position}, {names[drafted.proposer]}: {why}"
+                )
                 continue
-            replay += replay_rows_of([one.info], request.id, one.proposer, vocabulary, round_is_position=True)
-            shared = _shared(request, one)
-            bounds.add(one)
-            for name, (verdict, seconds) in verdicts(verifiers[one.proposer], one, draws, clock, repeats).items():
+            replay += replay_rows_of([drafted.info], request.id, drafted.proposer, vocabulary, round_is_position=True)
+            shared = _shared(request, drafted)
+            bounds.add(drafted)
+            for name, (verdict, seconds) in verdicts(
+                verifiers[drafted.proposer], drafted, draws, clock, repeats
+            ).items():
                 rows.append(
                     {
                         **shared,
-                        "id": f"{request.id}/{one.position}/{one.proposer}/{name}",
+                        "id": f"{request.id}/{drafted.position}/{drafted.proposer}/{name}",
                         "verifier": name,
-                        "lossless": verifiers[one.proposer][name].lossless,
+                        "lossless": verifiers[drafted.proposer][name].lossless,
                         "given": verdict.given,
-                        "expected_accepted": float(verdict.expected_accepted(one.draft.shape)[0]),
-                        "first_level": float(verdict.stop[one.draft.shape.roots :].sum()),
+                        "expected_accepted": float(verdict.expected_accepted(drafted.draft.shape)[0]),
+                        "first_level": float(verdict.stop[drafted.draft.shape.roots :].sum()),
                         "verify": seconds,
                     }
                 )
-    found = bounds.found()
+    values = bounds.found()
     for row in rows:
-        row["bound"] = found[row["position"], row["proposer"]]
+        row["bound"] = values[row["position"], row["proposer"]]
     prompt = lab.prompts[request.id]
     text = {
         "id": str(request.id),
@@ -249,7 +253,7 @@ def verdicts(
 
     In each repetition another verifier is the first. After the first call p is in the processor's cache.
     """
-    names, found = list(verifiers), {}
+    names, verdicts = list(verifiers), {}
     for verifier in verifiers.values():
         check_draft(drafted.proposer, verifier, drafted.draft)
     marks: dict[str, list] = {name: [] for name in names}
@@ -258,11 +262,11 @@ def verdicts(
         for name in names[shift:] + names[:shift]:
             start = clock.mark()
             with attributed("verifier", verifiers[name]):
-                found[name] = verifiers[name](drafted.draft, drafted.p)
-                choose(found[name], drafted.draft.shape, drafted.p, draws, [drafted.key])
+                verdicts[name] = verifiers[name](drafted.draft, drafted.p)
+                choose(verdicts[name], drafted.draft.shape, drafted.p, draws, [drafted.key])
             marks[name].append((start, clock.mark()))
     clock.synchronise()
-    return {name: (found[name], median(clock.seconds(*pair) for pair in marks[name])) for name in names}
+    return {name: (verdicts[name], median(clock.seconds(*pair) for pair in marks[name])) for name in names}
 
 
 def _shared(request: Request, drafted: Drafted) -> dict[str, Any]:
@@ -304,12 +308,12 @@ class Bounds:
 
     def found(self) -> dict[tuple[int, str], float]:
         """Return the bounds by position and proposer."""
-        found = dict(self._known)
+        known = dict(self._known)
         for (drawn, count), kept in self._waiting.items():
             keys, p, q = zip(*kept, strict=True)
             bounds = transport_bound(torch.stack(p), torch.stack(q), count, cast(Drawn, drawn))
-            found |= dict(zip(keys, bounds.tolist(), strict=True))
-        return found
+            known |= dict(zip(keys, bounds.tolist(), strict=True))
+        return known
 
 
 def covered(draft: Draft, p: Tensor) -> float:

@@ -68,7 +68,7 @@ def study_verifiers(
 
     def work(_: Mapping[str, Any]) -> Done:
         before = finished()
-        todo = [one for one in requests if one.id not in before]
+        todo = [request for request in requests if request.id not in before]
         if todo and settings.warmup:
             short = replace(todo[0], max_new_tokens=min(settings.warmup, settings.max_new_tokens))
             of_prompt(lab, proposers, fitting, short, settings.seed, every, repeats)
@@ -91,7 +91,7 @@ def study_verifiers(
             "left_out": left_out,
         }
         if settings.record == "replay" and len(recorded):
-            summary["bounds"] = {name: one.summary() for name, one in for_summary(settings.output_dir).items()}
+            summary["bounds"] = {name: bound.summary() for name, bound in for_summary(settings.output_dir).items()}
         return Done(summary, verifiers_result)
 
     def left() -> tuple[int, str]:
