@@ -117,13 +117,13 @@ class AppliedConstraint:
         if self.draft_budget is None:
             return 2**62, float("inf")
         if isinstance(self.draft_budget, str):
-            found = re.fullmatch(r"(\d+) ?us", self.draft_budget)
-            if not found:
+            match = re.fullmatch(r"(\d+) ?us", self.draft_budget)
+            if not match:
                 raise WrongOption(
                     f"draft_budget must be a number of masks, a time such as '200us', or null, "
                     f"not {self.draft_budget!r}"
                 )
-            return 2**62, int(found[1]) * 1e-6
+            return 2**62, int(match[1]) * 1e-6
         return self.draft_budget, float("inf")
 
     @property
@@ -179,9 +179,9 @@ class DraftTreeMasks:
 
     def view(self, roots: Sequence[int]) -> DraftTreeMasks:
         """See ``DraftMasks``."""
-        found = DraftTreeMasks([self.states[root] for root in roots], self.applied)
-        found.budget, found.numbers = self.budget, [self.numbers[root] for root in roots]
-        return found
+        view = DraftTreeMasks([self.states[root] for root in roots], self.applied)
+        view.budget, view.numbers = self.budget, [self.numbers[root] for root in roots]
+        return view
 
     @property
     def used(self) -> bool:
@@ -201,15 +201,15 @@ class DraftTreeMasks:
         start, self.budget.used = time.perf_counter(), True
         allowed = np.ones((len(rows), self.vocabulary), dtype=bool)
         with calling(self.constraint):
-            for place, row in enumerate(rows.tolist()):
+            for number, row in enumerate(rows.tolist()):
                 try:
                     mask = self._mask(shape, row, token, self.seconds + time.perf_counter() - start)
                 except ConstraintError:  # an error only if the verifier accepts the row
                     self.dead.add(row)
                 if row in self.dead:
-                    allowed[place] = False
+                    allowed[number] = False
                 elif mask is not None:
-                    allowed[place] = unpack(mask, self.vocabulary)
+                    allowed[number] = unpack(mask, self.vocabulary)
         self.budget.seconds += time.perf_counter() - start
         return allowed
 
@@ -308,17 +308,17 @@ class StepConstraint:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "masks")
             return draft, self._thread.submit(self._masks, states, draft.shape, token)
-        found = self._masks(states, draft.shape, token)
-        masks, shape = found.masks, draft.shape
+        tree_masks = self._masks(states, draft.shape, token)
+        masks, shape = tree_masks.masks, draft.shape
         keep = np.ones(shape.rows, dtype=bool)
         if shape.nodes and masks.barrier.any():
             keep[shape.roots :] &= ~masks.barrier[shape.parent]
         if prunes:
             keep &= masks.legal
         if keep.all():
-            return draft, found
+            return draft, tree_masks
         draft, rows = draft.keep(keep)
-        return draft, found._replace(masks=masks.of(rows))
+        return draft, tree_masks._replace(masks=masks.of(rows))
 
     def close(self) -> None:
         """Stop the thread that computes masks."""

@@ -168,7 +168,9 @@ class ControllerState(ConstraintState):
         twin = ControllerState(self.of, controller, self.branch, self.number)
         twin.appended, twin.forced = self.appended, self.forced
         if self.pending is not None:
-            twin.pending = tuple(Continuation(one.backtrack, one.state.fork()) for one in self.pending)
+            twin.pending = tuple(
+                Continuation(continuation.backtrack, continuation.state.fork()) for continuation in self.pending
+            )
         return twin
 
     def advance(self, token: int) -> None:
@@ -223,7 +225,7 @@ class ControllerState(ConstraintState):
         if not isinstance(branches, list | tuple) or not all(isinstance(branch, Branch) for branch in branches):
             raise ConstraintError(f"step must return a list of Branch, not {branches!r:.200}")
         for branch in branches:
-            tokens = [token for one in branch.ff for token in one]
+            tokens = [token for run in branch.ff for token in run]
             if isinstance(branch.allow, np.ndarray):
                 if branch.allow.dtype != np.uint32 or branch.allow.shape != (width(self.of.vocabulary),):
                     raise ConstraintError(

@@ -135,12 +135,12 @@ def controller(vocabulary: Vocabulary, make: str, options: Mapping[str, Any] | N
     """
     module, _, name = make.rpartition(".")
     try:
-        found = resolve_name(f"{module}:{name}")
+        function = resolve_name(f"{module}:{name}")
     except (Exception, SystemExit) as error:
         said = str(error) if isinstance(error, ImportError | AttributeError) else described(error)
         raise WrongOption(f"make={make} cannot be imported: {said}{location(error, module, skip=1)}") from error
     try:
-        made: Any = found(vocabulary, **(options or {}))
+        made: Any = function(vocabulary, **(options or {}))
     except (Exception, SystemExit) as error:
         where = location(error, module, skip=1)  # of the call itself: it cannot be called so
         said = (

@@ -72,20 +72,20 @@ class Prefixes:
         Raises:
             ValueError: no valid output can be reached after the token, or it ends the text.
         """
-        place = int(np.searchsorted(self.tokens[node], token))
-        if place == len(self.tokens[node]) or self.tokens[node][place] != token or self.children[node][place] == END:
+        index = int(np.searchsorted(self.tokens[node], token))
+        if index == len(self.tokens[node]) or self.tokens[node][index] != token or self.children[node][index] == END:
             raise ValueError(f"no valid output goes on after token {token}")
-        return int(self.children[node][place])
+        return int(self.children[node][index])
 
     @cached_property
     def masks(self) -> list[np.ndarray]:
         """For each node the packed mask ``[W]`` of its tokens."""
-        return [mask_of(one.tolist(), self.vocabulary) for one in self.tokens]
+        return [mask_of(tokens.tolist(), self.vocabulary) for tokens in self.tokens]
 
     @cached_property
     def outputs(self) -> list[tuple[int, int]]:
         """Every valid output: the last node on its path, and the place of its stop token among the node's tokens."""
-        return [(node, place) for node, to in enumerate(self.children) for place in np.flatnonzero(to == END).tolist()]
+        return [(node, index) for node, to in enumerate(self.children) for index in np.flatnonzero(to == END).tolist()]
 
     def path_sums(self, x: Sequence[np.ndarray]) -> np.ndarray:  # [K]
         """Return the sum of ``x`` along the path of each output, with a number for every token ``[n]`` of each node."""
@@ -93,7 +93,7 @@ class Prefixes:
         for node, to in enumerate(self.children):
             inner = to != END
             before[to[inner]] = before[node] + x[node][inner]
-        return np.array([before[node] + x[node][place] for node, place in self.outputs])
+        return np.array([before[node] + x[node][index] for node, index in self.outputs])
 
 
 def explore(
@@ -130,13 +130,13 @@ def explore(
                 raise
             may = NO_TOKENS  # a dead end
         ends, to = np.isin(may, list(stop)), np.full(len(may), END)
-        for place in np.flatnonzero(~ends).tolist() if len(text) + 1 < length else ():
+        for index in np.flatnonzero(~ends).tolist() if len(text) + 1 < length else ():
             if len(texts) >= most:
                 raise TooManyPrefixes(f"valid outputs have more than {most} prefixes")
-            after, token = here.fork(), int(may[place])
+            after, token = here.fork(), int(may[index])
             with suppress(ConstraintError):  # a dead end as well
                 after.advance(token)
-                to[place] = len(texts)
+                to[index] = len(texts)
                 texts.append((*text, token))
                 ahead.append(after)
         leads = ends | (to != END)
@@ -149,27 +149,27 @@ def explore(
 NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
-def _alive(found: Prefixes) -> Prefixes:
+def _alive(prefixes: Prefixes) -> Prefixes:
     """The same without the nodes from which no valid output is reached.
 
     Raises:
         ConstraintError: none is left.
     """
-    alive = np.zeros(len(found) + 1, dtype=bool)
+    alive = np.zeros(len(prefixes) + 1, dtype=bool)
     alive[END] = True
-    for node in reversed(range(len(found))):
-        alive[node] = bool(alive[found.children[node]].any())
+    for node in reversed(range(len(prefixes))):
+        alive[node] = bool(alive[prefixes.children[node]].any())
     if not alive[0]:
         raise ConstraintError("no output that the constraint allows ends within max_new_tokens")
     number = np.append(np.cumsum(alive[:-1]) - 1, END)
     kept = np.flatnonzero(alive[:-1]).tolist()
-    leads = [alive[found.children[node]] for node in kept]
+    leads = [alive[prefixes.children[node]] for node in kept]
     return Prefixes(
-        found.vocabulary,
-        [found.texts[node] for node in kept],
-        [found.tokens[node][to] for node, to in zip(kept, leads, strict=True)],
-        [number[found.children[node][to]] for node, to in zip(kept, leads, strict=True)],
-        [found.allowed[node] for node in kept],
+        prefixes.vocabulary,
+        [prefixes.texts[node] for node in kept],
+        [prefixes.tokens[node][to] for node, to in zip(kept, leads, strict=True)],
+        [number[prefixes.children[node][to]] for node, to in zip(kept, leads, strict=True)],
+        [prefixes.allowed[node] for node in kept],
     )
 
 
@@ -180,10 +180,10 @@ def log_potential(prefixes: Prefixes, log_p: Sequence[np.ndarray]) -> np.ndarray
         prefixes: of the valid outputs.
         log_p: ``[N]`` for each node log p of its tokens ``[n]``.
     """
-    found = np.zeros(len(prefixes) + 1)  # the last entry, found by END, is log 1
+    log_h = np.zeros(len(prefixes) + 1)  # the last entry, found by END, is log 1
     for node in reversed(range(len(prefixes))):
-        found[node] = _log_sum(log_p[node] + found[prefixes.children[node]])
-    return found[:-1]
+        log_h[node] = _log_sum(log_p[node] + log_h[prefixes.children[node]])
+    return log_h[:-1]
 
 
 def _log_sum(x: np.ndarray) -> float:

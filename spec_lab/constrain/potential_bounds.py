@@ -72,7 +72,7 @@ class ExpectedFutures:
     stop: frozenset[int]
     length: int
     known: dict[Text, LearnedText] = field(default_factory=dict, init=False)
-    found: dict[Text, float] = field(default_factory=dict, init=False)
+    outputs: dict[Text, float] = field(default_factory=dict, init=False)
 
     @property
     def upper(self) -> float:
@@ -82,7 +82,7 @@ class ExpectedFutures:
     @property
     def lower(self) -> float:
         """The probability of all valid outputs seen so far: a lower bound of Z."""
-        return sum(self.found.values())
+        return sum(self.outputs.values())
 
     def may_follow(self, text: Text, tokens: np.ndarray) -> np.ndarray:  # [n] bool
         """Return which allowed tokens may follow a text: the last token of an output must be a stop token."""
@@ -111,7 +111,7 @@ class ExpectedFutures:
 
     def add(self, output: Text, p: float) -> None:
         """Add a valid output with its probability."""
-        self.found[output] = p
+        self.outputs[output] = p
 
     def weights(self, text: Text, allowed: Callable[[], np.ndarray]) -> TokenWeights | None:
         """Return H of every token after a text, relative to the largest; None where the text was never scored.
@@ -120,14 +120,14 @@ class ExpectedFutures:
             text: the text.
             allowed: returns the tokens ``[n]`` that the constraint allows after it, in ascending order.
         """
-        one = self.known.get(text)
-        if one is None:
+        learned = self.known.get(text)
+        if learned is None:
             return None
-        if one.total == 0:  # perhaps a dead end, where the constraint has no mask
+        if learned.total == 0:  # perhaps a dead end, where the constraint has no mask
             return TokenWeights(np.empty(0, dtype=np.int64), np.empty(0))
         tokens = allowed()
         bound = self.may_follow(text, tokens).astype(np.float64)
-        bound[np.searchsorted(tokens, list(one.bound))] = list(one.bound.values())
+        bound[np.searchsorted(tokens, list(learned.bound))] = list(learned.bound.values())
         some = bound > 0
         return TokenWeights(tokens[some], bound[some] / bound.max(initial=0.0))
 
@@ -171,8 +171,8 @@ class LearnedConstraint(Constraint):
 class FuturesState(ConstraintState):
     """The bounds of what may follow a text. See ``ConstraintState``."""
 
-    def __init__(self, of: LearnedConstraint, own: ConstraintState | None, text: Text) -> None:
-        self.of, self.own, self.text = of, own, text
+    def __init__(self, of: LearnedConstraint, state: ConstraintState | None, text: Text) -> None:
+        self.of, self.own, self.text = of, state, text
 
     def fork(self) -> FuturesState:
         """See ``ConstraintState``."""

@@ -135,11 +135,11 @@ def token_bytes(tokenizer: FastTokenizer, size: int, special: Container[int]) ->
     kinds, words = _decoder(tokenizer), tokenizer.get_vocab()
     if kinds == "Fuse":  # texts are tokens in a row
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-        found = [b""] * size
+        data = [b""] * size
         for word, token in words.items():
             if token < size and token not in special and not (token in added and added[token].special):
-                found[token] = word.encode()
-        return found
+                data[token] = word.encode()
+        return data
     largest = max(words.values(), default=-1)
     try:
         engine = from_tokenizer(tokenizer, n_vocab=max(size, largest + 1), slices=[])
@@ -157,7 +157,7 @@ def _decoder(tokenizer: FastTokenizer) -> str:
     if decoder is None:
         return "none"
     made = json.loads(decoder.__getstate__())
-    kinds = [one["type"] for one in made.get("decoders", [made])]
+    kinds = [part["type"] for part in made.get("decoders", [made])]
     return ", ".join(dict.fromkeys(kinds)) or "none"
 
 
@@ -192,13 +192,15 @@ class _Plain:
 
     def __call__(self, text: Any) -> list[int]:
         data = text.encode() if isinstance(text, str) else bytes(text)
-        found, at = [], 0
+        ids, at = [], 0
         while at < len(data):
             fits = [
-                t for t, one in enumerate(self.tokens) if one and t != self.eos_token_id and data.startswith(one, at)
+                t
+                for t, token in enumerate(self.tokens)
+                if token and t != self.eos_token_id and data.startswith(token, at)
             ]
             if not fits:
                 raise ValueError(f"no token is a prefix of the bytes {data[at : at + 4]!r}")
-            found.append(max(fits, key=lambda t: len(self.tokens[t])))
-            at += len(self.tokens[found[-1]])
-        return found
+            ids.append(max(fits, key=lambda t: len(self.tokens[t])))
+            at += len(self.tokens[ids[-1]])
+        return ids

@@ -45,12 +45,12 @@ class Usage:
         wall: the moment, in seconds of a monotonic clock.
         machine: by all processes on the cores that this process may use, time stolen by the hypervisor included; None
             if not known.
-        own: by this process. Processes that it started count as others: they take cores from it as others do.
+        process: by this process. Processes that it started count as others: they take cores from it as others do.
     """
 
     wall: float
     machine: float | None
-    own: float
+    process: float
 
     @staticmethod
     def now() -> Usage:
@@ -69,7 +69,7 @@ def other_load(start: Usage, end: Usage) -> float | None:
     """
     if start.machine is None or end.machine is None or end.wall <= start.wall:
         return None
-    return ((end.machine - start.machine) - (end.own - start.own)) / (end.wall - start.wall)
+    return ((end.machine - start.machine) - (end.process - start.process)) / (end.wall - start.wall)
 
 
 def crowded(load: float | None, threads: int, cores: int) -> bool:

@@ -123,9 +123,9 @@ class WithinChain(Proposer):
 
     def propose(self, batch: Batch) -> Draft:
         """The inner proposer's draft."""
-        left = [Limit(self.ends[one] - len(one.tokens) - 1) for one in batch.sequences]
-        own = replace(batch, limits=left)
-        return self.inner.propose(own).cut_nodes(own.room())
+        left = [Limit(self.ends[sequence] - len(sequence.tokens) - 1) for sequence in batch.sequences]
+        limited = replace(batch, limits=left)
+        return self.inner.propose(limited).cut_nodes(limited.room())
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """The inner proposer observes."""
@@ -287,16 +287,18 @@ class DraftCascade(Proposer):
         New prompts are computed on the way. What the target rejected is forgotten, what it accepted stays computed.
         """
         limits = [
-            max(0, min(self.depth, room, self.arm.target.context - len(one.tokens)))
-            for room, one in zip(batch.room(), batch.sequences, strict=True)
+            max(0, min(self.depth, room, self.arm.target.context - len(sequence.tokens)))
+            for room, sequence in zip(batch.room(), batch.sequences, strict=True)
         ]
-        texts = [self._text(one) if limit else None for one, limit in zip(batch.sequences, limits, strict=True)]
+        texts = [
+            self._text(sequence) if limit else None for sequence, limit in zip(batch.sequences, limits, strict=True)
+        ]
         ends = {text: len(text.tokens) + limit for text, limit in zip(texts, limits, strict=True) if text is not None}
         cold = all(text.request.sampling.temperature == 0 for text in ends)
         q, broken = self._decode(batch, ends, None if cold else KeptRows(self.arm.choose))
         chains = [
-            [] if text is None or text in broken else text.tokens[len(one.tokens) :]
-            for one, text in zip(batch.sequences, texts, strict=True)
+            [] if text is None or text in broken else text.tokens[len(sequence.tokens) :]
+            for sequence, text in zip(batch.sequences, texts, strict=True)
         ]
         why = {tree: broken[text] for tree, text in enumerate(texts) if text is not None and text in broken}
         return self._draft(batch, chains, [part for text in ends if text not in broken for part in q[text]], why)
@@ -320,21 +322,21 @@ class DraftCascade(Proposer):
         """
         proposer = WithinChain(self.arm.proposer, ends)
         arm = self.arm.within(proposer, batch.draws, rows or self.arm.choose)
-        q: dict[SequenceState, list[Tensor]] = {one: [] for one in ends}
+        q: dict[SequenceState, list[Tensor]] = {sequence: [] for sequence in ends}
         broken: dict[SequenceState, str] = {}
         left, most = list(ends), most_at_once(self.arm.proposer, self.arm.target)
         while left:
-            before = {one: len(one.tokens) for one in left[:most]}
+            before = {sequence: len(sequence.tokens) for sequence in left[:most]}
             info = step(list(before), arm)
             self._count(batch, info)
-            for tree, (one, start) in enumerate(before.items()):
-                if one in info.errors or len(one.tokens) == start:
+            for tree, (sequence, start) in enumerate(before.items()):
+                if sequence in info.errors or len(sequence.tokens) == start:
                     inner = info.draft.broken.get(tree)
-                    broken[one] = BROKEN if inner is None else f"in the inner proposer, {inner}"
+                    broken[sequence] = BROKEN if inner is None else f"in the inner proposer, {inner}"
                 elif rows is not None and rows.p is not None:
-                    own = [tree, *info.committed[tree].path]
-                    q[one].append(rows.p[upload(rows.p.device, np.array(own))[0]])
-            left = [one for one in left if one not in broken and len(one.tokens) < ends[one]]
+                    computed = [tree, *info.committed[tree].path]
+                    q[sequence].append(rows.p[upload(rows.p.device, np.array(computed))[0]])
+            left = [sequence for sequence in left if sequence not in broken and len(sequence.tokens) < ends[sequence]]
         return q, broken
 
     def _draft(
@@ -342,7 +344,9 @@ class DraftCascade(Proposer):
     ) -> Draft:
         """The draft of these chains, whose tokens were sampled from the rows of ``q``; none where q is one-hot."""
         shape = forest(tuple(self._chain(len(tokens)) for tokens in chains))
-        token = torch.tensor([one for tokens in chains for one in tokens], dtype=torch.long, device=batch.device)
+        token = torch.tensor(
+            [token_id for tokens in chains for token_id in tokens], dtype=torch.long, device=batch.device
+        )
         if self.drawn == "point":
             return Draft(shape, token, broken=broken)
         q_row = np.full(shape.rows, -1, dtype=np.int64)

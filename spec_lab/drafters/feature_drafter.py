@@ -101,8 +101,8 @@ class FeatureDrafter(FeatureReader):
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        own = {"hidden_states": list(self.network.hidden), "dtype": str(self.lm.dtype).removeprefix("torch.")}
-        return self.plan.facts | own
+        facts = {"hidden_states": list(self.network.hidden), "dtype": str(self.lm.dtype).removeprefix("torch.")}
+        return self.plan.facts | facts
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Keep the features of every computed position."""
@@ -141,9 +141,9 @@ class FeatureDrafter(FeatureReader):
             nodes = rows - shape.roots
             above = torch.tensor([number[row] for row in shape.parent[nodes].tolist()], device=device)
             x = self.network.inputs(torch.from_numpy(token[nodes]).to(device), feature.index_select(0, above))
-            found, logits = self.network.outputs(self.lm.extend(kvs, shape, rows, x, timed))
+            features, logits = self.network.outputs(self.lm.extend(kvs, shape, rows, x, timed))
             number.update(zip(rows.tolist(), range(len(feature), len(feature) + len(rows)), strict=True))
-            feature = torch.cat([feature, found])
+            feature = torch.cat([feature, features])
             return RowLogits.of(logits)
 
         return Forwards(RowLogits.of(logits), expand)

@@ -25,7 +25,11 @@ def observe_features(observed: Sequence[Observation], read: Callable[[Tensor], T
         observed: by the proposer's ``observe``.
         read: hidden states ``[n, k * H]`` of the target -> features ``[n, F]``.
     """
-    some = [(one, one.hidden) for one in observed if one.hidden is not None and len(one.hidden)]
+    some = [
+        (observation, observation.hidden)
+        for observation in observed
+        if observation.hidden is not None and len(observation.hidden)
+    ]
     if not some:
         return
     if len(some) == 1:
@@ -33,9 +37,9 @@ def observe_features(observed: Sequence[Observation], read: Callable[[Tensor], T
     else:  # memory of its own for each part: a view would keep the features of the whole batch alive
         together = read(torch.cat([hidden for _, hidden in some]))
         parts = [part.clone() for part in together.split([len(hidden) for _, hidden in some])]
-    for (one, _), part in zip(some, parts, strict=True):
-        features: Features = one.sequence.state.features
-        features.add(one.start, part)
+    for (observation, _), part in zip(some, parts, strict=True):
+        features: Features = observation.sequence.state.features
+        features.add(observation.start, part)
 
 
 @dataclass(eq=False)
@@ -88,8 +92,8 @@ class Features:
             assert first > 0, f"the states from position {position} on are known from {start} on only"
             first -= 1
             start -= len(self.parts[first])
-        found = self.parts[first] if first == len(self.parts) - 1 else torch.cat(self.parts[first:])
-        return found[position - start :]
+        part = self.parts[first] if first == len(self.parts) - 1 else torch.cat(self.parts[first:])
+        return part[position - start :]
 
     def copy(self) -> Features:
         """An independent copy."""

@@ -32,10 +32,10 @@ class CandidatesController:
 def likeliest(ended: Sequence[Ended], by: str = "sum") -> list[int]:
     """Return the index of the text with the largest "sum" or "mean" of log-probabilities; failed texts come last."""
 
-    def score(place: int) -> tuple[bool, float]:
-        one = ended[place]
-        total = math.fsum(one.logprobs)
-        return one.finish not in BROKEN, total if by == "sum" else total / max(len(one.logprobs), 1)
+    def score(index: int) -> tuple[bool, float]:
+        text = ended[index]
+        total = math.fsum(text.logprobs)
+        return text.finish not in BROKEN, total if by == "sum" else total / max(len(text.logprobs), 1)
 
     return [max(range(len(ended)), key=score)]
 

@@ -34,7 +34,7 @@ class ChoicesController:
         longer = [rest for rest in self.left if rest]
         if not longer:
             return []  # a choice is complete, or a stop token completed it
-        shared = {one[0]: _shared([rest for rest in longer if rest[0] == one[0]]) for one in longer}
+        shared = {tokens[0]: _shared([rest for rest in longer if rest[0] == tokens[0]]) for tokens in longer}
         if len(shared) == 1 and len(longer) == len(self.left):
             return [Branch(allow=None, ff=tuple(shared.values()))]
         ends = self.ends if len(longer) < len(self.left) else ()

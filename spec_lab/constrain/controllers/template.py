@@ -84,8 +84,8 @@ def load(vocabulary: Vocabulary, parts: Sequence[str | Mapping[str, object]]) ->
         raise WrongOption(f"parts has {len(parts)} parts; the maximum is {MAX_PARTS}")
     accept("parts", [part for part in parts if isinstance(part, str) and part], Texts)
     made: list[Part] = []
-    for place, part in enumerate(parts):
-        name = f"parts[{place}]"
+    for number, part in enumerate(parts):
+        name = f"parts[{number}]"
         if isinstance(part, str):
             made.append(part.encode())
         elif isinstance(part, Mapping) and "most" in part and set(part) <= {"most", "stop"}:

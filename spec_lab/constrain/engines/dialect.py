@@ -61,10 +61,10 @@ def either(choices: Any) -> str:
     Raises:
         ValueError: not a list of one or more strings.
     """
-    if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise ValueError(f"choices must be a list of one or more strings, not {str(choices)[:60]}")
-    spelt = ("".join(c if c.isascii() and c.isalnum() else f"\\U{ord(c):08x}" for c in one) for one in choices)
-    return "root ::= " + " | ".join(f'"{one}"' for one in spelt)
+    spelt = ("".join(c if c.isascii() and c.isalnum() else f"\\U{ord(c):08x}" for c in choice) for choice in choices)
+    return "root ::= " + " | ".join(f'"{choice}"' for choice in spelt)
 
 
 _ANNOTATIONS = set(
@@ -96,9 +96,9 @@ def check_exact(schema: Any, where: str = "#") -> None:
     known = {alone} if alone else {"type"}.union(*(_KEYWORDS.get(kind, set()) for kind in types))
     if alone in ("enum", "const"):
         values = schema["enum"] if alone == "enum" else [schema["const"]]
-        found = {_TYPES.get(type(value), "null") for value in values}
-        known |= {"type"} if not found - {*types, *(["integer"] if "number" in types else [])} else set()
-        large = [one for one in values if isinstance(one, int) and not -(2**63) <= one < 2**63]
+        value_types = {_TYPES.get(type(value), "null") for value in values}
+        known |= {"type"} if not value_types - {*types, *(["integer"] if "number" in types else [])} else set()
+        large = [value for value in values if isinstance(value, int) and not -(2**63) <= value < 2**63]
         known -= {alone} if large else set()
     elif alone == "$ref":
         known -= set() if str(schema["$ref"]).startswith("#") else {"$ref"}
@@ -118,10 +118,10 @@ def check_exact(schema: Any, where: str = "#") -> None:
     if "pattern" in keys:
         pattern_for(schema["pattern"], quoted=True)
     for key in keys & {"anyOf", "allOf", "prefixItems"}:
-        for place, one in enumerate(schema[key]):
-            check_exact(one, f"{where}/{key}/{place}")
+        for number, inner in enumerate(schema[key]):
+            check_exact(inner, f"{where}/{key}/{number}")
     for key in keys & {"items", "additionalProperties"}:
         check_exact(schema[key], f"{where}/{key}")
     for key in set(schema) & {"properties", "$defs", "definitions"}:
-        for name, one in schema[key].items():
-            check_exact(one, f"{where}/{key}/{name}")
+        for name, inner in schema[key].items():
+            check_exact(inner, f"{where}/{key}/{name}")

@@ -214,11 +214,11 @@ def _json_lines(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     Raises:
         ValueError: the schema's own options are not an object.
     """
-    own = schema.get("x-guidance", {})
-    if not isinstance(own, dict):
-        raise ValueError(f"x-guidance in a schema must be an object, not {str(own)[:40]!r}")
+    guidance = schema.get("x-guidance", {})
+    if not isinstance(guidance, dict):
+        raise ValueError(f"x-guidance in a schema must be an object, not {str(guidance)[:40]!r}")
     inline = {name: value for name, value in options.items() if name != "whitespace_pattern"} | ONE_LINE
-    first, further = (json.dumps({**schema, "x-guidance": own | one}) for one in (dict(options), inline))
+    first, further = (json.dumps({**schema, "x-guidance": guidance | added}) for added in (dict(options), inline))
     return f'start: value ("\\n" line)* "\\n"?\nvalue: %json {first}\nline: %json {further}\n'
 
 
@@ -230,13 +230,15 @@ def _either(choices: Any) -> str:
     """
     if not isinstance(choices, list) or not choices:
         raise ValueError(f"choices must be a list of one or more strings, not {str(choices)[:40]}")
-    for place, one in enumerate(choices):
-        if not isinstance(one, str):
-            raise ValueError(f"choice {place} is {one!r}, not a string: put it in quotes")
+    for number, text in enumerate(choices):
+        if not isinstance(text, str):
+            raise ValueError(f"choice {number} is {text!r}, not a string: put it in quotes")
     if len(set(choices)) < len(choices):
-        twice = next(one for place, one in enumerate(choices) if one in choices[:place])
+        twice = next(text for number, text in enumerate(choices) if text in choices[:number])
         raise ValueError(f"the choice {twice[:60]!r} occurs twice")
-    return "|".join("".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in one) for one in choices)
+    return "|".join(
+        "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text) for text in choices
+    )
 
 
 def regex(

@@ -74,11 +74,11 @@ def matcher_of(kind: str, source: str | None, request: Request, compiled: Callab
     Raises:
         ConstraintError: the source does not compile, or there is none.
     """
-    own = request.constraint or source
-    if own is None:
+    given = request.constraint or source
+    if given is None:
         raise ConstraintError(f"request '{request.name}' has no {kind} of its own, and the constraint has none either")
     try:
-        return compiled(own)
+        return compiled(given)
     except ValueError as error:
         raise ConstraintError(f"request '{request.name}': its {kind}: {error}") from None
 
@@ -100,8 +100,8 @@ def check_numbers(schema: Any) -> None:
 def _rounded(schema: Any, where: str) -> Iterator[tuple[str, int | float]]:
     """Yield the numbers of a schema that are not exact as doubles, each with its path."""
     if isinstance(schema, list):
-        for place, one in enumerate(schema):
-            yield from _rounded(one, f"{where}/{place}")
+        for number, item in enumerate(schema):
+            yield from _rounded(item, f"{where}/{number}")
     if not isinstance(schema, dict):
         return
     for key, value in schema.items():
@@ -110,10 +110,10 @@ def _rounded(schema: Any, where: str) -> Iterator[tuple[str, int | float]]:
             if not abs(value) <= EXACT:
                 yield inner, value
         elif key in ("const", "enum"):
-            yield from ((inner, one) for one in _whole_numbers(value) if not _is_double(one))
+            yield from ((inner, whole) for whole in _whole_numbers(value) if not _is_double(whole))
         elif key in NAMED and isinstance(value, dict):
-            for name, one in value.items():
-                yield from _rounded(one, f"{inner}/{name}")
+            for name, item in value.items():
+                yield from _rounded(item, f"{inner}/{name}")
         elif key not in ("default", "examples"):
             yield from _rounded(value, inner)
 
@@ -122,8 +122,8 @@ def _whole_numbers(value: Any) -> Iterator[int]:
     if isinstance(value, int) and not isinstance(value, bool):
         yield value
     elif isinstance(value, list | dict):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _whole_numbers(one)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _whole_numbers(item)
 
 
 def _is_double(number: int) -> bool:

@@ -151,8 +151,8 @@ class _Form:
 def _form(shape: Shape) -> _Form:
     children, rows = [below.tolist() for below in shape.children], [tree.tolist() for tree in shape.trees]
     chain = [
-        len(one) > 1 and children[one[0]] == [one[1]] and all(children[row] == [row + 1] for row in one[1:-1])
-        for one in rows
+        len(tree) > 1 and children[tree[0]] == [tree[1]] and all(children[row] == [row + 1] for row in tree[1:-1])
+        for tree in rows
     ]
     return _Form(children, rows, chain)
 
@@ -197,14 +197,14 @@ class _Forest:
                 continue
             drafted = [child for child in children[row] if self.allows(row, self.token[child])]
             for child in drafted:
-                own = matcher if child == drafted[-1] and row != root else matcher.deep_copy()
+                fork = matcher if child == drafted[-1] and row != root else matcher.deep_copy()
                 self.legal[child] = True
-                if own.consume_token(self.token[child]):
-                    own.unsafe_compute_mask_ptr(self.start + child * self.stride, self.stride)
-                if own.is_error():  # the engine's mask would allow the end of the text
+                if fork.consume_token(self.token[child]):
+                    fork.unsafe_compute_mask_ptr(self.start + child * self.stride, self.stride)
+                if fork.is_error():  # the engine's mask would allow the end of the text
                     self.bits[child] = 0
                 elif children[child]:
-                    at[child] = own
+                    at[child] = fork
 
     def parallel(self, chains: list[tuple[int, GrammarState]], pool: LLExecutor) -> None:
         """Compute chains in parallel with one copy each, since the engine's call for drafts rolls back.

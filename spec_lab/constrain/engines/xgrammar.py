@@ -165,11 +165,11 @@ class XGrammar(Constraint):
             elif state.ended or len(tree.rows) == 1:
                 bits[root] = state.mask()
             else:
-                own = bits if shape.roots == 1 else np.zeros((len(tree.rows), bits.shape[1]), dtype=np.uint32)
+                tree_bits = bits if shape.roots == 1 else np.zeros((len(tree.rows), bits.shape[1]), dtype=np.uint32)
                 tokens = np.concatenate([[0], token[tree.rows[1:] - shape.roots]])  # the root's is not read
-                state.matcher.fork().traverse_draft_tree(tree.child, tree.sibling, tokens, own.view(np.int32))
-                if own is not bits:
-                    bits[tree.rows] = own
+                state.matcher.fork().traverse_draft_tree(tree.child, tree.sibling, tokens, tree_bits.view(np.int32))
+                if tree_bits is not bits:
+                    bits[tree.rows] = tree_bits
         bits &= self._every_token
         fits = known & (bits[shape.parent, token >> 5] >> (token & 31).astype(np.uint32) & 1).astype(bool)
         legal = [True] * shape.roots
@@ -282,9 +282,9 @@ def json_schema(
         if not isinstance(value, bool):
             raise WrongOption(f"{name} must be true or false, not {value!r}")
     given = json.dumps(dict(schema)) if isinstance(schema, Mapping) else schema
-    found = as_text("schema", read_source("schema", given or None, path))
+    source = as_text("schema", read_source("schema", given or None, path))
     options = {"any_whitespace": whitespace_flexible, "strict_mode": strict, "separators": (",", ":")}
-    return XGrammar(vocabulary, "json_schema", found or None, prompt, options, lenient, threads)
+    return XGrammar(vocabulary, "json_schema", source or None, prompt, options, lenient, threads)
 
 
 def choice(vocabulary: Vocabulary, choices: Sequence[str] = (), prompt: bool = False, threads: int = 1) -> XGrammar:

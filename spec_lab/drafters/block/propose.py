@@ -84,8 +84,12 @@ class BlockDrafter(FeatureReader):
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        own = self.network.settings
-        facts = {"hidden_states": list(own.taps), "block_size": own.block_size, "markov_rank": own.markov_rank}
+        settings = self.network.settings
+        facts = {
+            "hidden_states": list(settings.taps),
+            "block_size": settings.block_size,
+            "markov_rank": settings.markov_rank,
+        }
         return self.plan.facts | facts
 
     def observe(self, observed: Sequence[Observation]) -> None:

@@ -74,11 +74,11 @@ class DraftCache:
         """
         end = len(self.tokens)
         if end < len(tokens) and tokens[:end] == self.tokens:
-            found: list[int] = []
+            cells: list[int] = []
             if self.tentative is not None:
-                found = self.tentative.find(tokens[end:-1])
-                found = self.tentative.shape.places[np.array(found, dtype=np.int64)].tolist()
-            self.kv.accept(found)
+                cells = self.tentative.find(tokens[end:-1])
+                cells = self.tentative.shape.places[np.array(cells, dtype=np.int64)].tolist()
+            self.kv.accept(cells)
             self.tokens += tokens[end:]
         else:
             common = 0

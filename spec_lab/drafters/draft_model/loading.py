@@ -32,9 +32,14 @@ class Loaded(NamedTuple):
 def load_draft(target: Target, path: str) -> Loaded:
     """Load a draft model. Errors as of ``DraftModel.load``."""
     if str(path).endswith(".gguf"):
-        own = gguf.load_draft(path, target)
+        loaded = gguf.load_draft(path, target)
         return Loaded(
-            lambda: cast(DraftRunner, own.lm), own.tokenizer, own.vocabulary, own.ends, own.context, own.sha256
+            lambda: cast(DraftRunner, loaded.lm),
+            loaded.tokenizer,
+            loaded.vocabulary,
+            loaded.ends,
+            loaded.context,
+            loaded.sha256,
         )
     model, tokenizer = load_model(path, str(target.lm.device), str(target.lm.dtype).removeprefix("torch."))
     sha256, width = weights_hash(path), int(model.get_output_embeddings().weight.shape[0])

@@ -86,16 +86,18 @@ class Tokens:
 
         Of several tokens with the same bytes it is the one that the tokenizer prefers: no byte fallback.
         """
-        found: dict[Hashable, int] = {}
+        by_meaning: dict[Hashable, int] = {}
         begin, unknown = self.tokenizer.bos_token_id, self.tokenizer.unk_token_id
         fallback = re.compile("<0x[0-9A-F]{2}>")
-        for token in sorted(self.names, key=lambda one: (fallback.fullmatch(self.names[one]) is not None, one)):
+        for token in sorted(
+            self.names, key=lambda token_id: (fallback.fullmatch(self.names[token_id]) is not None, token_id)
+        ):
             if token in self.special:
                 role = token == begin, token in self.ends, token == unknown
-                found.setdefault((self.names[token], role), token)
+                by_meaning.setdefault((self.names[token], role), token)
             elif meaning := text(token):
-                found.setdefault(meaning, token)
-        return found
+                by_meaning.setdefault(meaning, token)
+        return by_meaning
 
 
 class Retokenized:
@@ -131,7 +133,7 @@ class Retokenized:
 
     def __call__(self, tokens: list[int]) -> list[int]:
         """See ``SameTokens.read``."""
-        found = list(self.prefix)
+        ids = list(self.prefix)
         start = int(bool(tokens) and tokens[0] == self.begin)
         spaced = self.target_spaced
         while start < len(tokens):
@@ -141,19 +143,19 @@ class Retokenized:
                 data, spaced = data.removeprefix(b" ") if spaced else data, False
             at = 0
             while piece := PIECE.match(data, at):
-                found += self._tokens(piece[0])
+                ids += self._tokens(piece[0])
                 at = piece.end()
-            found += self._tokens(data[at:])
+            ids += self._tokens(data[at:])
             if end < len(tokens) and tokens[end] in self.shared:
-                found.append(self.shared[tokens[end]])
+                ids.append(self.shared[tokens[end]])
             start = end + 1
-        return found
+        return ids
 
     def _tokenize(self, piece: bytes) -> list[int]:
-        found: list[int] = []
+        ids: list[int] = []
         for part in re.split("([\udc80-\udcff])", piece.decode("utf-8", "surrogateescape")):
             if "\udc80" <= part[:1] <= "\udcff":
-                found += [self.single[byte] for byte in part.encode("utf-8", "surrogateescape") if byte in self.single]
+                ids += [self.single[byte] for byte in part.encode("utf-8", "surrogateescape") if byte in self.single]
             elif text := part.removeprefix(" ") if self.draft_spaced else part:
-                found += self.backend.encode(text, add_special_tokens=False).ids
-        return found
+                ids += self.backend.encode(text, add_special_tokens=False).ids
+        return ids

@@ -86,11 +86,11 @@ class SharedTokens(SameTokens):
     ) -> None:
         self.count, self.vocabulary, self.tokens = len(pairs), vocabulary, tokens
         self.pairs, self._reading = dict(pairs), reading
-        own = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-        self._target, self._draft = torch.from_numpy(own[:, 0].copy()), torch.from_numpy(own[:, 1].copy())
+        table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+        self._target, self._draft = torch.from_numpy(table[:, 0].copy()), torch.from_numpy(table[:, 1].copy())
         # Where a draft's logits are broken, any token may be drawn before the tree is dropped: it needs some id.
-        self._ids = np.full(vocabulary, own[0, 1])
-        self._ids[own[:, 0]] = own[:, 1]
+        self._ids = np.full(vocabulary, table[0, 1])
+        self._ids[table[:, 0]] = table[:, 1]
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -107,10 +107,10 @@ class SharedTokens(SameTokens):
 
     def logits(self, computed: Computed) -> Computed:
         """See ``SameTokens``."""
-        own = computed.logits
-        self._target, self._draft = self._target.to(own.device), self._draft.to(own.device)
-        found = own.new_full((len(own), self.vocabulary), -torch.inf)
-        return RowLogits.of(found.index_copy_(1, self._target, own.index_select(1, self._draft)))
+        draft_logits = computed.logits
+        self._target, self._draft = self._target.to(draft_logits.device), self._draft.to(draft_logits.device)
+        logits = draft_logits.new_full((len(draft_logits), self.vocabulary), -torch.inf)
+        return RowLogits.of(logits.index_copy_(1, self._target, draft_logits.index_select(1, self._draft)))
 
     def toy(self, vocabulary: int) -> SharedTokens:
         """Ids in reverse order, and a last token that is not shared but can be read."""
@@ -139,7 +139,7 @@ def intersect(target: Target, draft: Tokens) -> SharedTokens:
         raise ValueError(f"{option} requires the target's tokenizer, and {target.name} has none")
     mine = Tokens(target.tokenizer, target.vocabulary, target.ends, target.name)
     alike = mine.own == draft.own and all(mine.encode(text) == draft.encode(text) for text in PROBES)
-    meanings = [one.by_meaning(_spelling(one, alike)) for one in (mine, draft)]
+    meanings = [vocabulary.by_meaning(_spelling(vocabulary, alike)) for vocabulary in (mine, draft)]
     pairs = sorted((token, meanings[1][key]) for key, token in meanings[0].items() if key in meanings[1])
     ordinary = sum(token not in mine.special for token, _ in pairs)
     least = max(FEWEST, round(LEAST_SHARE * len(mine.names)))
@@ -153,14 +153,16 @@ def intersect(target: Target, draft: Tokens) -> SharedTokens:
         counterparts = {number: numbers[token] for number, token in mine.names.items() if token in numbers}
         reading = one_to_one(counterparts)
     else:
-        reading = Retokenized(mine, draft, {token: own for token, own in pairs if token in mine.special})
-    found = SharedTokens(pairs, target.vocabulary, reading, len(mine.names))
+        reading = Retokenized(
+            mine, draft, {token: counterpart for token, counterpart in pairs if token in mine.special}
+        )
+    shared = SharedTokens(pairs, target.vocabulary, reading, len(mine.names))
     log.info(
         "%s: the draft %s shares %d of the %d tokens of the target (%.1f %%), and reads %s", option, draft.name,
-        found.count, found.tokens, 100 * found.facts["shared_share"],
+        shared.count, shared.tokens, 100 * shared.facts["shared_share"],
         "each token as its own" if alike else "the text as its own tokenizer splits it",
     )  # fmt: skip
-    return found
+    return shared
 
 
 def _spelling(tokens: Tokens, alike: bool) -> Callable[[int], Hashable]:

@@ -101,8 +101,12 @@ class Hydra(TreeProposer):
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        own = self.network.settings
-        return self.plan.facts | {"heads": own.heads, "head_arch": own.arch, "shared_lm_head": own.shared_lm_head}
+        settings = self.network.settings
+        return self.plan.facts | {
+            "heads": settings.heads,
+            "head_arch": settings.arch,
+            "shared_lm_head": settings.shared_lm_head,
+        }
 
     def init(self, request: Request) -> HydraState:
         """An empty state."""
@@ -111,10 +115,10 @@ class Hydra(TreeProposer):
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Keep the hidden states of all computed positions: after a rewind an earlier one is the last."""
-        for one in observed:
-            if one.hidden is not None:
-                state: HydraState = one.sequence.state
-                state.features.add(one.start, one.hidden)
+        for observation in observed:
+            if observation.hidden is not None:
+                state: HydraState = observation.sequence.state
+                state.features.add(observation.start, observation.hidden)
 
     def fork(self, state: HydraState) -> HydraState:
         """A copy that shares what is computed."""

@@ -120,7 +120,7 @@ class Medusa(Proposer):
             return Medusa(heads, parse([node for node, _ in grown]))
         if tree == "calibrated":
             first = lru_cache(heads.first)  # trees of one depth share their heads' memory
-            found = calibrate(
+            calibrated = calibrate(
                 target,
                 lambda choices: Medusa(first(depth_of(choices)), choices),
                 depth,
@@ -131,12 +131,12 @@ class Medusa(Proposer):
                 drafter=heads.sha256,
                 again=recalibrate,
             )
-            if not found.choices:
+            if not calibrated.choices:
                 log.warning(
                     "no Medusa tree is faster than decoding without a draft at batch size %d on this machine: nothing "
                     "will be drafted", batch_size,
                 )  # fmt: skip
-            return Medusa(heads, found.choices, found)
+            return Medusa(heads, calibrated.choices, calibrated)
         choices = () if tree == "none" else parse(tree)
         if depth_of(choices) > len(heads):
             raise WrongOption(
@@ -152,8 +152,10 @@ class Medusa(Proposer):
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Medusa:
         """Return the same proposer with random heads of the target's size and another tree."""
-        own = self.heads.own_lm_heads is not None
-        return Medusa(Heads.random(target, depth_of(tree), self.heads.trunk is not None, own_lm_heads=own), tree)
+        own_lm_heads = self.heads.own_lm_heads is not None
+        return Medusa(
+            Heads.random(target, depth_of(tree), self.heads.trunk is not None, own_lm_heads=own_lm_heads), tree
+        )
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -167,10 +169,10 @@ class Medusa(Proposer):
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Store the hidden states of all computed positions: after a rewind an earlier one is the last."""
-        for one in observed:
-            if one.hidden is not None:
-                state: Features = one.sequence.state
-                state.add(one.start, one.hidden)
+        for observation in observed:
+            if observation.hidden is not None:
+                state: Features = observation.sequence.state
+                state.add(observation.start, observation.hidden)
 
     def rewind(self, state: Features, length: int) -> None:
         """Drop the hidden states from position ``length`` on."""
@@ -184,10 +186,10 @@ class Medusa(Proposer):
     def propose(self, batch: Batch) -> Draft:
         """Draft the tree below every sequence with computed tokens."""
         lm, computed = batch.target.lm, [len(sequence.kv) for sequence in batch.sequences]
-        last = [one.state.last(length) for one, length in zip(batch.sequences, computed, strict=True)]
+        last = [sequence.state.last(length) for sequence, length in zip(batch.sequences, computed, strict=True)]
         gaps = tuple(
-            self._depth if hidden is None else len(one.tokens) - length - 1
-            for one, length, hidden in zip(batch.sequences, computed, last, strict=True)
+            self._depth if hidden is None else len(sequence.tokens) - length - 1
+            for sequence, length, hidden in zip(batch.sequences, computed, last, strict=True)
         )
         shape, active, index = self._plan(gaps)
         if not active:
@@ -199,8 +201,8 @@ class Medusa(Proposer):
         with batch.clock.phase("propose_forward"):
             logits = self.heads(hidden, pending)  # [B, K, V]
         tokens = likeliest(logits.flatten(0, 1), self._width)
-        found = tokens.view(-1)
-        return Draft(shape, found if index is None else found.index_select(0, index))
+        flat = tokens.view(-1)
+        return Draft(shape, flat if index is None else flat.index_select(0, index))
 
     def _make_plan(self, gaps: tuple[int, ...]) -> tuple[Shape, list[int], Tensor | None]:
         """Plan a step whose tree b begins with head ``gaps[b]``.
@@ -210,12 +212,12 @@ class Medusa(Proposer):
             ``[active, K, width]`` likeliest tokens, None where these are the nodes' tokens in order.
         """
         shapes = [self._cut[max(0, self._depth - gap)] for gap in gaps]
-        active = [tree for tree, one in enumerate(shapes) if one.nodes]
+        active = [tree for tree, cut in enumerate(shapes) if cut.nodes]
         index = [np.empty(0, dtype=np.int64)]
-        for place, tree in enumerate(active):
-            one = shapes[tree]
-            which = place * self._depth + one.depth[1:] - 1 + gaps[tree]
-            index.append(which * self._width + one.rank)
+        for number, tree in enumerate(active):
+            cut = shapes[tree]
+            which = number * self._depth + cut.depth[1:] - 1 + gaps[tree]
+            index.append(which * self._width + cut.rank)
         every, shape = np.concatenate(index), forest(tuple(shapes))
         if np.array_equal(every, np.arange(len(active) * self._depth * self._width)):
             return shape, active, None

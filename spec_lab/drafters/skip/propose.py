@@ -108,8 +108,8 @@ class Skip(TreeProposer):
         search = {"tries": tries, "every": every, "window": window, "enough": enough}
         lm = with_layer_ranges(target, "skip")
         plan.check_width(target.vocabulary)
-        every_one = sublayers_of(lm, target.name)
-        inner = tuple(sorted((one for one in every_one if 0 < one.layer < lm.layers - 1), key=_order))
+        sublayers = sublayers_of(lm, target.name)
+        inner = tuple(sorted((sublayer for sublayer in sublayers if 0 < sublayer.layer < lm.layers - 1), key=_order))
         if skipped is None:
             if not 0 < ratio < 1:
                 raise WrongOption(f"ratio must lie between 0 and 1, both excluded (got {ratio})")
@@ -121,12 +121,12 @@ class Skip(TreeProposer):
             chosen: frozenset[Sublayer] | SkipSearch = SkipSearch(inner, ratio, **search)  # type: ignore[arg-type]
         else:
             chosen = parse_sublayers(skipped)
-            if wrong := chosen - every_one:
+            if wrong := chosen - sublayers:
                 raise WrongOption(
                     f"skipped: the target cannot skip {write_sublayers(wrong)}; it can skip "
-                    f"{write_sublayers(every_one) or 'nothing'}"
+                    f"{write_sublayers(sublayers) or 'nothing'}"
                 )
-            if chosen == every_one:
+            if chosen == sublayers:
                 raise WrongOption("skipped must leave some sublayers (got all of the target's)")
         check_skipping(lm, frozenset(inner) if isinstance(chosen, SkipSearch) else chosen, target.name)
         return Skip(lm, plan, chosen, scope)
@@ -154,20 +154,20 @@ class Skip(TreeProposer):
         lm, plan = target.lm, self.plan.toy(tree)
         if not isinstance(self.skipped, SkipSearch):
             return Skip(lm, plan, frozenset({Sublayer("mlp", lm.layers - 1)}))
-        own = replace(
+        search = replace(
             self.skipped, sublayers=tuple(sorted(lm.sublayers, key=_order)), ratio=0.5, tries=2, every=1, window=2
         )
-        return Skip(lm, plan, own, "request")
+        return Skip(lm, plan, search, "request")
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
         if not isinstance(self.skipped, SkipSearch):
             return self.plan.facts | {"skipped": write_sublayers(self.skipped)}
-        own = self.skipped
+        search = self.skipped
         return self.plan.facts | {
-            "skipped": "searched", "ratio": own.ratio, "tries": own.tries, "enough": own.enough, "every": own.every,
-            "window": own.window, "scope": self.scope,
+            "skipped": "searched", "ratio": search.ratio, "tries": search.tries, "enough": search.enough,
+            "every": search.every, "window": search.window, "scope": self.scope,
         }  # fmt: skip
 
     def init(self, request: Request) -> Tried:
@@ -180,7 +180,7 @@ class Skip(TreeProposer):
 
     def rewind(self, state: Tried, length: int) -> None:
         """Forget the tries on text that was removed."""
-        state.tries = [one for one in state.tries if one.end <= length]
+        state.tries = [attempt for attempt in state.tries if attempt.end <= length]
         state.last = min(state.last, length)
 
     def levels(self, sequence: SequenceState, room: int) -> int:
@@ -198,15 +198,15 @@ class Skip(TreeProposer):
         broken = set[int]()
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Computed:
-            found, order = [], []
+            parts, order = [], []
             for skipped, trees in groups.items():
                 computed = np.flatnonzero(np.isin(shape.root[rows], trees))
                 if len(computed):
                     kvs = [batch.sequences[tree].kv if tree in trees else None for tree in range(len(depths))]
                     given = token[rows[computed] - shape.roots]
-                    found.append(passes[skipped].extend(kvs, shape, rows[computed], given, timed).logits)
+                    parts.append(passes[skipped].extend(kvs, shape, rows[computed], given, timed).logits)
                     order.append(computed)
-            return _ordered(found, order)
+            return _ordered(parts, order)
 
         def finish(grown: Grown) -> None:
             broken.update(grown.draft.broken)
@@ -216,72 +216,72 @@ class Skip(TreeProposer):
                 draft_pass.drop(clear=not broken.isdisjoint(groups[skipped]))
 
         try:
-            found, order = [], []
+            logits, order = [], []
             number = np.cumsum(np.array(depths) > 0) - 1  # of each tree among those that are drafted
             for skipped, trees in groups.items():
                 kvs, pending = [batch.sequences[n].kv for n in trees], [batch.sequences[n].pending for n in trees]
-                found.append(passes[skipped].forward(kvs, pending, timed).logits)
+                logits.append(passes[skipped].forward(kvs, pending, timed).logits)
                 order.append(number[trees])
-            return Forwards(_ordered(found, order), expand, finish, drop)
+            return Forwards(_ordered(logits, order), expand, finish, drop)
         except BaseException:
             drop()
             raise
 
-    def _choose(self, one: SequenceState, batch: Batch) -> frozenset[Sublayer]:
+    def _choose(self, sequence: SequenceState, batch: Batch) -> frozenset[Sublayer]:
         """Make the tries that are due for a sequence; return what its draft skips."""
         search = self.skipped
         if not isinstance(search, SkipSearch):
             return search
-        state: Tried = one.state
+        state: Tried = sequence.state
         if self.scope == "request":
-            for end in search.ends(len(one.request.tokens), len(one.kv) + 1, state.tries):
-                state.tries.append(self._try(one, search.candidate(state.tries), end, batch))
+            for end in search.ends(len(sequence.request.tokens), len(sequence.kv) + 1, state.tries):
+                state.tries.append(self._try(sequence, search.candidate(state.tries), end, batch))
                 if search.over(state.tries):
                     break
             return search.best(state.tries)
-        length, shared = len(one.kv) + 1, self._shared.tries
+        length, shared = len(sequence.kv) + 1, self._shared.tries
         if search.due(length, state.last) and not search.over(shared):
             state.last = length
-            shared.append(self._try(one, search.candidate(shared), length, batch))
+            shared.append(self._try(sequence, search.candidate(shared), length, batch))
         return search.best(shared)
 
-    def _try(self, one: SequenceState, skipped: frozenset[Sublayer], end: int, batch: Batch) -> Try:
+    def _try(self, sequence: SequenceState, skipped: frozenset[Sublayer], end: int, batch: Batch) -> Try:
         """Score a set on the last tokens of the text's first ``end``, all but the last of which are computed.
 
         A set without finite logits scores 0.
         """
         assert isinstance(self.skipped, SkipSearch)
         start = max(0, end - 1 - self.skipped.window)
-        tokens = one.tokens[start:end]
-        one_pass, twin, fine = self.lm.draft_pass(Route(skipped=skipped)), one.kv.fork(), True
+        tokens = sequence.tokens[start:end]
+        draft_pass, twin, fine = self.lm.draft_pass(Route(skipped=skipped)), sequence.kv.fork(), True
         try:
             twin.truncate(start)
-            logits = self._logits(one_pass, twin, tokens[:-1], batch.clock.phase("propose_forward"))
-            found, finite = batch.read(logits.argmax(-1), torch.isfinite(logits.amax(-1)))
+            logits = self._logits(draft_pass, twin, tokens[:-1], batch.clock.phase("propose_forward"))
+            likeliest, finite = batch.read(logits.argmax(-1), torch.isfinite(logits.amax(-1)))
             fine = bool(finite.all())
         finally:
-            one_pass.drop(clear=not fine)
+            draft_pass.drop(clear=not fine)
             twin.close()
-        return Try(skipped, float((found == np.array(tokens[1:])).mean()) if fine else 0.0, end)
+        return Try(skipped, float((likeliest == np.array(tokens[1:])).mean()) if fine else 0.0, end)
 
-    def _logits(self, one_pass: DraftPass, kv: Any, tokens: Sequence[int], timed: Phase) -> Tensor:  # [n, V]
+    def _logits(self, draft_pass: DraftPass, kv: Any, tokens: Sequence[int], timed: Phase) -> Tensor:  # [n, V]
         """Logits after each of the tokens that follow a sequence: pending ones, and nodes of a chain beyond a chunk."""
         most, rest = self.lm.max_pending, np.array(tokens[self.lm.max_pending :], dtype=np.int64)
-        found, shape = [one_pass.forward([kv], [tokens[:most]], timed, every=True).logits], chain(len(rest))
+        logits, shape = [draft_pass.forward([kv], [tokens[:most]], timed, every=True).logits], chain(len(rest))
         for begin in range(0, len(rest), most):
             part = rest[begin : begin + most]
             rows = np.arange(begin, begin + len(part)) + shape.roots
-            found.append(one_pass.extend([kv], shape, rows, part, timed).logits)
-        return torch.cat([one for one in found if one is not None])
+            logits.append(draft_pass.extend([kv], shape, rows, part, timed).logits)
+        return torch.cat([part_logits for part_logits in logits if part_logits is not None])
 
 
-def _order(one: Sublayer) -> tuple[int, str]:
-    return one.layer, one.kind
+def _order(sublayer: Sublayer) -> tuple[int, str]:
+    return sublayer.layer, sublayer.kind
 
 
-def _ordered(found: Sequence[Tensor | None], order: Sequence[np.ndarray]) -> RowLogits:
+def _ordered(parts: Sequence[Tensor | None], order: Sequence[np.ndarray]) -> RowLogits:
     """The logits of groups of rows, in the order of the rows' numbers."""
-    every = [one for one in found if one is not None]
+    every = [part for part in parts if part is not None]
     if len(every) == 1:
         return RowLogits.of(every[0])
     back = np.argsort(np.concatenate(order))

@@ -78,7 +78,7 @@ class SkipSearch:
     @cached_property
     def sets(self) -> int:
         """How many sets there are."""
-        return math.prod(math.comb(len(own), count) for own, count in self._kinds())
+        return math.prod(math.comb(len(places), count) for places, count in self._kinds())
 
     def due(self, length: int, last: int) -> bool:
         """Whether a try is due for a text of some length, the last one of which was made at length ``last``."""
@@ -99,11 +99,11 @@ class SkipSearch:
 
     def over(self, done: Sequence[Try]) -> bool:
         """Whether no further set is scored: one is good enough, or as many as allowed are scored, or all there are."""
-        return len(done) >= min(self.tries, self.sets) or any(one.score >= self.enough for one in done)
+        return len(done) >= min(self.tries, self.sets) or any(attempt.score >= self.enough for attempt in done)
 
     def best(self, done: Sequence[Try]) -> frozenset[Sublayer]:
         """Return the set with the best score, the first of them; before any try an even choice."""
-        return max(done, key=lambda one: one.score).skipped if done else self.candidate(())
+        return max(done, key=lambda attempt: attempt.score).skipped if done else self.candidate(())
 
     def candidate(self, done: Sequence[Try]) -> frozenset[Sublayer]:
         """Return the set of the next try, which follows from those before and is none of them.
@@ -117,36 +117,39 @@ class SkipSearch:
         if number % (RANDOM + 1):
             return self._set(self._random(done, 1)[0])
         pool = self._random(done, POOL)
-        known = np.array([[one in each.skipped for one in self.sublayers] for each in done])
-        gain = expected_improvement(known, np.array([one.score for one in done]), pool)
+        known = np.array([[sublayer in each.skipped for sublayer in self.sublayers] for each in done])
+        gain = expected_improvement(known, np.array([attempt.score for attempt in done]), pool)
         return self._set(pool[int(gain.argmax())])
 
     def _set(self, chosen: np.ndarray) -> frozenset[Sublayer]:
-        return frozenset(one for one, skipped in zip(self.sublayers, chosen, strict=True) if skipped)
+        return frozenset(sublayer for sublayer, skipped in zip(self.sublayers, chosen, strict=True) if skipped)
 
     def _kinds(self) -> list[tuple[np.ndarray, int]]:
         """For attention and MLP the places of its sublayers, and how many are skipped."""
-        places = [np.array([n for n, one in enumerate(self.sublayers) if one.kind == kind]) for kind in ("attn", "mlp")]
-        return [(own, max(1, round(self.ratio * len(own)))) for own in places if len(own)]
+        places = [
+            np.array([n for n, sublayer in enumerate(self.sublayers) if sublayer.kind == kind])
+            for kind in ("attn", "mlp")
+        ]
+        return [(numbers, max(1, round(self.ratio * len(numbers)))) for numbers in places if len(numbers)]
 
     def _even(self) -> np.ndarray:
         chosen = np.zeros(len(self.sublayers), dtype=bool)
-        for own, count in self._kinds():
-            chosen[own[((np.arange(count) + 0.5) * len(own) / count).astype(np.int64)]] = True
+        for numbers, count in self._kinds():
+            chosen[numbers[((np.arange(count) + 0.5) * len(numbers) / count).astype(np.int64)]] = True
         return chosen
 
     def _random(self, done: Sequence[Try], most: int) -> np.ndarray:  # [n, sublayers]
         """Random sets that were not scored, at most so many, and as many as there are."""
         generator = np.random.default_rng([len(done), len(self.sublayers)])
-        scored, kinds = {one.skipped for one in done}, self._kinds()
-        found: dict[frozenset[Sublayer], np.ndarray] = {}
-        while len(found) < min(most, self.sets - len(scored)):
+        scored, kinds = {attempt.skipped for attempt in done}, self._kinds()
+        sets: dict[frozenset[Sublayer], np.ndarray] = {}
+        while len(sets) < min(most, self.sets - len(scored)):
             row = np.zeros(len(self.sublayers), dtype=bool)
-            for own, skipped in kinds:
-                row[generator.permutation(own)[:skipped]] = True
-            if (one := self._set(row)) not in scored:
-                found.setdefault(one, row)
-        return np.stack([*found.values()])
+            for numbers, skipped in kinds:
+                row[generator.permutation(numbers)[:skipped]] = True
+            if (sublayers := self._set(row)) not in scored:
+                sets.setdefault(sublayers, row)
+        return np.stack([*sets.values()])
 
 
 def expected_improvement(known: np.ndarray, scores: np.ndarray, pool: np.ndarray) -> np.ndarray:  # [m]
@@ -171,7 +174,7 @@ def expected_improvement(known: np.ndarray, scores: np.ndarray, pool: np.ndarray
     gain = expected - (scores.max() - mean) / scale
     z = gain / deviation
     density = np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
-    below = np.array([0.5 * (1 + math.erf(one / math.sqrt(2))) for one in z.tolist()])
+    below = np.array([0.5 * (1 + math.erf(value / math.sqrt(2))) for value in z.tolist()])
     return gain * below + deviation * density
 
 
@@ -181,27 +184,27 @@ def parse_sublayers(text: str) -> frozenset[Sublayer]:
     Raises:
         ValueError: it names none, or is written otherwise.
     """
-    found, kind = set(), None
+    sublayers, kind = set(), None
     for word in str(text).replace(",", " ").split():
         if word in ("attn", "mlp"):
             kind = word
         elif kind is not None and word.isascii() and word.isdigit() and len(word) < 10:
-            found.add(Sublayer(kind, int(word)))  # type: ignore[arg-type]
+            sublayers.add(Sublayer(kind, int(word)))  # type: ignore[arg-type]
         else:
-            found.clear()
+            sublayers.clear()
             break
-    if not found:
+    if not sublayers:
         raise WrongOption(
             "skipped must name sublayers by their layers, such as 'attn 2 3 mlp 4' (attention of layers 2 and "
             f"3, MLP of layer 4), or be null to search for them (got {str(text)[:60]!r})"
         )
-    return frozenset(found)
+    return frozenset(sublayers)
 
 
 def write_sublayers(skipped: frozenset[Sublayer]) -> str:
     """Write sublayers as ``parse_sublayers`` reads them."""
     words = []
     for kind in ("attn", "mlp"):
-        if layers := sorted(one.layer for one in skipped if one.kind == kind):
+        if layers := sorted(sublayer.layer for sublayer in skipped if sublayer.kind == kind):
             words += [kind, *map(str, layers)]
     return " ".join(words)
