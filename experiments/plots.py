@@ -87,22 +87,22 @@ def swept(sweep: Path) -> pd.DataFrame:
 
 # Paired comparisons ------------------------------------------------------------------------------------------------
 
-One = tuple[metrics.Tables, str]
+RunArm = tuple[metrics.Tables, str]
 """An arm of a run."""
 
 
-def tau_beyond(one: One, reference: One, figure: str = "tau_pooled") -> metrics.Interval:
+def tau_beyond(compared: RunArm, reference: RunArm, figure: str = "tau_pooled") -> metrics.Interval:
     """Return the difference of a figure between two arms, paired over prompts, so that a prompt's difficulty cancels.
 
     Args:
-        one, reference: the arms, of one run or of two with the same prompts.
+        compared, reference: the arms, of one run or of two with the same prompts.
         figure: of ``metrics.paired.FIGURES``.
 
     Raises:
         ValueError: runs of different prompts.
     """
-    same_prompts(one[0], reference[0])
-    of = [acceptance_totals(metrics.decode_steps(tables.steps, arm))[figure] for tables, arm in (reference, one)]
+    same_prompts(compared[0], reference[0])
+    of = [acceptance_totals(metrics.decode_steps(tables.steps, arm))[figure] for tables, arm in (reference, compared)]
     both = of[0].index.union(of[1].index)
     before, after = (Totals(*totals.reindex(both, fill_value=0.0).to_numpy().T) for totals in of)
     return change(before, after, paired=True).interval()
@@ -114,7 +114,7 @@ def speed_over(requests: pd.DataFrame, arm: str, reference: str) -> metrics.Inte
     return factor(logs["top"].to_numpy())
 
 
-def speedup_over(one: One, reference: One) -> metrics.Interval:
+def speedup_over(compared: RunArm, reference: RunArm) -> metrics.Interval:
     """Return the ratio of the speed-ups of two arms of different runs, each over its own run's baseline.
 
     It is the geometric mean of the groups' ratios.
@@ -122,9 +122,9 @@ def speedup_over(one: One, reference: One) -> metrics.Interval:
     Raises:
         ValueError: runs of different prompts, or with other groups.
     """
-    same_prompts(one[0], reference[0])
-    logs = [speedup_totals(tables.requests, arm)["top"] for tables, arm in (one, reference)]
-    grouped = [tables.requests.groupby("request")["group"].first() for tables, _ in (one, reference)]
+    same_prompts(compared[0], reference[0])
+    logs = [speedup_totals(tables.requests, arm)["top"] for tables, arm in (compared, reference)]
+    grouped = [tables.requests.groupby("request")["group"].first() for tables, _ in (compared, reference)]
     if not grouped[0].equals(grouped[1]):
         raise ValueError(
             "the runs have different groups of prompts, so groups cannot be paired; use the same batch_size"
@@ -139,13 +139,13 @@ def factor(logarithms: np.ndarray) -> metrics.Interval:
     return change(nothing, Totals(logarithms, ones), paired=True, relative=True).interval()
 
 
-def same_prompts(one: metrics.Tables, other: metrics.Tables) -> None:
+def same_prompts(compared: metrics.Tables, other: metrics.Tables) -> None:
     """Check that two runs can be paired by prompts.
 
     Raises:
         ValueError: the runs decoded different prompts.
     """
-    texts = [tables.requests.groupby("request")["prompt"].first() for tables in (one, other)]
+    texts = [tables.requests.groupby("request")["prompt"].first() for tables in (compared, other)]
     if not texts[0].equals(texts[1]):
         raise ValueError("the runs decoded different prompts and cannot be paired; compare runs with the same prompts")
 
@@ -172,10 +172,10 @@ def versus(
     read = {run: metrics.load(sweep / run) for run in table["run"].unique()}
     rows = []
     for row in table.to_dict("records"):
-        place = {key: row[key] for key in (*keys, "arm")} | dict(against)
-        reference = row_where(table, **place)
+        where = {key: row[key] for key in (*keys, "arm")} | dict(against)
+        reference = row_where(table, **where)
         if reference is None:
-            raise ValueError(f"{sweep} has no run that is done with {place}, which others are compared with: run it")
+            raise ValueError(f"{sweep} has no run that is done with {where}, which others are compared with: run it")
         if reference["run"] == row["run"]:
             rows.append(row)
             continue
@@ -204,18 +204,18 @@ def bounds(name: str, value: metrics.Interval) -> dict[str, float]:
 
 def ordered(values: Sequence[Any], order: Sequence[Any]) -> list[Any]:
     """Return the distinct values: first those of ``order``, in its order, then the others as they appear."""
-    found = list(dict.fromkeys(values))
-    return [one for one in order if one in found] + [one for one in found if one not in order]
+    distinct = list(dict.fromkeys(values))
+    return [name for name in order if name in distinct] + [name for name in distinct if name not in order]
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
     """Return a colour for each name; that of a proposer or verifier is the same in every study and report."""
     known = {NAMES[name]: figures.colour(name) for name in figures.PROPOSERS if name in NAMES}
-    own = {name: known[NAMES[name]] for name in names if NAMES.get(name) in known}
-    own |= {name: VERIFIERS[name] for name in names if name in VERIFIERS and name not in own}
-    free = [colour for colour in COLOURS if colour not in own.values()]
+    chosen = {name: known[NAMES[name]] for name in names if NAMES.get(name) in known}
+    chosen |= {name: VERIFIERS[name] for name in names if name in VERIFIERS and name not in chosen}
+    free = [colour for colour in COLOURS if colour not in chosen.values()]
     free.sort(key=lambda colour: colour in figures.PROPOSERS.values())  # those of proposers last
-    return {name: own.get(name) or free.pop(0) for name in names}
+    return {name: chosen.get(name) or free.pop(0) for name in names}
 
 
 def band(row: Mapping[str, Any], column: str) -> tuple[float, float]:
@@ -407,11 +407,11 @@ def baseline_share(runs: Path) -> str:
         runs: a run, a sweep, or a folder of them.
     """
     summaries = [json.loads(file.read_text()) for file in sorted(runs.rglob("summary.json"))]
-    found = [one for one in summaries if one.get("baseline_roofline_share") is not None]
-    if not found:
+    known = [summary for summary in summaries if summary.get("baseline_roofline_share") is not None]
+    if not known:
         return NO_SHARE
-    memory = [one["arms"]["baseline"]["memory_bound_steps"] for one in found]
-    return baselines_in_words([one["baseline_roofline_share"] for one in found], memory)
+    memory = [summary["arms"]["baseline"]["memory_bound_steps"] for summary in known]
+    return baselines_in_words([summary["baseline_roofline_share"] for summary in known], memory)
 
 
 NO_SHARE = "The baseline's share of its machine's memory roofline was not measured in these runs."

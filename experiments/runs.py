@@ -62,17 +62,17 @@ def sweep(chosen: argparse.Namespace, out: Path, arms: Mapping[str, Arm], *optio
     short = [f"prompts.limit={chosen.limit}", f"max_new_tokens={chosen.new}", f"warmup={min(16, chosen.new)}"]
     usual = ["proposer=none", f"threads={chosen.threads}", f"name={out.name}", f"output_dir={out}"]
     named = [f"+proposer@arms.{name}={proposer}" for name, (proposer, _) in arms.items()]
-    own = [option(name, key, value) for name, (_, more) in arms.items() for key, value in more.items()]
-    command = [sys.executable, "-m", "spec_lab", "--multirun", *options, *usual, *short, *named, *own]
+    of_arms = [option(name, key, value) for name, (_, more) in arms.items() for key, value in more.items()]
+    command = [sys.executable, "-m", "spec_lab", "--multirun", *options, *usual, *short, *named, *of_arms]
     subprocess.run(command, check=True)
 
 
 def option(arm: str, key: str, value: object) -> str:
     """Return the override of an arm's option."""
-    group, chosen, place = key.partition("@")
+    group, chosen, slot = key.partition("@")
     if not chosen:
         return f"arms.{arm}.{key}={value}"
-    return f"{'+' if group == 'policy' else ''}{group}@arms.{arm}.{place}={value}"
+    return f"{'+' if group == 'policy' else ''}{group}@arms.{arm}.{slot}={value}"
 
 
 def chain(proposer: str, folder: Path, depth: int) -> Arm:
@@ -95,8 +95,8 @@ def trained(folder: Path) -> dict[str, Any]:
     curve = [json.loads(line) for line in lines]
     paces = [(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in pairwise(curve)]
     seconds = min(paces) * curve[-1]["step"] if paces else curve[-1]["seconds"]
-    own = {"parameters": parameters, "tokens_of_a_text": Generation.length}
-    return own | curve[-1] | {"seconds": seconds}
+    facts = {"parameters": parameters, "tokens_of_a_text": Generation.length}
+    return facts | curve[-1] | {"seconds": seconds}
 
 
 def write_training(out: Path, facts: Mapping[str, Mapping[str, Any]]) -> None:

@@ -55,7 +55,7 @@ def ratio(ratios: Sequence[float]) -> Ratio:
 
     The logarithms of the ratios are taken as independent and normal: ``exp(m +- t s / sqrt(n))``.
     """
-    logs = [math.log(one) for one in ratios]
+    logs = [math.log(speed_ratio) for speed_ratio in ratios]
     half = student.ppf(0.975, len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
     return Ratio(*(math.exp(fmean(logs) + shift) for shift in (0.0, -half, half)))
 
@@ -67,15 +67,19 @@ def compare(measures: Sequence[Callable[[], Mapping[str, float]]], pairs: int) -
         measures: of the earlier and of this tree; each returns tokens per second by arm.
         pairs: number of pairs. Even pairs begin with the earlier tree, odd ones with this one.
     """
-    found: dict[str, list[float]] = {}
+    ratios: dict[str, list[float]] = {}
     for pair in range(pairs):
         rates: list[Mapping[str, float]] = [{}, {}]
         for tree in (0, 1) if pair % 2 == 0 else (1, 0):
             rates[tree] = measures[tree]()
         for arm in rates[0]:
-            found.setdefault(arm, []).append(rates[1][arm] / rates[0][arm])
-        print(f"pair {pair + 1}/{pairs}:", *(f"{arm} {one[-1]:.3f}" for arm, one in found.items()), flush=True)
-    return found
+            ratios.setdefault(arm, []).append(rates[1][arm] / rates[0][arm])
+        print(
+            f"pair {pair + 1}/{pairs}:",
+            *(f"{arm} {arm_ratios[-1]:.3f}" for arm, arm_ratios in ratios.items()),
+            flush=True,
+        )
+    return ratios
 
 
 def measure(tree: Path) -> dict:
@@ -91,9 +95,9 @@ def measure(tree: Path) -> dict:
 
 def measured(tree: Path) -> dict:
     """``measure`` by the tree's own copy of this script, or by this one where the tree has none."""
-    own = tree / "scripts" / Path(__file__).name
+    copy = tree / "scripts" / Path(__file__).name
     with TemporaryDirectory() as folder:
-        script = own if own.exists() else Path(__file__)
+        script = copy if copy.exists() else Path(__file__)
         said = run([sys.executable, str(script), "--measure", str(tree)], tree, folder)
     return json.loads(said.splitlines()[-1])
 
@@ -139,20 +143,21 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"Nothing is compared, as the workload differs: {workloads[0]!r} and {workloads[1]!r}")
                 return 0
             print(f"Speed of {ROOT.name} over {commit[:10]}: {WORKLOAD}")
-            found = compare([lambda tree=tree: measured(tree)["tokens_per_second"] for tree in trees], given.pairs)
+            ratios = compare([lambda tree=tree: measured(tree)["tokens_per_second"] for tree in trees], given.pairs)
         finally:
             git("worktree", "remove", "--force", str(earlier))
-    return report(found, given.bound)
+    return report(ratios, given.bound)
 
 
-def report(found: Mapping[str, Sequence[float]], bound: float) -> int:
+def report(ratios_of: Mapping[str, Sequence[float]], bound: float) -> int:
     """Print each arm's ratio with its interval; return 1 if some arm is too slow, else 0."""
     slow = False
-    for arm, ratios in found.items():
-        one = ratio(ratios)
-        slow |= one.too_slow(bound)
-        verdict = f"  below {bound:g}, and the interval excludes 1" if one.too_slow(bound) else ""
-        print(f"{arm:>16}: {one.mean:.3f} [{one.low:.3f}, {one.high:.3f}] of {len(ratios)} pairs{verdict}")
+    for arm, ratios in ratios_of.items():
+        mean_ratio = ratio(ratios)
+        slow |= mean_ratio.too_slow(bound)
+        verdict = f"  below {bound:g}, and the interval excludes 1" if mean_ratio.too_slow(bound) else ""
+        interval = f"{mean_ratio.mean:.3f} [{mean_ratio.low:.3f}, {mean_ratio.high:.3f}]"
+        print(f"{arm:>16}: {interval} of {len(ratios)} pairs{verdict}")
     return int(slow)
 
 

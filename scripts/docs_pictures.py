@@ -61,8 +61,8 @@ class Row:
 
     def of(self, token: int) -> tuple[float, float]:
         """Return p and q of a token below this row."""
-        place = int(np.flatnonzero(self.tokens == token)[0])
-        return float(self.p[place]), float(self.q[place])
+        index = int(np.flatnonzero(self.tokens == token)[0])
+        return float(self.p[index]), float(self.q[index])
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Step:
 
     def children(self, row: int) -> list[int]:
         """Return the rows below a row, in the order in which they were drawn."""
-        return [place for place, one in enumerate(self.rows) if one.parent == row]
+        return [number for number, drafted in enumerate(self.rows) if drafted.parent == row]
 
 
 def tree_mask(parents: Sequence[int]) -> np.ndarray:  # [R, R]
@@ -108,15 +108,15 @@ def read_step(run: Path, request: int, number: int, prompt: Sequence[int]) -> St
     step = pd.read_parquet(run / "steps.parquet", filters=chosen).iloc[0]
     output = pd.read_parquet(run / "requests.parquet", filters=chosen[:1]).iloc[0]
     rows = []
-    for one in recorded.itertuples():
-        p, q = (np.frombuffer(column, dtype=np.float32) for column in (one.p, one.q))
-        rows.append(Row(one.parent, one.token, unpack_ids(one.ids), p, q))
+    for recorded_row in recorded.itertuples():
+        p, q = (np.frombuffer(column, dtype=np.float32) for column in (recorded_row.p, recorded_row.q))
+        rows.append(Row(recorded_row.parent, recorded_row.token, unpack_ids(recorded_row.ids), p, q))
     path, row = [], 0
     for rank in step["path"]:
-        row = [place for place, one in enumerate(rows) if one.parent == row][rank]
+        row = [index for index, drafted in enumerate(rows) if drafted.parent == row][rank]
         path.append(row)
     done = int(recorded["position"].iloc[0]) - int(output["prompt_tokens"])
-    emitted = [int(one) for one in output["tokens"][done : done + step["emitted"]]]
+    emitted = [int(token) for token in output["tokens"][done : done + step["emitted"]]]
     return Step(rows, path, [*prompt, *map(int, output["tokens"][:done])][:-1], emitted)
 
 
@@ -147,15 +147,15 @@ def box(
 
 def draw_tree(step: Step, words: Sequence[str]) -> Figure:
     """Draw a draft tree, and below it the tree attention mask of its rows."""
-    parents = [one.parent for one in step.rows]
+    parents = [row.parent for row in step.rows]
     count, cell = len(parents), 0.27
     figure, axes = blank(3.4 + count * cell + 0.95)
     top = 3.4 + count * cell + 0.55
     leaves = [row for row in range(count) if not step.children(row)]
-    x = {row: 0.75 + place * 1.27 for place, row in enumerate(leaves)}
+    x = {row: 0.75 + number * 1.27 for number, row in enumerate(leaves)}
     for row in reversed(range(count)):
         if row not in x:
-            x[row] = float(np.mean([x[one] for one in step.children(row)]))
+            x[row] = float(np.mean([x[child] for child in step.children(row)]))
     depth = [0] * count
     for row in range(1, count):
         depth[row] = depth[parents[row]] + 1
@@ -174,8 +174,8 @@ def draw_tree(step: Step, words: Sequence[str]) -> Figure:
             chances = f"p {p:.2f}  q {q:.2f}"
             axes.text(x[row], y[row] - 0.28, chances, ha="center", va="center", size=8.5, color="#555555", bbox=behind)
     axes.text(0.1, top + 0.02, "root:\npending token", size=9, color=INK, va="center")
-    for place, (colour, text) in enumerate(((ACCEPTED, "accepted"), (REJECTED, "rejected"), (UNUSED, "not reached"))):
-        axes.text(3.75, top + 0.2 - 0.2 * place, f"■ {text}", color=colour if place < 2 else GREY, size=9.5)
+    for number, (colour, text) in enumerate(((ACCEPTED, "accepted"), (REJECTED, "rejected"), (UNUSED, "not reached"))):
+        axes.text(3.75, top + 0.2 - 0.2 * number, f"■ {text}", color=colour if number < 2 else GREY, size=9.5)
 
     left, base = 1.55, 0.2
     axes.text(0.1, base + count * cell + 0.42, "Tree attention mask: what each row attends to", size=10.5, color=INK)
@@ -212,18 +212,18 @@ def draw_step(step: Step, words: Sequence[str], emitted: Sequence[str], before: 
     figure, axes = blank(5.9)
     high = 5.55
     tree = [words[row] for row in range(1, len(words))]
-    for place, (name, text, why) in enumerate(stages):
-        y = high - 1.14 * place
+    for stage, (name, text, why) in enumerate(stages):
+        y = high - 1.14 * stage
         axes.text(0.12, y, name, size=11, weight="bold", color=INK, va="center")
         axes.text(1.3, y - 0.26, why, size=9.5, color="#555555", va="top", linespacing=1.25)
-        if place == 0:
+        if stage == 0:
             box(axes, 3.2, y, text, INK, 3.8)
-        elif place in (1, 2):
-            shown = tree[:5] if place == 1 else [words[0], *tree[:4]]
+        elif stage in (1, 2):
+            shown = tree[:5] if stage == 1 else [words[0], *tree[:4]]
             for number, word in enumerate([*shown, "..."]):
-                colour = Q if place == 1 else P
+                colour = Q if stage == 1 else P
                 box(axes, 1.57 + 0.68 * number, y, word, colour, 0.62, size=8.5)
-        elif place == 3:
+        elif stage == 3:
             path = [(words[row], ACCEPTED) for row in step.path]
             refused = [(words[row], REJECTED) for row in step.children(step.path[-1] if step.path else 0)]
             for number, (word, colour) in enumerate([*path, *refused][:5]):
@@ -234,7 +234,7 @@ def draw_step(step: Step, words: Sequence[str], emitted: Sequence[str], before: 
                 box(axes, 1.7 + 0.92 * number, y, word, P if last else ACCEPTED, 0.8)
             what = "recovered" if step.children(step.path[-1] if step.path else 0) else "bonus"
             axes.text(1.7 + 0.92 * len(emitted) - 0.38, y, f"{what} token", size=9.5, color=P, va="center")
-        if place < 4:
+        if stage < 4:
             axes.annotate("", (0.45, y - 0.93), (0.45, y - 0.22), arrowprops={"arrowstyle": "-|>", "color": GREY})
     return figure
 
@@ -250,27 +250,31 @@ def draw_acceptance(step: Step, decode: Any, which: Sequence[tuple[int, int, str
     shown = 5
     figure = Figure(figsize=(WIDTH, 3.1 * len(which)), layout="constrained")
     for axes, (row, child, what) in zip(np.atleast_1d(figure.subplots(len(which))), which, strict=True):
-        one, drafted = step.rows[row], step.rows[child].token
-        left = residual(one.p, one.q)
-        order = np.argsort(-np.maximum(one.p, one.q))[:shown]
-        order = order if drafted in one.tokens[order] else np.append(order[:-1], np.flatnonzero(one.tokens == drafted))
-        place = np.arange(len(order))
+        parent, drafted = step.rows[row], step.rows[child].token
+        left = residual(parent.p, parent.q)
+        order = np.argsort(-np.maximum(parent.p, parent.q))[:shown]
+        order = (
+            order
+            if drafted in parent.tokens[order]
+            else np.append(order[:-1], np.flatnonzero(parent.tokens == drafted))
+        )
+        ticks = np.arange(len(order))
         for offset, values, colour, label in (
-            (-0.26, one.q[order], Q, "q: draft"),
-            (0.0, one.p[order], P, "p: target"),
+            (-0.26, parent.q[order], Q, "q: draft"),
+            (0.0, parent.p[order], P, "p: target"),
             (0.26, left[order], "#9fc1e0", "residual: max(p - q, 0), normalised"),
         ):
-            axes.barh(place + offset, values, 0.25, color=colour, label=label)
-            for where, value in zip(place + offset, values, strict=True):
+            axes.barh(ticks + offset, values, 0.25, color=colour, label=label)
+            for where, value in zip(ticks + offset, values, strict=True):
                 if value >= 0.005:
                     axes.text(value + 0.008, where, f"{value:.2f}", va="center", size=8.5, color="#555555")
-        names = [decode(int(one.tokens[k])) for k in order]
-        axes.set_yticks(place, names, family="monospace", size=10)
+        names = [decode(int(parent.tokens[k])) for k in order]
+        axes.set_yticks(ticks, names, family="monospace", size=10)
         for label, k in zip(axes.get_yticklabels(), order, strict=True):
-            if one.tokens[k] == drafted:
+            if parent.tokens[k] == drafted:
                 label.set_weight("bold")
                 label.set_color(ACCEPTED if child in step.path else REJECTED)
-        p, q = one.of(drafted)
+        p, q = parent.of(drafted)
         axes.set_title(
             f"drafted {decode(drafted)}: accepted with min(1, {p:.2f} / {q:.2f}) = {min(1, p / q):.2f}\n{what}"
         )
@@ -291,14 +295,15 @@ def draw_measuring(run: Path) -> Figure:
     axes, below = figure.subplots(2, height_ratios=(len(groups), 1.6))
     for group in groups:
         start = 0.0
-        for one in requests[requests["group"] == group].sort_values("order").itertuples():
-            label, colour = arms[one.arm]
+        for request in requests[requests["group"] == group].sort_values("order").itertuples():
+            label, colour = arms[request.arm]
             seen = label in axes.get_legend_handles_labels()[1]
-            axes.barh(group, one.decode_seconds, 0.62, left=start, color=colour, label=None if seen else label)
-            axes.text(start + one.decode_seconds / 2, group, f"{one.decode_tokens / one.decode_seconds:.0f} tokens/s",
+            axes.barh(group, request.decode_seconds, 0.62, left=start, color=colour, label=None if seen else label)
+            speed = f"{request.decode_tokens / request.decode_seconds:.0f} tokens/s"
+            axes.text(start + request.decode_seconds / 2, group, speed,
                       ha="center", va="center", color="white", size=9)  # fmt: skip
-            start += one.decode_seconds
-    axes.set_yticks(groups, [f"group {one + 1}" for one in groups])
+            start += request.decode_seconds
+    axes.set_yticks(groups, [f"group {group + 1}" for group in groups])
     axes.set(ylim=(len(groups) - 0.4, -0.6), xlabel="seconds of decoding")
     axes.set_title("Both arms decode each group; they take turns in going first")
     axes.grid(axis="y", visible=False)
@@ -328,14 +333,14 @@ def draw_speedups(results: Path) -> Figure:
     figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True, sharex=True)
     for axes, temperature in zip(panels, (0, 1), strict=True):
-        for place, text in enumerate(texts):
+        for panel, text in enumerate(texts):
             for number, (arm, name) in enumerate(names.items()):
-                own = table[(table["prompts"] == text) & (table["temperature"] == temperature) & (table["arm"] == arm)]
-                one = own.iloc[0]
-                low, high = one["speedup"] - one["speedup_low"], one["speedup_high"] - one["speedup"]
-                y = place * 6 + number
-                axes.errorbar(one["speedup"], y, xerr=[[low], [high]], fmt="o", ms=5, lw=1.6, capsize=0,
-                              color=PROPOSERS[arm], label=name if place == 0 else None)  # fmt: skip
+                rows = table[(table["prompts"] == text) & (table["temperature"] == temperature) & (table["arm"] == arm)]
+                row = rows.iloc[0]
+                low, high = row["speedup"] - row["speedup_low"], row["speedup_high"] - row["speedup"]
+                y = panel * 6 + number
+                axes.errorbar(row["speedup"], y, xerr=[[low], [high]], fmt="o", ms=5, lw=1.6, capsize=0,
+                              color=PROPOSERS[arm], label=name if panel == 0 else None)  # fmt: skip
         axes.axvline(1, color=GREY, ls="--", lw=1)
         axes.set_title("greedy" if temperature == 0 else "temperature 1")
         axes.set_xlabel("speed-up [95 %]")
@@ -364,9 +369,9 @@ def with_dark_scheme(svg: str) -> str:
     that it stays legible in readers that know no scheme.
     """
     colours = sorted(set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", svg)))
-    dark = {one: DARK.get(one) or on_dark(one) for one in colours}
-    rules = [f'[style*="{what}: {one}"]{{{what}:{dark[one]}!important}}' for what in ("fill", "stroke")
-             for one in colours if dark[one] != one and f"{what}: {one}" in svg]  # fmt: skip
+    dark = {colour: DARK.get(colour) or on_dark(colour) for colour in colours}
+    rules = [f'[style*="{what}: {colour}"]{{{what}:{dark[colour]}!important}}' for what in ("fill", "stroke")
+             for colour in colours if dark[colour] != colour and f"{what}: {colour}" in svg]  # fmt: skip
     style = f"@media (prefers-color-scheme: dark){{svg{{fill:{DARK['#000000']}}}{''.join(rules)}}}"
     return svg.replace("</style>", f"{style}</style>", 1)
 
@@ -401,7 +406,7 @@ def main() -> None:
     prompt = tokenizer.encode(json.loads(prompts[given.request])["prompt"])
     step = read_step(given.tree, given.request, given.round, prompt)
     decode = lambda token: word(tokenizer.decode([token]))  # noqa: E731
-    words = [decode(one.token) for one in step.rows]
+    words = [decode(row.token) for row in step.rows]
     before = word(tokenizer.decode([*step.before[-5:], step.rows[0].token]).lstrip())
     end = step.path[-1]
     which = [
@@ -409,7 +414,7 @@ def main() -> None:
         (end, step.children(end)[0], f"it was rejected; {decode(step.emitted[-1])} was drawn from the residual"),
     ]
     written(draw_tree(step, words), given.out / "draft_tree.svg")
-    written(draw_step(step, words, [decode(one) for one in step.emitted], before), given.out / "one_step.svg")
+    written(draw_step(step, words, [decode(token) for token in step.emitted], before), given.out / "one_step.svg")
     written(draw_acceptance(step, decode, which), given.out / "acceptance.svg")
     written(draw_measuring(given.first), given.out / "measuring.svg")
 

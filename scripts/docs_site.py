@@ -29,11 +29,11 @@ CODE = re.compile(r"^(?P<fence>```+|~~~+).*?^(?P=fence)\s*$|`[^`\n]+`", re.MULTI
 
 def links(text: str) -> Iterator[re.Match[str]]:
     """Yield the relative links of a page, outside of code."""
-    code = [found.span() for found in CODE.finditer(text)]
-    for found in LINK.finditer(text):
-        inside = any(start <= found.start("target") < end for start, end in code)
-        if not inside and not re.match(r"[a-z]+:|/", found["target"]):
-            yield found
+    code = [spans.span() for spans in CODE.finditer(text)]
+    for link in LINK.finditer(text):
+        inside = any(start <= link.start("target") < end for start, end in code)
+        if not inside and not re.match(r"[a-z]+:|/", link["target"]):
+            yield link
 
 
 def place(path: str) -> str:
@@ -72,7 +72,7 @@ def page_of(path: str) -> str:
     """Return the Markdown of a page that shows a source file, or lists a folder."""
     file = ROOT / path
     if file.is_dir():
-        names = sorted(one.name + "/" * one.is_dir() for one in file.iterdir() if one.name[0] not in "._")
+        names = sorted(entry.name + "/" * entry.is_dir() for entry in file.iterdir() if entry.name[0] not in "._")
         return f"# {path}\n\n" + "\n".join(f"- `{name}`" for name in names) + "\n"
     text = file.read_text(encoding="utf-8")
     fence = "`" * max(3, *(1 + len(run) for run in re.findall("`+", text)), 0)
@@ -83,16 +83,16 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
     """Add the files outside docs/ that pages link to."""
     from mkdocs.structure.files import File, InclusionLevel
 
-    added = [str(one.relative_to(ROOT)) for pattern in PAGES for one in sorted(ROOT.glob(pattern))]
-    pages = [place(one.src_uri) for one in files.documentation_pages()] + added
+    added = [str(path.relative_to(ROOT)) for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
+    pages = [place(page.src_uri) for page in files.documentation_pages()] + added
     for page in pages:
         text = (ROOT / page).read_text(encoding="utf-8")
-        for path in dict.fromkeys(linked(page, found["target"]) for found in links(text) if found["target"]):
+        for path in dict.fromkeys(linked(page, link["target"]) for link in links(text) if link["target"]):
             if path and not path.startswith("docs/") and path != "README.md" and path not in added:
                 added.append(path)
                 if path.endswith(".md"):
                     pages.append(path)
-    in_nav = {str(one.relative_to(ROOT)) for pattern in PAGES for one in ROOT.glob(pattern)}
+    in_nav = {str(path.relative_to(ROOT)) for pattern in PAGES for path in ROOT.glob(pattern)}
     for path in added:
         made = (ROOT / path).is_dir() or _shown(path)
         source = {"content": page_of(path)} if made else {"abs_src_path": str(ROOT / path)}
@@ -104,19 +104,19 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
 
 def _expanded(nav: Any, files: Files) -> Any:
     """Return ``nav`` with all pages of a folder in place of FOLDER/*.md."""
-    text, pages = str(nav), [one.src_uri for one in files.documentation_pages()]
+    text, pages = str(nav), [page.src_uri for page in files.documentation_pages()]
 
     def expanded(entry: Any) -> list[Any]:
         if isinstance(entry, dict):
-            ((title, own),) = entry.items()
-            own = each(own) if isinstance(own, list) else own
-            return [{title: own}] if own else []  # no section of no pages
+            ((title, inner),) = entry.items()
+            inner = each(inner) if isinstance(inner, list) else inner
+            return [{title: inner}] if inner else []  # no section of no pages
         if "*" not in entry:
             return [entry]
         return [page for page in sorted(pages) if PurePosixPath(page).match(entry) and f"'{page}'" not in text]
 
     def each(entries: list[Any]) -> list[Any]:
-        return [one for entry in entries for one in expanded(entry)]
+        return [kept for entry in entries for kept in expanded(entry)]
 
     return each(nav)
 
@@ -125,10 +125,10 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Let links that leave docs/ name the pages and files that ``on_files`` added."""
     source = place(page.file.src_uri)
     start, parts = 0, []
-    for found in links(markdown):
-        path = linked(source, found["target"]) if found["target"] else None
+    for link in links(markdown):
+        path = linked(source, link["target"]) if link["target"] else None
         if path is not None:
             target = os.path.relpath(site_file(path), PurePosixPath(page.file.src_uri).parent)
-            parts += [markdown[start : found.start("target")], target]
-            start = found.end("target")
+            parts += [markdown[start : link.start("target")], target]
+            start = link.end("target")
     return "".join((*parts, markdown[start:]))

@@ -117,11 +117,14 @@ def launch(directory: Path, node: str) -> None:
     if node == "h":
         options["include-dashboard"] = False
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_health_check_period_ms": "1000"}  # a lost node is noticed in seconds
+    settings = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_health_check_period_ms": "1000",
+    }  # a lost node is noticed in seconds
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", *where]
     command += [f"--{name}={value}" for name, value in options.items()]
     log = directory / f"{node}.log"
-    env, null = kept | own | cluster, subprocess.DEVNULL
+    env, null = kept | settings | cluster, subprocess.DEVNULL
     with open(log, "w") as to:
         try:
             code = subprocess.run(command, env=env, timeout=SECONDS, stdin=null, stdout=to, stderr=to).returncode
@@ -158,8 +161,8 @@ def processes(directory: Path, *nodes: str) -> list[int]:
 
 
 def kill(directory: Path, node: str) -> None:
-    while found := processes(directory, node):
-        for pid in found:
+    while pids := processes(directory, node):
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)

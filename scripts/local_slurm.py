@@ -259,8 +259,8 @@ def processes(directory: Path, *names: str) -> list[int]:
 def end(directory: Path, name: str, number: signal.Signals) -> None:
     """Send a signal to a daemon and its processes until they have ended; after ten seconds SIGKILL."""
     deadline = time.monotonic() + 10
-    while found := processes(directory, name):
-        for pid in found:
+    while pids := processes(directory, name):
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number if time.monotonic() < deadline else signal.SIGKILL)
         time.sleep(0.05)
@@ -269,8 +269,12 @@ def end(directory: Path, name: str, number: signal.Signals) -> None:
 def environment(directory: Path) -> dict[str, str]:
     """Return this process's environment without variables of another Slurm, and with the cluster's settings."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SACCT", "MYSQL"))}
-    own = {"SLURM_CONF": f"{directory}/slurm.conf", "MYSQL_UNIX_PORT": f"{directory}/run/mariadb.sock", "PATH": PATH}
-    return kept | own
+    settings = {
+        "SLURM_CONF": f"{directory}/slurm.conf",
+        "MYSQL_UNIX_PORT": f"{directory}/run/mariadb.sock",
+        "PATH": PATH,
+    }
+    return kept | settings
 
 
 def launch(directory: Path, name: str, command: str) -> None:

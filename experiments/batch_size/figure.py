@@ -51,11 +51,11 @@ def results(runs: Path) -> pd.DataFrame:
     table = swept(runs).sort_values("batch_size")
     read = {run: metrics.load(runs / run) for run in table["run"].unique()}
     rows: list[dict[str, Any]] = []
-    for _, own in table.groupby("arm", sort=False):
-        alone = own.iloc[0]
+    for _, arm_rows in table.groupby("arm", sort=False):
+        alone = arm_rows.iloc[0]
         first = read[alone["run"]], alone["recorded"]
         before = np.log(block_speedups(first[0].requests, first[1]))
-        for row in own.to_dict("records"):
+        for row in arm_rows.to_dict("records"):
             now = read[row["run"]], row["recorded"]
             same_prompts(now[0], first[0])
             logs = np.log(block_speedups(now[0].requests, now[1]))
@@ -65,10 +65,10 @@ def results(runs: Path) -> pd.DataFrame:
                 row |= bounds("block_speedup_over_smallest", factor((logs - before).to_numpy()))
                 row |= bounds("tau_beyond_smallest", tau_beyond(now, first))
             rows.append(row)
-    found = pd.DataFrame(rows)
+    frame = pd.DataFrame(rows)
     more = ("block_speedup", "block_speedup_over_smallest", "tau_beyond_smallest")
-    numbers = found[["batch_size", "arm", "blocks", "smallest_batch"]]
-    return kept(found, "batch_size", more=more).merge(numbers, on=["batch_size", "arm"])
+    numbers = frame[["batch_size", "arm", "blocks", "smallest_batch"]]
+    return kept(frame, "batch_size", more=more).merge(numbers, on=["batch_size", "arm"])
 
 
 def block_speedups(requests: pd.DataFrame, arm: str) -> pd.Series:
@@ -88,8 +88,8 @@ def block_speedups(requests: pd.DataFrame, arm: str) -> pd.Series:
         raise ValueError(f"requests of groups {broken} broke, so their blocks hold other prompts than elsewhere")
     sizes = requests.groupby(block)["request"].nunique()
     speeds = {
-        number: metrics.tokens_per_second(own, arm) / metrics.tokens_per_second(own, "baseline")
-        for number, own in requests.groupby(block)
+        number: metrics.tokens_per_second(rows, arm) / metrics.tokens_per_second(rows, "baseline")
+        for number, rows in requests.groupby(block)
         if sizes[number] == sizes.max()
     }
     return pd.Series(speeds, dtype=float)
@@ -119,16 +119,16 @@ def written(table: pd.DataFrame) -> str:
     alone = [["batch", "blocks", *(NAMES[arm] for arm in arms)]]
     paired = [[f"over batch {table['smallest_batch'].iloc[0]:g}", *(NAMES[arm] for arm in arms)]]
     for size in sorted(table["batch_size"].unique()):
-        found = [row_where(table, batch_size=size, arm=arm) for arm in arms]
+        rows = [row_where(table, batch_size=size, arm=arm) for arm in arms]
         blocks = table.loc[table["batch_size"] == size, "blocks"].iloc[0]
         cells = [
             f"{shown(row, 'block_speedup')}, {row['tau_pooled']:.2f}, {row['nodes_per_step']:.1f}" if row else "-"
-            for row in found
+            for row in rows
         ]
         alone.append([f"{size:g}", f"{blocks:g}", *cells])
         if size != table["smallest_batch"].iloc[0]:
             columns = "block_speedup_over_smallest", "tau_beyond_smallest"
-            paired.append([f"{size:g}", *("; tau ".join(shown(row, one) for one in columns) for row in found)])
+            paired.append([f"{size:g}", *("; tau ".join(shown(row, column) for column in columns) for row in rows)])
     return f"{markdown(alone)}\n\n{markdown(paired)}"
 
 

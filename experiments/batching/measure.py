@@ -36,12 +36,12 @@ def tokens_per_second(target: Target, proposer: Proposer, groups: list[list[Requ
     tokens, seconds, early_tokens, early_seconds = 0, 0.0, 0, 0.0
     for group in groups:
         done = Loop(target, proposer, Token(), CounterDraws(0)).decode(group)
-        tokens += sum(len(one.tokens) - one.prefill_tokens for one in done.outcomes)
-        seconds += max(one.decode_seconds for one in done.outcomes)
-        for one in done.steps[1:]:
-            if len(one.sequences) == len(group):
-                early_tokens += sum(committed.count(kept=True) for committed in one.committed)
-                early_seconds += one.seconds()["whole"]
+        tokens += sum(len(outcome.tokens) - outcome.prefill_tokens for outcome in done.outcomes)
+        seconds += max(outcome.decode_seconds for outcome in done.outcomes)
+        for step in done.steps[1:]:
+            if len(step.sequences) == len(group):
+                early_tokens += sum(committed.count(kept=True) for committed in step.committed)
+                early_seconds += step.seconds()["whole"]
     return tokens / seconds, early_tokens / early_seconds
 
 
@@ -55,7 +55,7 @@ def measure(target: Target, heads: str, prompts: Path, batch: int, limit: int, n
     medusa = Medusa.load(target, heads, batch_size=batch)
     print(f"tree calibrated for batch {batch}: {medusa.facts['tree']}")
     ways = {
-        "one at a time": lambda group: tokens_per_second(target, Null(), [[one] for one in group]),
+        "one at a time": lambda group: tokens_per_second(target, Null(), [[request] for request in group]),
         f"batch of {batch}": lambda group: tokens_per_second(target, Null(), [group]),
         f"batch of {batch}, Medusa": lambda group: tokens_per_second(target, medusa, [group]),
     }

@@ -56,8 +56,8 @@ def main() -> None:
     given = parser.parse_args()
     rows = []
     least = {"slurm": 1, "ray": 2}[given.engine]
-    plan = [(length, jobs, one) for length, (jobs, each) in PLAN.items() for one in each if one >= least]
-    for turn, (length, jobs, workers) in tqdm([(turn, one) for turn in range(given.repeats) for one in plan]):
+    plan = [(length, jobs, workers) for length, (jobs, each) in PLAN.items() for workers in each if workers >= least]
+    for turn, (length, jobs, workers) in tqdm([(turn, case) for turn in range(given.repeats) for case in plan]):
         whole = sweep(given.engine, workers, length, jobs)
         beyond = (whole - length * jobs / workers) / jobs
         row = {"engine": given.engine, "turn": turn, "job_seconds": length, "workers": workers, "jobs": jobs}

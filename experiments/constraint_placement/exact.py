@@ -47,7 +47,7 @@ class Layout:
                 return [(False, self.rule(name, depth))]
             return self.value(inner, depth)
         if "anyOf" in schema:
-            return [(False, either(self.value(one, depth) for one in schema["anyOf"]))]
+            return [(False, either(self.value(option, depth) for option in schema["anyOf"]))]
         if "const" in schema or "enum" in schema:
             texts = schema.get("enum", [schema.get("const")])
             return [(False, either([(True, json.dumps(text))] for text in texts))]
@@ -65,8 +65,8 @@ class Layout:
                 [(False, regex(f'"{pattern.strip("^$")}": ')), *self.value(inner, depth + 1)], 1, depth, "{}"
             )
         parts: Parts = [(True, "{" + self.line(depth + 1))]
-        for place, (key, inner) in enumerate(schema["properties"].items()):
-            before = self.between(depth + 1) if place else ""
+        for number, (key, inner) in enumerate(schema["properties"].items()):
+            before = self.between(depth + 1) if number else ""
             pair = [(True, before + json.dumps(key) + ": "), *self.value(inner, depth + 1)]
             parts += pair if key in schema["required"] else [(False, f"({written(pair)})?")]
         return [*parts, (True, self.line(depth) + "}")]
@@ -118,18 +118,18 @@ def regex(pattern: str) -> str:
 
 def either(parts: Any) -> str:
     """One of several sequences."""
-    return "(" + " | ".join(written(one) for one in parts) + ")"
+    return "(" + " | ".join(written(part) for part in parts) + ")"
 
 
 def written(parts: Parts) -> str:
     """Return the sequence with adjacent texts joined."""
-    found: list[tuple[bool, str]] = []
+    merged: list[tuple[bool, str]] = []
     for plain, text in parts:
-        if plain and found and found[-1][0]:
-            found[-1] = (True, found[-1][1] + text)
+        if plain and merged and merged[-1][0]:
+            merged[-1] = (True, merged[-1][1] + text)
         elif text:
-            found.append((plain, text))
-    return " ".join(json.dumps(text) if plain else text for plain, text in found)
+            merged.append((plain, text))
+    return " ".join(json.dumps(text) if plain else text for plain, text in merged)
 
 
 def grammar(schema: dict[str, Any]) -> str:

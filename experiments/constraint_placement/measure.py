@@ -80,7 +80,7 @@ class Way:
 
 def ways(temperature: int) -> list[Way]:
     """All ways that are measured at a temperature."""
-    drafted = [Way(name, *place) for name in TEMPERATURES[temperature] for place in PLACES]
+    drafted = [Way(name, *at) for name in TEMPERATURES[temperature] for at in PLACES]
     return [*drafted, Way(NULL, "none"), Way(NULL, "target"), Way(NULL, "target", True)]
 
 
@@ -110,11 +110,11 @@ def measure(config: DictConfig, out: Path, limit: int, temperature: int) -> int:
     applied = cli.apply_constraint(config, settings, target)[0]
     arms = {}
     for way in ways(temperature):
-        own = replace(applied, placement=way.placement, fast_forward=way.fast_forward)
+        way_applied = replace(applied, placement=way.placement, fast_forward=way.fast_forward)
         if way.proposer != NULL:
-            arms[way.arm] = Loop(target, proposers[way.proposer], verifier, CounterDraws(settings.seed), own)
+            arms[way.arm] = Loop(target, proposers[way.proposer], verifier, CounterDraws(settings.seed), way_applied)
         elif way.arm != "baseline":  # that one every run has
-            arms[way.arm] = Loop(target, Null.load(target), Match(), CounterDraws(settings.seed), own)
+            arms[way.arm] = Loop(target, Null.load(target), Match(), CounterDraws(settings.seed), way_applied)
     prompts = [prompt for prompt in cli.build(config, "prompts") if follows(applied, target, prompt, sampling)]
     tracker = cli.build(config, "tracker")
     lab = Lab(target, Null.load(target), Match(), sampling, prompts[:limit], tracker, peers=arms)
@@ -127,7 +127,7 @@ def measure(config: DictConfig, out: Path, limit: int, temperature: int) -> int:
 def chosen_tree(out: Path) -> str | None:
     """Medusa's calibrated tree: that of the first run under ``out`` for all runs, so that they can be compared."""
     there = [begun(run) for run in sorted(out.glob("*"), key=lambda run: run.stat().st_mtime)]
-    trees = [one["config"]["arms"]["medusa"]["tree"] for one in there if one]
+    trees = [summary["config"]["arms"]["medusa"]["tree"] for summary in there if summary]
     return next((tree for tree in trees if tree != "calibrated"), None)
 
 
@@ -149,13 +149,13 @@ def results(tables: metrics.Tables, workload: str, temperature: int) -> Iterator
         steps = metrics.decode_steps(tables.steps, way.arm)
         seconds = metrics.decode_seconds(tables.rounds, way.arm)
         busy, waited = metrics.mask_seconds(tables.rounds, way.arm)
-        own, free = steps["emitted_kept"] - steps["forced_emitted_kept"], steps["nodes"] - steps["forced"]
+        emitted, free = steps["emitted_kept"] - steps["forced_emitted_kept"], steps["nodes"] - steps["forced"]
         accepted = steps["accepted"] - steps["forced_accepted"]
         requests, drafted = (
             steps["request"],
             steps[(steps["nodes"] > 0) & not_violated(steps, tables.requests, way.arm)],
         )
-        one = pd.Series(1, index=steps.index)
+        ones = pd.Series(1, index=steps.index)
         yield {
             "workload": workload,
             "temperature": temperature,
@@ -166,8 +166,8 @@ def results(tables: metrics.Tables, workload: str, temperature: int) -> Iterator
             "tokens_per_second": metrics.tokens_per_second(tables.requests, way.arm),
             **spread("speedup_mean_of_groups", mean_of_speedups(tables.requests, way, way.plain)),
             **spread("speedup_over_best_mean_of_groups", mean_of_speedups(tables.requests, way, way.best)),
-            **spread("tau", pooled(own, one, requests)),
-            **spread("tau_with_forced", pooled(steps["emitted_kept"], one, requests)),
+            **spread("tau", pooled(emitted, ones, requests)),
+            **spread("tau_with_forced", pooled(steps["emitted_kept"], ones, requests)),
             "nodes_per_step": float(steps["nodes"].mean()),
             **spread("legal_share", pooled(drafted["legal"], drafted["nodes"], drafted["request"])),
             **spread("accepted_forced", pooled(steps["forced_accepted"], steps["forced"], requests)),
@@ -186,9 +186,9 @@ def results(tables: metrics.Tables, workload: str, temperature: int) -> Iterator
 
 def not_violated(steps: pd.DataFrame, requests: pd.DataFrame, arm: str) -> pd.Series:
     """Steps that began before the output violated the constraint: after that no node is legal or illegal."""
-    own = requests[requests["arm"] == arm].set_index("request")
-    emitted = steps["context"] - steps["request"].map(own["prompt_tokens"])
-    violated = steps["request"].map(own["violated"])
+    arm_requests = requests[requests["arm"] == arm].set_index("request")
+    emitted = steps["context"] - steps["request"].map(arm_requests["prompt_tokens"])
+    violated = steps["request"].map(arm_requests["violated"])
     return (violated < 0) | (emitted <= violated)
 
 
@@ -255,8 +255,8 @@ def draw(table: pd.DataFrame) -> Figure:
     for line, workload in zip(grid, workloads, strict=True):
         for axes, (column, hollow, title) in zip(line, PANELS, strict=True):
             for number, name in enumerate(names):
-                for down, place in enumerate(PLACES):
-                    row = _row(table, workload, name, place)
+                for down, placement in enumerate(PLACES):
+                    row = _row(table, workload, name, placement)
                     if row is None or (column != PANELS[0][0] and name == NULL):
                         continue
                     height = down + (number - (len(names) - 1) / 2) * 0.125
@@ -267,7 +267,7 @@ def draw(table: pd.DataFrame) -> Figure:
             for border in range(1, len(PLACES)):
                 axes.axhline(border - 0.5, color="#d0d0d0", linewidth=0.8)
             axes.set_xlabel(title)
-            axes.set_yticks(range(len(PLACES)), [place_name(*place) for place in PLACES])
+            axes.set_yticks(range(len(PLACES)), [place_name(*placement) for placement in PLACES])
             axes.set_ylim(len(PLACES) - 0.5, -0.5)
             axes.set_xlim(0, None if column in (PANELS[0][0], "tau", "mask_share") else 1.04)
             axes.grid(axis="y", visible=False)
@@ -287,14 +287,14 @@ def _point(axes: Any, row: pd.Series, column: str, height: float, look: Mapping[
     axes.errorbar(row[column], height, xerr=whiskers, fmt="o", markersize=4.5, capsize=2, elinewidth=1, **look)
 
 
-def _row(table: pd.DataFrame, workload: str, proposer: str, place: tuple[str, bool]) -> pd.Series | None:
-    found = table[
+def _row(table: pd.DataFrame, workload: str, proposer: str, placement: tuple[str, bool]) -> pd.Series | None:
+    rows = table[
         (table["workload"] == workload)
         & (table["proposer"] == proposer)
-        & (table["placement"] == place[0])
-        & (table["fast_forward"] == place[1])
+        & (table["placement"] == placement[0])
+        & (table["fast_forward"] == placement[1])
     ]
-    return None if found.empty else found.iloc[0]
+    return None if rows.empty else rows.iloc[0]
 
 
 # README ------------------------------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def written(table: pd.DataFrame) -> str:
             f"**{workload}**: {WORKLOADS[workload][0]}; temperature {temperature}, {rows['requests'].iloc[0]} prompts.",
             lines(
                 [
-                    ["mean of per-prompt speed-ups", *(place_name(*place) for place in PLACES)],
+                    ["mean of per-prompt speed-ups", *(place_name(*placement) for placement in PLACES)],
                     *(_speeds(rows, workload, n) for n in names),
                 ]
             ),
@@ -338,7 +338,7 @@ def written(table: pd.DataFrame) -> str:
 
 
 def _speeds(table: pd.DataFrame, workload: str, name: str) -> list[str]:
-    cells = [shown(_row(table, workload, name, place), "speedup_mean_of_groups") for place in PLACES]
+    cells = [shown(_row(table, workload, name, placement), "speedup_mean_of_groups") for placement in PLACES]
     return [(PROPOSERS | {NULL: "no draft"})[name], *cells]
 
 
@@ -361,8 +361,8 @@ DETAILS = {
 
 def _details(table: pd.DataFrame, workload: str, name: str) -> list[str]:
     cells = [PROPOSERS[name]]
-    for place, column in filter(None, DETAILS.values()):
-        row = _row(table, workload, name, place)
+    for placement, column in filter(None, DETAILS.values()):
+        row = _row(table, workload, name, placement)
         assert row is not None, "every place is measured"
         plain = f"{row[column]:.2f}" if column.startswith("tau") else share(row, column)
         cells.append(shown(row, column) if column.startswith("speedup") else plain)

@@ -88,8 +88,8 @@ def measure(chosen: argparse.Namespace) -> None:
     near = [batch for batch in chosen.batches if batch <= max(chosen.runs)]
     for temperature in TEMPERATURES:
         places = {"batches": near, "contexts": chosen.near, "repeats": chosen.repeats + 2}
-        own = lab("prose", temperature, None), settings(f"cost-{temperature}")
-        finished(costs.measure(*own, config, quiet, nodes=chosen.nodes, **places))
+        parts = lab("prose", temperature, None), settings(f"cost-{temperature}")
+        finished(costs.measure(*parts, config, quiet, nodes=chosen.nodes, **places))
     for temperature in TEMPERATURES:
         for batch in chosen.runs:
             limit = chosen.limit * (1 if batch == 1 else 2)  # groups are paired, and there are fewer large ones
@@ -152,13 +152,13 @@ def runs_of(out: Path) -> list[tuple[int, int, Path]]:
     Raises:
         ValueError: there is none.
     """
-    found = []
+    runs = []
     for folder in out.glob("run-*-*"):
         temperature, batch = (int(part) for part in folder.name.split("-")[1:])
-        found.append((temperature, batch, folder))
-    if not found:
+        runs.append((temperature, batch, folder))
+    if not runs:
         raise ValueError(f"{out} holds no run-TEMPERATURE-BATCH; measure first, without --read")
-    return sorted(found)
+    return sorted(runs)
 
 
 def by_size(method: str) -> tuple[str, int]:
@@ -178,13 +178,13 @@ def draw(table: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(4.4 * len(temperatures), 4.4 * len(batches)), layout="constrained")
     panels = figure.subplots(len(batches), len(temperatures), squeeze=False)
     for (number, batch), (column, temperature) in product(enumerate(batches), enumerate(temperatures)):
-        axes, own = panels[number][column], table[(table["batch"] == batch) & (table["temperature"] == temperature)]
-        both = own[["speedup_mean_of_groups", "predicted_mean_of_groups"]]
+        axes, rows = panels[number][column], table[(table["batch"] == batch) & (table["temperature"] == temperature)]
+        both = rows[["speedup_mean_of_groups", "predicted_mean_of_groups"]]
         low, top = 0.9 * both.min().min(), 1.1 * both.max().max()
         line = np.array([low, top])
         axes.fill_between(line, (1 - GOAL) * line, (1 + GOAL) * line, color=GREY, alpha=0.2, lw=0)
         axes.plot(line, line, color=GREY, linestyle="--", linewidth=1)
-        for row in own.to_dict("records"):
+        for row in rows.to_dict("records"):
             family, _, size = row["method"].partition(" ")
             colour, off = COLOURS[FAMILIES.index(family)], row["predicted_over_measured"]
             x, y = row["speedup_mean_of_groups"], row["predicted_mean_of_groups"]
@@ -211,8 +211,8 @@ def of_nodes(frame: pd.DataFrame) -> str:
     """Return the table of t(n) in milliseconds, and of t(n) / t(0)."""
     rows = pd.DataFrame(summarise(frame)["nodes"])
     table = [["batch", "context", *(f"n = {n:g}" for n in sorted(rows["nodes"].unique()))]]
-    for (batch, context), own in rows.groupby(["batch", "context"]):
-        each = own.sort_values("nodes")["seconds"].to_numpy()
+    for (batch, context), measured in rows.groupby(["batch", "context"]):
+        each = measured.sort_values("nodes")["seconds"].to_numpy()
         table.append([f"{batch}", f"{context}", *(f"{1e3 * t:.1f} ({t / each[0]:.2f})" for t in each)])
     return markdown(table)
 

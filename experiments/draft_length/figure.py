@@ -61,9 +61,9 @@ def draw(table: pd.DataFrame) -> Figure:
     grid = figure.subplots(2, len(workloads), squeeze=False, sharex=True, sharey="row")
     for column, workload in zip(grid.T, workloads, strict=True):
         for arm, label in ARMS.items():
-            own = table[(table["prompts"] == workload) & (table["arm"] == arm)]
-            line(column[0], own, "depth", "tau_pooled", colour[arm], label)
-            line(column[1], own, "depth", "speedup", colour[arm], label)
+            rows = table[(table["prompts"] == workload) & (table["arm"] == arm)]
+            line(column[0], rows, "depth", "tau_pooled", colour[arm], label)
+            line(column[1], rows, "depth", "speedup", colour[arm], label)
         no_gain(column[1])
         column[0].set_title(workload)
         column[1].set_xlabel("most tokens drafted per step")
@@ -80,13 +80,11 @@ def written(table: pd.DataFrame) -> str:
     alone, paired, chains = [head], [[f"over depth {REFERENCE}", *head[1:]]], [["over `chain`", *head[1:]]]
     for workload in ordered(list(table["prompts"]), WORKLOADS):
         for arm, label in ARMS.items():
-            found = [row_where(table, prompts=workload, arm=arm, depth=depth) for depth in depths]
-            alone.append(
-                [workload, label, *(f"{shown(row)}, {row['tau_pooled']:.2f}" if row else "-" for row in found)]
-            )
-            paired.append([workload, label, *(shown(row, f"speed_over_depth_{REFERENCE}") for row in found)])
+            rows = [row_where(table, prompts=workload, arm=arm, depth=depth) for depth in depths]
+            alone.append([workload, label, *(f"{shown(row)}, {row['tau_pooled']:.2f}" if row else "-" for row in rows)])
+            paired.append([workload, label, *(shown(row, f"speed_over_depth_{REFERENCE}") for row in rows)])
             if arm != "chain":
-                chains.append([workload, label, *(shown(row, "speed_over_chain") for row in found)])
+                chains.append([workload, label, *(shown(row, "speed_over_chain") for row in rows)])
     return "\n\n".join(markdown(rows) for rows in (alone, paired, chains))
 
 

@@ -27,12 +27,12 @@ def results(runs: Path) -> pd.DataFrame:
     were; ``step_cost`` the time of a step over that of the baseline.
     """
     table, learned = swept(runs), json.loads((runs / TRAINING).read_text())
-    rows = [row for run, own in table.groupby("run", sort=False) for row in by_position(runs / str(run), own)]
-    found = pd.DataFrame(rows)
-    found["step_cost"] = found["tau_pooled"] / found["speedup"]
+    rows = [row for run, rows in table.groupby("run", sort=False) for row in by_position(runs / str(run), rows)]
+    frame = pd.DataFrame(rows)
+    frame["step_cost"] = frame["tau_pooled"] / frame["speedup"]
     for name in LEARNED:
-        found[name] = [learned[arm][name] for arm in found["arm"]]
-    columns = kept(found, *KEYS, more=("position", "accepted", "step_cost", *LEARNED))
+        frame[name] = [learned[arm][name] for arm in frame["arm"]]
+    columns = kept(frame, *KEYS, more=("position", "accepted", "step_cost", *LEARNED))
     return columns.sort_values([*KEYS, "arm", "position"], ignore_index=True)
 
 
@@ -42,9 +42,9 @@ def by_position(run: Path, table: pd.DataFrame) -> Iterator[dict[str, Any]]:
     for row in table.to_dict("records"):
         steps = metrics.decode_steps(tables.steps, row["recorded"])
         low, high = metrics.depth_bands(steps)["conditional"]
-        for place, share in enumerate(metrics.conditional(steps)):
-            own = {"accepted": share, "accepted_low": low[place], "accepted_high": high[place]}
-            yield row | {"position": place + 1} | own
+        for position, share in enumerate(metrics.conditional(steps)):
+            shares = {"accepted": share, "accepted_low": low[position], "accepted_high": high[position]}
+            yield row | {"position": position + 1} | shares
 
 
 def draw(table: pd.DataFrame) -> Figure:
@@ -75,17 +75,17 @@ def written(table: pd.DataFrame) -> str:
     last = int(table["position"].max())
     learned = [["drafter", "parameters", "texts", "training"]]
     speed = [["text", "T", *(ARM_NAMES[arm] for arm in arms)]]
-    falls = [["text", "T", "drafter", *(f"position {place}" for place in range(1, last + 1))]]
+    falls = [["text", "T", "drafter", *(f"position {position}" for position in range(1, last + 1))]]
     for arm in arms:
-        own = dict(table[table["arm"] == arm].iloc[0])
-        minutes = f"{own['seconds'] / 60:.0f} min"
-        learned.append([ARM_NAMES[arm], f"{own['parameters'] / 1e6:.2f} M", f"{own['texts']:.0f}", minutes])
+        facts = dict(table[table["arm"] == arm].iloc[0])
+        minutes = f"{facts['seconds'] / 60:.0f} min"
+        learned.append([ARM_NAMES[arm], f"{facts['parameters'] / 1e6:.2f} M", f"{facts['texts']:.0f}", minutes])
     for workload in ordered(list(table["prompts"]), WORKLOADS):
         for temperature in sorted(table["temperature"].unique()):
-            place = {"prompts": workload, "temperature": temperature}
+            where = {"prompts": workload, "temperature": temperature}
             cells = []
             for arm in arms:
-                rows = [row_where(table, **place, arm=arm, position=one) for one in range(1, last + 1)]
+                rows = [row_where(table, **where, arm=arm, position=position) for position in range(1, last + 1)]
                 if rows[0] is None:
                     cells.append("-")
                     continue

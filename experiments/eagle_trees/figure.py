@@ -38,7 +38,7 @@ ARMS = {
 def results(runs: Path) -> pd.DataFrame:
     """Return one row for each temperature, verifier, number of nodes and tree; compared with EAGLE-2's in its run."""
     rows = []
-    for folder in sorted(one for one in runs.iterdir() if one.is_dir()):
+    for folder in sorted(path for path in runs.iterdir() if path.is_dir()):
         for row in swept(folder).to_dict("records"):
             row["nodes"] = int(folder.name.rpartition("_")[2])
             if row["arm"] != "eagle2":
@@ -52,7 +52,7 @@ def results(runs: Path) -> pd.DataFrame:
 def panels(table: pd.DataFrame) -> list[tuple[float, str]]:
     """Return the temperatures and verifiers that differ: at temperature 0 all verifiers accept the same."""
     places = sorted(set(zip(table["temperature"], table["verifier_name"], strict=True)))
-    return [place for place in places if place[0] > 0 or place[1] == "token"]
+    return [panel for panel in places if panel[0] > 0 or panel[1] == "token"]
 
 
 def draw(table: pd.DataFrame) -> Figure:
@@ -71,7 +71,7 @@ def draw(table: pd.DataFrame) -> Figure:
         row[1].set_ylabel("times the baseline's tokens/s")
         for axes in row:
             axes.set_xscale("log", base=2)
-            axes.set_xticks(sorted(table["nodes"].unique()), [str(one) for one in sorted(table["nodes"].unique())])
+            axes.set_xticks(sorted(table["nodes"].unique()), [str(size) for size in sorted(table["nodes"].unique())])
     for axes in grid[-1]:
         axes.set_xlabel("drafted nodes per step")
     figure.legend(*grid[0][1].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=3)
@@ -86,8 +86,8 @@ def written(table: pd.DataFrame) -> str:
     alone, paired = [head], [["T", "verifier", "over EAGLE-2's", *head[3:]]]
     for temperature, verifier in panels(table):
         for arm, label in ARMS.items():
-            place = {"temperature": temperature, "verifier_name": verifier, "arm": arm}
-            rows = [row_where(table, **place, nodes=size) for size in sizes]
+            where = {"temperature": temperature, "verifier_name": verifier, "arm": arm}
+            rows = [row_where(table, **where, nodes=size) for size in sizes]
             left = [f"{temperature:g}", verifier if temperature else "all", label]
             alone.append([*left, *(f"{shown(row)}, {row['tau_pooled']:.2f}" if row else "-" for row in rows)])
             if arm != "eagle2":

@@ -27,7 +27,7 @@ def arms(nodes: int, greedy: bool) -> dict[str, dict[str, object]]:
     """
     grown = {"nodes": nodes, "children": min(4, nodes), "max_depth": 6, "width": 4, "rerank": "false"}
     without = {"drawn": "without", "temperature": 1 if greedy else "null"}
-    found: dict[str, dict[str, object]] = {
+    arms_of: dict[str, dict[str, object]] = {
         "chain": {"nodes": "null", "rerank": "false", "depth": nodes, "drawn": "iid"},
         "static": {"nodes": "null", "rerank": "false", "tree": STATIC[nodes], **without},
         "static_point": {"nodes": "null", "rerank": "false", "tree": STATIC[nodes], "drawn": "point"},
@@ -35,7 +35,7 @@ def arms(nodes: int, greedy: bool) -> dict[str, dict[str, object]]:
         "best_first_point": grown | {"drawn": "point"},
         "eagle2": grown | {"rerank": "true", "drawn": "point"},
     }
-    return found if nodes <= MOST_CHAIN else {name: own for name, own in found.items() if name != "chain"}
+    return arms_of if nodes <= MOST_CHAIN else {name: arm for name, arm in arms_of.items() if name != "chain"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for sampling in ("greedy", "temperature_1"):
         for nodes in chosen.nodes:
             path = {"path": chosen.head.absolute()}
-            drawn = {name: ("eagle", path | own) for name, own in arms(nodes, sampling == "greedy").items()}
-            place = chosen.out / f"{sampling}_{nodes}"
+            drawn = {name: ("eagle", path | options) for name, options in arms(nodes, sampling == "greedy").items()}
+            folder = chosen.out / f"{sampling}_{nodes}"
             runs.sweep(
-                chosen, place, drawn, f"prompts={chosen.text}", f"sampling={sampling}", "verifier=token,traversal"
+                chosen, folder, drawn, f"prompts={chosen.text}", f"sampling={sampling}", "verifier=token,traversal"
             )
 
 

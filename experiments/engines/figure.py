@@ -113,7 +113,7 @@ def of_proposers(runs: Path, engine: str) -> Iterator[dict[str, Any]]:
             if reference is not None:
                 row |= bounds("speed_over_reference", over_run(requests, arm, reference, "loop"))
             if speeds and arm not in OWN:
-                row["best_own"] = max(speeds, key=lambda own: speeds[own])
+                row["best_own"] = max(speeds, key=lambda name: speeds[name])
                 row |= bounds("speed_over_best_own", speed_over(requests, arm, row["best_own"]))
             if arm in SIZES:
                 row |= bounds(
@@ -135,8 +135,8 @@ def reference_of(runs: Path, prompts: str) -> pd.DataFrame | None:
     if not folder.is_dir():
         return None
     table = swept(folder)
-    found = table.loc[table["prompts"] == prompts, "run"].unique()
-    return metrics.load(folder / found[0]).requests if len(found) else None
+    run_names = table.loc[table["prompts"] == prompts, "run"].unique()
+    return metrics.load(folder / run_names[0]).requests if len(run_names) else None
 
 
 def over_run(requests: pd.DataFrame, arm: str, others: pd.DataFrame, other: str) -> metrics.Interval:
@@ -148,13 +148,13 @@ def over_run(requests: pd.DataFrame, arm: str, others: pd.DataFrame, other: str)
 def baseline_of(run: Path, table: pd.DataFrame, requests: pd.DataFrame) -> dict[str, Any]:
     """Return the row of a run's baseline: the figures that the tables show."""
     same = ("prompts", "temperature", "groups", "baseline_repeated_8grams", "commit")
-    own = json.loads((run / "summary.json").read_text())["arms"]["baseline"]
+    arm_summary = json.loads((run / "summary.json").read_text())["arms"]["baseline"]
     return {
         **{name: table[name].iloc[0] for name in same},
         "arm": "baseline",
         "recorded": "baseline",
         **bounds("tokens_per_second", metrics.tokens_per_second_interval(requests, "baseline")),
-        "roofline_share": (own.get("roofline_share") or {}).get("mean", np.nan),
+        "roofline_share": (arm_summary.get("roofline_share") or {}).get("mean", np.nan),
         "tau_pooled": 1.0,
         "speedup": 1.0,
     }
@@ -178,19 +178,19 @@ def break_even(row: dict[str, Any]) -> dict[str, float]:
 
 def draw(table: pd.DataFrame) -> Figure:
     """Plot tokens/s and speed-up of every arm by engine and text, and t(n) by engine."""
-    own = table[(table["part"] == "proposers") & table["arm"].isin(["baseline", *PROPOSERS, *SPECULATIVE])].copy()
-    own["place"] = [(ENGINES.index(e), ordered([*own["prompts"]], WORKLOADS).index(p)) for e, p in places(own)]
-    own["text"] = [f"{title(engine)}\n{prompts}" for engine, prompts in places(own)]
-    own["name"] = own["arm"].map({"baseline": "baseline"} | NAMES | SPECULATIVE)
-    own = own.sort_values("place")
+    part = table[(table["part"] == "proposers") & table["arm"].isin(["baseline", *PROPOSERS, *SPECULATIVE])].copy()
+    part["place"] = [(ENGINES.index(e), ordered([*part["prompts"]], WORKLOADS).index(p)) for e, p in places(part)]
+    part["text"] = [f"{title(engine)}\n{prompts}" for engine, prompts in places(part)]
+    part["name"] = part["arm"].map({"baseline": "baseline"} | NAMES | SPECULATIVE)
+    part = part.sort_values("place")
     names = [*(NAMES[arm] for arm in PROPOSERS), *SPECULATIVE.values(), "baseline"]
-    figure = Figure(figsize=(15, 0.72 * own["text"].nunique() + 1.6), layout="constrained")
+    figure = Figure(figsize=(15, 0.72 * part["text"].nunique() + 1.6), layout="constrained")
     left, middle, right = figure.subplots(1, 3, width_ratios=[1.1, 1.1, 1])
     for axes, value, label in (
         (left, "speedup", "times the tokens/s of the same engine's baseline"),
         (middle, "tokens_per_second", "tokens/s"),
     ):
-        forest(axes, own, value, "text", "name", names)
+        forest(axes, part, value, "text", "name", names)
         axes.set_xlabel(label)
     no_gain(left, along="x")
     middle.tick_params(labelleft=False)
@@ -209,12 +209,12 @@ def draw(table: pd.DataFrame) -> Figure:
         right.fill_between(rows["nodes"] + 1, *ends, color=shades[engine], alpha=0.2, lw=0)
     right.set(xscale="log", yscale="log", xlabel="rows per sequence, n + 1", ylabel="t(n) / t(0)")
     ticks = sorted(steps["nodes"].unique() + 1)
-    right.set_xticks(ticks, [f"{one:g}" for one in ticks], minor=False)
+    right.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
     right.set_xticks([], minor=True)
     right.set_yticks([1, 2, 3, 5, 10, 20, 40], ["1", "2", "3", "5", "10", "20", "40"])
     right.set_yticks([], minor=True)
     no_gain(right)
-    sizes = " and ".join(f"{one:g}" for one in sorted(steps["batch"].unique()))
+    sizes = " and ".join(f"{size:g}" for size in sorted(steps["batch"].unique()))
     right.set_title(f"Seconds of a step, batch {sizes} (dashed);\nbands: quartiles of repeats", fontsize=10)
     right.legend(fontsize=8)
     return figure
@@ -236,31 +236,31 @@ def title(engine: str) -> str:
 
 def written(table: pd.DataFrame) -> str:
     """Return the README's tables: baselines, speed-ups, the fastest arms, sizes, t(n), break-even."""
-    own = table[table["part"] == "proposers"]
+    rows = table[table["part"] == "proposers"]
     titled = {
-        "Baselines": baselines(own),
-        "Speed-ups": speedups(own),
-        "The fastest arm": fastest(own),
-        "Sizes": sizes(own),
+        "Baselines": baselines(rows),
+        "Speed-ups": speedups(rows),
+        "The fastest arm": fastest(rows),
+        "Sizes": sizes(rows),
         "Cost of nodes": of_nodes(table[table["part"] == "cost"]),
-        "Break-even": needed(own),
+        "Break-even": needed(rows),
     }
     return "\n\n".join(f"### {name}\n\n{text}" for name, text in titled.items() if text)
 
 
-def each_text(own: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
+def each_text(rows_of_part: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
     """Yield engine, text and rows of every run."""
-    for engine in ordered([*own["engine"]], ENGINES):
-        for prompts in ordered([*own["prompts"]], WORKLOADS):
-            rows = own[(own["engine"] == engine) & (own["prompts"] == prompts)]
+    for engine in ordered([*rows_of_part["engine"]], ENGINES):
+        for prompts in ordered([*rows_of_part["prompts"]], WORKLOADS):
+            rows = rows_of_part[(rows_of_part["engine"] == engine) & (rows_of_part["prompts"] == prompts)]
             if len(rows):
                 yield engine, prompts, rows
 
 
-def baselines(own: pd.DataFrame) -> str:
+def baselines(table: pd.DataFrame) -> str:
     """Return tokens/s of every baseline, its roofline share, and its speed over the loops."""
     lines = [["engine", "text", "tokens/s", "roofline share", "over its own loop", f"over {title(REFERENCE)}'s loop"]]
-    for engine, prompts, rows in each_text(own):
+    for engine, prompts, rows in each_text(table):
         row = row_where(rows, arm="baseline")
         assert row is not None
         over = shown(row, "speed_over_reference") if "speed_over_reference" in row else "-"
@@ -269,22 +269,22 @@ def baselines(own: pd.DataFrame) -> str:
     return markdown(lines)
 
 
-def speedups(own: pd.DataFrame) -> str:
+def speedups(table: pd.DataFrame) -> str:
     """Return speed-up and tau of every proposer, and the speed-up of llama-cpp-python's arms."""
     lines = [["engine", "text", *(NAMES[arm] for arm in PROPOSERS), *SPECULATIVE.values()]]
-    for engine, prompts, rows in each_text(own):
-        found = [row_where(rows, arm=arm) for arm in PROPOSERS]
+    for engine, prompts, rows in each_text(table):
+        cells = [row_where(rows, arm=arm) for arm in PROPOSERS]
         lines.append(
-            [title(engine), prompts, *map(with_tau, found), *(shown(row_where(rows, arm=arm)) for arm in SPECULATIVE)]
+            [title(engine), prompts, *map(with_tau, cells), *(shown(row_where(rows, arm=arm)) for arm in SPECULATIVE)]
         )
     return markdown(lines)
 
 
-def fastest(own: pd.DataFrame) -> str:
+def fastest(table: pd.DataFrame) -> str:
     """Return the fastest of our arms that drafts, and its speed over the engine's own loop and speculative modes."""
     compared = ["over the baseline", "over the engine's loop", "over llama-cpp-python's fastest"]
     lines = [["engine", "text", "fastest arm", *compared]]
-    for engine, prompts, rows in each_text(own):
+    for engine, prompts, rows in each_text(table):
         ours = rows[rows["arm"].isin(OURS) & (rows["nodes_per_step"] > 0)]
         if ours.empty:
             continue
@@ -296,13 +296,13 @@ def fastest(own: pd.DataFrame) -> str:
     return markdown(lines)
 
 
-def sizes(own: pd.DataFrame) -> str:
+def sizes(table: pd.DataFrame) -> str:
     """Return speed-up and tau of the arms of several sizes, and the nodes of the calibrated tree."""
     lines = [["engine", "text", "calibrated nodes", *SIZED.values()]]
-    for engine, prompts, rows in each_text(own):
-        found = {arm: row_where(rows, arm=arm) for arm in SIZED}
-        cells = [with_tau(row) for row in found.values()]
-        nodes = f"{found['medusa']['tree_nodes']:.0f}" if found["medusa"] else "-"
+    for engine, prompts, rows in each_text(table):
+        rows_of = {arm: row_where(rows, arm=arm) for arm in SIZED}
+        cells = [with_tau(row) for row in rows_of.values()]
+        nodes = f"{rows_of['medusa']['tree_nodes']:.0f}" if rows_of["medusa"] else "-"
         lines.append([title(engine), prompts, nodes, *cells])
     return markdown(lines)
 
@@ -312,25 +312,25 @@ def with_tau(row: dict[str, Any] | None) -> str:
     return shown(row) + (f", {row['tau_pooled']:.2f}" if row and row["tau_pooled"] > 0 else "")
 
 
-def of_nodes(own: pd.DataFrame) -> str:
+def of_nodes(table: pd.DataFrame) -> str:
     """Return t(n) in milliseconds, and over t(0)."""
-    if own.empty:
+    if table.empty:
         return ""
-    nodes = sorted(own["nodes"].unique())
+    nodes = sorted(table["nodes"].unique())
     lines = [["engine", "batch", *(f"n = {n:g}" for n in nodes)]]
-    for engine in ordered([*own["engine"]], ENGINES):
-        for batch in sorted(own["batch"].unique()):
-            found = [row_where(own, engine=engine, batch=batch, nodes=n) for n in nodes]
-            cells = [f"{1e3 * row['seconds']:.1f} ({row['over_no_nodes']:.2f})" if row else "-" for row in found]
+    for engine in ordered([*table["engine"]], ENGINES):
+        for batch in sorted(table["batch"].unique()):
+            measured = [row_where(table, engine=engine, batch=batch, nodes=n) for n in nodes]
+            cells = [f"{1e3 * row['seconds']:.1f} ({row['over_no_nodes']:.2f})" if row else "-" for row in measured]
             lines.append([title(engine), f"{batch:g}", *cells])
     return markdown(lines)
 
 
-def needed(own: pd.DataFrame) -> str:
+def needed(table: pd.DataFrame) -> str:
     """Return, of the arms whose speed-up is not shown to be above 1, what their steps would have to cost."""
     head = ["engine", "text", "arm", "speed-up", "tau", "step", "drafting", "highest step", "highest drafting"]
     lines = [head]
-    for engine, prompts, rows in each_text(own):
+    for engine, prompts, rows in each_text(table):
         for arm in NEEDED:
             row = row_where(rows, arm=arm)
             if row and not row["speedup_low"] > 1 and row["steps"] and row["nodes_per_step"] > 0:

@@ -62,26 +62,26 @@ def files(engine: str, folder: Path) -> dict[str, Path]:
 
 def target(engine: str, folder: Path) -> list[str]:
     """Return the options of the target; ``folder`` holds the GGUF files."""
-    own = files(engine, folder)
-    return ["target=gguf", f"target.path={own['target']}"] if own else [f"target.dtype={engine.rpartition('-')[2]}"]
+    paths = files(engine, folder)
+    return ["target=gguf", f"target.path={paths['target']}"] if paths else [f"target.dtype={engine.rpartition('-')[2]}"]
 
 
 def arms(engine: str, folder: Path) -> list[str]:
     """Return the options of the arms beside those of the experiment: other sizes, and the engine's own decoding."""
-    own = files(engine, folder)
-    found = {f"arms.{arm}.path": own["draft"] for arm in DRAFTING if own}
+    paths = files(engine, folder)
+    paths_of = {f"arms.{arm}.path": paths["draft"] for arm in DRAFTING if paths}
     sizes = [f"+proposer@arms.{arm}={proposer}" for arm, (proposer, _) in SIZES.items()]
-    found |= {f"arms.{arm}.{name}": value for arm, (_, more) in SIZES.items() for name, value in more.items()}
-    if not own:
-        found["+peers.loop._target_"] = f"{PEERS}.Bare"
-        return [*sizes, *(f"{name}={value}" for name, value in found.items())]
-    found["+peers.loop._target_"] = f"{PEERS}_llama.LlamaLoop"
-    found["+peers.generate._target_"] = f"{PEERS}_llama.LlamaGenerate.plain"
+    paths_of |= {f"arms.{arm}.{name}": value for arm, (_, more) in SIZES.items() for name, value in more.items()}
+    if not paths:
+        paths_of["+peers.loop._target_"] = f"{PEERS}.Bare"
+        return [*sizes, *(f"{name}={value}" for name, value in paths_of.items())]
+    paths_of["+peers.loop._target_"] = f"{PEERS}_llama.LlamaLoop"
+    paths_of["+peers.generate._target_"] = f"{PEERS}_llama.LlamaGenerate.plain"
     for arm, (kind, tokens) in OWN.items():
-        found |= {f"+peers.{arm}._target_": f"{PEERS}_llama.LlamaGenerate.{kind}", f"+peers.{arm}.tokens": tokens}
+        paths_of |= {f"+peers.{arm}._target_": f"{PEERS}_llama.LlamaGenerate.{kind}", f"+peers.{arm}.tokens": tokens}
         if kind == "assisted":
-            found[f"+peers.{arm}.path"] = own["draft"]
-    return [*sizes, *(f"{name}={value}" for name, value in found.items())]
+            paths_of[f"+peers.{arm}.path"] = paths["draft"]
+    return [*sizes, *(f"{name}={value}" for name, value in paths_of.items())]
 
 
 def options(part: str, engine: str, chosen: argparse.Namespace) -> list[str]:

@@ -65,13 +65,18 @@ class Batched:
         )
         for number in range(batch):
             for start in range(0, context, CHUNK):
-                self.decode([(number, place) for place in range(start, min(start + CHUNK, context))])
+                self.decode([(number, position) for position in range(start, min(start + CHUNK, context))])
 
     def decode(self, rows: Sequence[tuple[int, int]]) -> None:
         """Compute one token for each (sequence, position)."""
-        for row, (number, place) in enumerate(rows):
-            self.token[row] = 10 + (7 * place + number) % 1000
-            self.position[row], self.id[row], self.count[row], self.flag[row] = place, number, 1, row == len(rows) - 1
+        for row, (number, position) in enumerate(rows):
+            self.token[row] = 10 + (7 * position + number) % 1000
+            self.position[row], self.id[row], self.count[row], self.flag[row] = (
+                position,
+                number,
+                1,
+                row == len(rows) - 1,
+            )
         if len(rows) == self.batch:  # a decoding step: logits of all rows
             self.flag[: self.batch] = [1] * self.batch
         batch = self.lib.llama_batch(
@@ -83,14 +88,14 @@ class Batched:
 
     def block(self) -> float:
         """Median seconds of ``STEPS`` equal steps."""
-        memory, found = self.lib.llama_get_memory(self.handle), []
+        memory, seconds = self.lib.llama_get_memory(self.handle), []
         for _ in range(STEPS + 2):
             start = time.perf_counter()
             self.decode([(number, self.context) for number in range(self.batch)])
-            found.append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
             for number in range(self.batch):
                 self.lib.llama_memory_seq_rm(memory, number, self.context, -1)
-        return float(np.median(found[2:]))
+        return float(np.median(seconds[2:]))
 
     def close(self) -> None:
         """Free the KV cache."""
@@ -106,13 +111,13 @@ def measure(model: Model, batches: Sequence[int], contexts: Sequence[int], block
             both = [Batched(model, batch, context, unified, threads) for unified in (False, True)]
             seconds = np.empty((blocks, 2))
             for turn in range(blocks):
-                for place in (0, 1) if turn % 2 else (1, 0):
-                    seconds[turn, place] = both[place].block()
-            for one in both:
-                one.close()
-            own, unified = 1e3 * seconds.mean(0)
+                for cache in (0, 1) if turn % 2 else (1, 0):
+                    seconds[turn, cache] = both[cache].block()
+            for each in both:
+                each.close()
+            separate, unified = 1e3 * seconds.mean(0)
             ratio, low, high = cluster_interval(seconds[:, 1], seconds[:, 0], range(blocks))
-            yield f"| {batch} | {context} | {own:.2f} | {unified:.2f} | {ratio:.2f} [{low:.2f}, {high:.2f}] |"
+            yield f"| {batch} | {context} | {separate:.2f} | {unified:.2f} | {ratio:.2f} [{low:.2f}, {high:.2f}] |"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -68,7 +68,7 @@ class Difference(NamedTuple):
     """Where one output first leaves the truth: the token there, and the one that should be (None: the end)."""
 
     prompt: str
-    place: int
+    position: int
     token: int | None
     truth: int | None
 
@@ -90,7 +90,7 @@ def pairs(proposers: dict[str, Proposer]) -> list[tuple[str, Verifier]]:
 def some_prompts(limit: int | None) -> list[Prompt]:
     """The bundled prompts, workloads alternating."""
     files = [jsonl(str(ZOO / "prompts" / f"{workload}.jsonl")) for workload in WORKLOADS]
-    return [one for one in chain.from_iterable(zip_longest(*files)) if one is not None][:limit]
+    return [prompt for prompt in chain.from_iterable(zip_longest(*files)) if prompt is not None][:limit]
 
 
 @torch.inference_mode()
@@ -117,20 +117,20 @@ def decoded(
     outputs, accepted = [], 0
     for start in range(0, len(requests), batch):
         group = fixed_group(Arm(target, proposer, verifier, CounterDraws(0)), requests[start : start + batch])
-        accepted += sum(got.count(accepted=True, kept=True) for one in group for got in one.committed)
+        accepted += sum(got.count(accepted=True, kept=True) for step in group for got in step.committed)
         outputs += [sequence.emitted for sequence in group.sequences]
     return outputs, accepted
 
 
 def differences(requests: Sequence[Request], outputs: list[list[int]], truths: list[list[int]]) -> list[Difference]:
     """The first difference of every output that differs."""
-    found = []
+    differing = []
     for request, output, true in zip(requests, outputs, truths, strict=True):
-        places = (place for place, (a, b) in enumerate(zip_longest(output, true)) if a != b)
-        if (place := next(places, None)) is not None:
-            token, right = (x[place] if place < len(x) else None for x in (output, true))
-            found.append(Difference(request.name, place, token, right))
-    return found
+        places = (position for position, (a, b) in enumerate(zip_longest(output, true)) if a != b)
+        if (position := next(places, None)) is not None:
+            token, right = (x[position] if position < len(x) else None for x in (output, true))
+            differing.append(Difference(request.name, position, token, right))
+    return differing
 
 
 def main() -> None:

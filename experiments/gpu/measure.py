@@ -52,17 +52,17 @@ def or_left_out(what: str, left_out: list[str]) -> Iterator[None]:
 
 def figure(rows: Sequence[Row], file: Path) -> None:
     """Draw t(n) / t(0) by nodes: a panel for each shape and context, a line for each batch, dashed where eager."""
-    panels = sorted({(row.shape, row.context) for row in rows}, key=lambda one: (list(SHAPES).index(one[0]), one[1]))
+    panels = sorted({(row.shape, row.context) for row in rows}, key=lambda pair: (list(SHAPES).index(pair[0]), pair[1]))
     whole = Figure(figsize=(4 * len(panels), 3.5), layout="constrained")
-    for place, (shape, context) in enumerate(panels, start=1):
-        axes = whole.add_subplot(1, len(panels), place)
+    for panel, (shape, context) in enumerate(panels, start=1):
+        axes = whole.add_subplot(1, len(panels), panel)
         batches = sorted({row.batch for row in rows if (row.shape, row.context) == (shape, context)})
         for number, batch in enumerate(batches):
             for way in WAYS:
-                own = [r for r in rows if (r.shape, r.context, r.batch, r.way) == (shape, context, batch, way)]
-                first = {r.nodes: r.seconds for r in own}.get(0)
+                cells = [r for r in rows if (r.shape, r.context, r.batch, r.way) == (shape, context, batch, way)]
+                first = {r.nodes: r.seconds for r in cells}.get(0)
                 if first:
-                    x, y = [r.nodes + 1 for r in own], [r.seconds / first for r in own]
+                    x, y = [r.nodes + 1 for r in cells], [r.seconds / first for r in cells]
                     label = f"batch {batch}" if way == "captured" else None
                     axes.plot(x, y, "-" if way == "captured" else "--", color=f"C{number}", label=label)
         axes.set(title=f"{shape}, context {context}", xlabel="rows per sequence", ylabel="t(n) / t(0)", xscale="log")
@@ -87,7 +87,7 @@ def main() -> None:
         parser.error("this torch sees no GPU: give --device cpu --shapes tiny to try the script")
     device, dtype = torch.device(given.device), getattr(torch, given.dtype)
     rows: list[Row] = []
-    found: list[dict[str, Any]] = []
+    measured: list[dict[str, Any]] = []
     left_out: list[str] = []
     limits = {}
     for shape in given.shapes:
@@ -99,7 +99,9 @@ def main() -> None:
         for batch in tqdm(given.batches, desc=f"{shape}: decoding"):
             with or_left_out(f"{shape}, batch {batch}, decoding", left_out):
                 repeats = max(2, given.repeats // 3)
-                found += autoregressive(both_ways(model, shape), roofline, shape, batch, PROMPT, given.steps, repeats)
+                measured += autoregressive(
+                    both_ways(model, shape), roofline, shape, batch, PROMPT, given.steps, repeats
+                )
         for context in given.contexts:
             for batch in tqdm(given.batches, desc=f"{shape}: forwards at context {context}"):
                 with or_left_out(f"{shape}, batch {batch}, context {context}", left_out):
@@ -108,14 +110,14 @@ def main() -> None:
                     )
         del model
     table = Table("shape", "way", "batch", "tokens/s", "roofline share", "overhead", title="Autoregressive decoding")
-    for one in found:
+    for row in measured:
         table.add_row(
-            one["shape"], one["way"], str(one["batch"]), f"{one['tokens_per_second']:.1f}",
-            f"{one['roofline_share']:.0%}", f"{one['overhead']:.1%}",
+            row["shape"], row["way"], str(row["batch"]), f"{row['tokens_per_second']:.1f}",
+            f"{row['roofline_share']:.0%}", f"{row['overhead']:.1%}",
         )  # fmt: skip
     given.out.mkdir(parents=True, exist_ok=True)
     whole = {
-        "machine": machine(), "limits": limits, "decoding": found, "forwards": [row._asdict() for row in rows],
+        "machine": machine(), "limits": limits, "decoding": measured, "forwards": [row._asdict() for row in rows],
         "left_out": left_out,
     }  # fmt: skip
     (given.out / "results.json").write_text(json.dumps(whole, indent=1, default=str))

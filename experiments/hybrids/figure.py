@@ -45,10 +45,10 @@ def results(runs: Path) -> pd.DataFrame:
     same run and paired over prompts.
     """
     table = swept(runs)
-    rows = [row for run, own in table.groupby("run", sort=False) for row in compared(runs / str(run), own)]
-    found = pd.DataFrame(rows)
-    named = found[[*KEYS, "arm", "best_part", "peer"]]
-    return kept(found, *KEYS, more=PAIRED).merge(named, on=[*KEYS, "arm"])
+    rows = [row for run, rows in table.groupby("run", sort=False) for row in compared(runs / str(run), rows)]
+    frame = pd.DataFrame(rows)
+    named = frame[[*KEYS, "arm", "best_part", "peer"]]
+    return kept(frame, *KEYS, more=PAIRED).merge(named, on=[*KEYS, "arm"])
 
 
 def compared(run: Path, table: pd.DataFrame) -> Iterator[dict[str, Any]]:
@@ -82,13 +82,13 @@ def written(table: pd.DataFrame) -> str:
     alone, over = [["arm", *titles]], [["over its best part", *titles]]
     peers = [["over transformers' fastest speculative mode", *titles]]
     for arm in arms:
-        found = [row_where(table[here], arm=arm) for _, here in places]
-        taus = [f", {row['tau_pooled']:.2f}" if row and row["tau_pooled"] == row["tau_pooled"] else "" for row in found]
-        alone.append([ARM_NAMES[arm], *(f"{shown(row)}{tau}" for row, tau in zip(found, taus, strict=True))])
+        rows = [row_where(table[here], arm=arm) for _, here in places]
+        taus = [f", {row['tau_pooled']:.2f}" if row and row["tau_pooled"] == row["tau_pooled"] else "" for row in rows]
+        alone.append([ARM_NAMES[arm], *(f"{shown(row)}{tau}" for row, tau in zip(rows, taus, strict=True))])
         if arm in OF:
-            over.append([ARM_NAMES[arm], *(_over(row, "best_part") for row in found)])
+            over.append([ARM_NAMES[arm], *(_over(row, "best_part") for row in rows)])
         if arm not in PEERS:
-            peers.append([ARM_NAMES[arm], *(_over(row, "peer") for row in found)])
+            peers.append([ARM_NAMES[arm], *(_over(row, "peer") for row in rows)])
     return "\n\n".join(map(markdown, (alone, over, peers)))
 
 

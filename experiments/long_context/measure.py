@@ -144,7 +144,7 @@ def measure(arguments: argparse.Namespace) -> pd.DataFrame:
     pack(model)
     pack(other)
     target = Target(CausalLM(model), None, "random", CONTEXT, "", 0.0)
-    lengths = [one for one in LENGTHS if one <= arguments.longest]
+    lengths = [length for length in LENGTHS if length <= arguments.longest]
     period = np.random.default_rng(1).integers(0, arguments.vocabulary, 700)
     tokens = np.resize(period, CONTEXT).tolist()  # it repeats itself, so that n-grams are found
     now = time.process_time if arguments.cpu else time.perf_counter
@@ -154,12 +154,12 @@ def measure(arguments: argparse.Namespace) -> pd.DataFrame:
     rows = []
     for length in lengths:
         plain.extend(length)
-        for one in ours.values():
-            one.extend(length)
-        for name, one in ours.items():
+        for way in ours.values():
+            way.extend(length)
+        for name, way in ours.items():
             count = made[name][1]
             timings: list[list[float]] = [[], []]
-            calls: list[Callable[[], float]] = [one.timed, lambda count=count: plain.timed(count)]  # type: ignore[misc]
+            calls: list[Callable[[], float]] = [way.timed, lambda count=count: plain.timed(count)]  # type: ignore[misc]
             for _ in range(arguments.steps):
                 for call, seconds in zip(calls, timings, strict=True):
                     seconds.append(call())
@@ -171,12 +171,12 @@ def measure(arguments: argparse.Namespace) -> pd.DataFrame:
 
 def growth(frame: pd.DataFrame) -> pd.DataFrame:
     """Return how much steps and forwards grow from the shortest to the longest context, and the ratio of both."""
-    found = {}
-    for name, own in frame.groupby("way", sort=False):
-        first, last = own.iloc[0], own.iloc[-1]
+    ratios = {}
+    for name, rows in frame.groupby("way", sort=False):
+        first, last = rows.iloc[0], rows.iloc[-1]
         grown = {kind: last[kind] / first[kind] for kind in ("step", "forward")}
-        found[name] = {**grown, "ratio": grown["step"] / grown["forward"]}
-    return pd.DataFrame(found).T
+        ratios[name] = {**grown, "ratio": grown["step"] / grown["forward"]}
+    return pd.DataFrame(ratios).T
 
 
 def main() -> None:

@@ -71,15 +71,15 @@ def measure(target, proposer, applied, requests, size, bar) -> dict:
         for way in ("serial", "async")
     }
     for loop in ways.values():
-        loop.decode([replace(one, max_new_tokens=16) for one in requests[:size]])
+        loop.decode([replace(request, max_new_tokens=16) for request in requests[:size]])
     seconds = {way: [] for way in ways}
     rounds = {way: [] for way in ways}
     for number, start in enumerate(range(0, len(requests), size)):
         for way in list(ways)[:: 1 if number % 2 else -1]:
             done = ways[way].decode(requests[start : start + size])
-            found, _ = writer.rows_of(done.steps, number, way)
-            rounds[way] += [row for row in found if not row["prefill"]]
-            seconds[way].append(sum(row["whole"] for row in found if not row["prefill"]))
+            rows, _ = writer.rows_of(done.steps, number, way)
+            rounds[way] += [row for row in rows if not row["prefill"]]
+            seconds[way].append(sum(row["whole"] for row in rows if not row["prefill"]))
         bar.update(size)
     ratio = metrics.interval([b / s for s, b in zip(seconds["serial"], seconds["async"], strict=True) if s])
     share = {

@@ -53,16 +53,16 @@ class Spelled:
 
     def __init__(self, tokens: list[bytes]) -> None:
         self.tokens, self.eos_token_id, self.bos_token_id, self.special_token_ids = tokens, 0, None, [0]
-        self.number = {one: number for number, one in reversed(list(enumerate(tokens))) if number}
+        self.number = {data: number for number, data in reversed(list(enumerate(tokens))) if number}
         self.longest = max(map(len, tokens))
 
     def __call__(self, text: str | bytes) -> list[int]:
-        data, found, at = text.encode() if isinstance(text, str) else bytes(text), [], 0
+        data, ids, at = text.encode() if isinstance(text, str) else bytes(text), [], 0
         while at < len(data):
             size = next(n for n in range(min(self.longest, len(data) - at), 0, -1) if data[at : at + n] in self.number)
-            found.append(self.number[data[at : at + size]])
+            ids.append(self.number[data[at : at + size]])
             at += size
-        return found
+        return ids
 
 
 def bundled() -> Vocabulary:
@@ -72,7 +72,7 @@ def bundled() -> Vocabulary:
 
 
 def larger(base: Vocabulary, size: int) -> Vocabulary:
-    words = [one for one in base.bytes if one]
+    words = [data for data in base.bytes if data]
     tokens = dict.fromkeys([b"<end>", *words])
     for first in words:
         if len(tokens) >= size:
@@ -107,12 +107,12 @@ def text(grammar: Grammar, length: int, rng: np.random.Generator) -> GrammarStat
             return state
 
 
-def draft(grammar: Grammar, one: Shape, rng: np.random.Generator) -> tuple[GrammarState, list[int]]:
+def draft(grammar: Grammar, shape: Shape, rng: np.random.Generator) -> tuple[GrammarState, list[int]]:
     """Return a state, and tokens for a tree below it."""
     while True:
         state = text(grammar, int(rng.integers(5, 60)), rng)
         at, tokens = [state], []
-        for parent in one.parent:
+        for parent in shape.parent:
             token = step(at[parent], rng)
             if token is None:
                 break
@@ -129,7 +129,9 @@ def draft(grammar: Grammar, one: Shape, rng: np.random.Generator) -> tuple[Gramm
 def bare_chains(matchers: list[LLMatcher], drafts: list[list[int]], words: int, pool: LLExecutor) -> np.ndarray:
     rows = len(drafts[0]) + 1
     bits = np.zeros((rows * len(drafts), words), dtype=np.int32)
-    jobs = [(one, number * rows, tokens) for number, (one, tokens) in enumerate(zip(matchers, drafts, strict=True))]
+    jobs = [
+        (matcher, number * rows, tokens) for number, (matcher, tokens) in enumerate(zip(matchers, drafts, strict=True))
+    ]
     fill_next_token_bitmask_par_with_draft_tokens(pool, jobs, bits)
     return bits
 
@@ -165,25 +167,25 @@ class Case:
     """Return a grammar, and drafts of one shape for a batch."""
 
     grammar: Grammar
-    one: Shape
+    draft_shape: Shape
     batch: int
     pool: LLExecutor
 
     def __post_init__(self) -> None:
-        self.shape = forest((self.one,) * self.batch)
-        self.children = [rows.tolist() for rows in self.one.children]
-        self.straight = self.one.nodes == int(self.one.depth.max())
+        self.shape = forest((self.draft_shape,) * self.batch)
+        self.children = [rows.tolist() for rows in self.draft_shape.children]
+        self.straight = self.draft_shape.nodes == int(self.draft_shape.depth.max())
         self.words = width(self.grammar.vocabulary)
         self.to_shape = np.concatenate(
-            [np.arange(self.batch) * self.one.rows]
-            + [head * self.one.rows + 1 + np.arange(self.one.nodes) for head in range(self.batch)]
+            [np.arange(self.batch) * self.draft_shape.rows]
+            + [head * self.draft_shape.rows + 1 + np.arange(self.draft_shape.nodes) for head in range(self.batch)]
         )
 
     def times(self, rng: np.random.Generator, again: int) -> list[tuple[float, float]]:
         """Return seconds of (ours, bare) for one new batch of drafts, ``again`` times, alternating."""
-        states, drafts = zip(*(draft(self.grammar, self.one, rng) for _ in range(self.batch)), strict=True)
+        states, drafts = zip(*(draft(self.grammar, self.draft_shape, rng) for _ in range(self.batch)), strict=True)
         token = np.concatenate([np.array(tokens, dtype=np.int64) for tokens in drafts])
-        found = []
+        pairs = []
         for turn in range(again + 1):
             fresh = [state.fork() for state in states]  # new ones, since they keep their masks
             matchers = [state.fork().matcher for state in states]
@@ -204,8 +206,8 @@ class Case:
                 mine, its = seconds(ours), seconds(bare)
             else:
                 its, mine = seconds(bare), seconds(ours)
-            found.append((mine, its))
-        return found
+            pairs.append((mine, its))
+        return pairs
 
 
 def seconds(call: Callable[[], np.ndarray]) -> float:
@@ -218,7 +220,7 @@ def ratio(times: np.ndarray, rng: np.random.Generator) -> list[float]:  # [n, 2]
     """Return the median of ours over bare, and its 95 % bootstrap interval."""
     ratios = times[:, 0] / times[:, 1]
     again = np.median(rng.choice(ratios, (2000, len(ratios))), axis=1)
-    return [round(float(one), 3) for one in (np.median(ratios), *np.quantile(again, [0.025, 0.975]))]
+    return [round(float(value), 3) for value in (np.median(ratios), *np.quantile(again, [0.025, 0.975]))]
 
 
 def main() -> None:
@@ -240,13 +242,13 @@ def main() -> None:
             "regex": regex(vocabulary, PATTERN, threads=given.threads),
         }
         for kind, grammar in grammars.items():
-            for name, one in shapes.items():
+            for name, shape in shapes.items():
                 for batch in given.batches:
-                    case, times, start = Case(grammar, one, batch, pool), [], time.perf_counter()
+                    case, times, start = Case(grammar, shape, batch, pool), [], time.perf_counter()
                     while len(times) < 8 or (time.perf_counter() - start < given.seconds and len(times) < 400):
                         times += case.times(rng, 4)
                     table = np.array(times)
-                    rows = batch * one.rows
+                    rows = batch * shape.rows
                     cell = {
                         "vocabulary": size,
                         "grammar": kind,
@@ -260,8 +262,8 @@ def main() -> None:
                     }
                     cells.append(cell)
                     print(json.dumps(cell), flush=True)
-    found = {"threads": given.threads, "machine": machine(), "cells": cells}
-    given.out.write_text(json.dumps(found, indent=1) + "\n")
+    results = {"threads": given.threads, "machine": machine(), "cells": cells}
+    given.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def measure(
     target: Target, proposers: Mapping[str, Proposer], prompts: Sequence[tuple[int, ...]], new: int
 ) -> pd.DataFrame:
     """Return medians in milliseconds: a row for each proposer, a column for each phase. The proposers alternate."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in proposers}
+    infos_of: dict[str, list[dict[str, float]]] = {name: [] for name in proposers}
     for number, prompt in enumerate([prompts[0], *prompts], -1):  # the first time to warm up
         for name, proposer in proposers.items():
             request = Request(0, "prompt", prompt, Sampling(), new)
@@ -57,8 +57,8 @@ def measure(
                     info.slim() for info in fixed_group(Arm(target, proposer, Token(), CounterDraws(0)), [request])
                 ]
             if number >= 0:
-                found[name] += [host_seconds(*pair) for pair in pairwise(infos[1:])]
-    table = {name: {key: 1e3 * median(one[key] for one in rows) for key in rows[0]} for name, rows in found.items()}
+                infos_of[name] += [host_seconds(*pair) for pair in pairwise(infos[1:])]
+    table = {name: {key: 1e3 * median(row[key] for row in rows) for key in rows[0]} for name, rows in infos_of.items()}
     return pd.DataFrame(table).T
 
 

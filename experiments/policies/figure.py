@@ -28,12 +28,12 @@ def results(runs: Path) -> pd.DataFrame:
         runs: the folder of all sweeps.
     """
     rows = []
-    for sweep in sorted(one for one in runs.iterdir() if (one / "sweep.json").is_file()):
-        for run, own in swept(sweep).groupby("run", sort=False):
-            rows += compared(sweep / str(run), own)
-    found = pd.DataFrame(rows)
-    named = found[[*KEYS, "arm", "best_fixed"]]
-    return kept(found, *KEYS, more=(OVER,)).merge(named, on=[*KEYS, "arm"])
+    for sweep in sorted(path for path in runs.iterdir() if (path / "sweep.json").is_file()):
+        for run, run_rows in swept(sweep).groupby("run", sort=False):
+            rows += compared(sweep / str(run), run_rows)
+    frame = pd.DataFrame(rows)
+    named = frame[[*KEYS, "arm", "best_fixed"]]
+    return kept(frame, *KEYS, more=(OVER,)).merge(named, on=[*KEYS, "arm"])
 
 
 def compared(run: Path, table: pd.DataFrame) -> Iterator[dict[str, Any]]:
@@ -50,7 +50,7 @@ def compared(run: Path, table: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 def places(table: pd.DataFrame) -> list[tuple[str, pd.Series]]:
     """Return the title of each workload, and which rows are its own: texts, then batches of all texts mixed."""
-    found = []
+    found_places = []
     for temperature in sorted(table["temperature"].unique()):
         for text in ("code", "json", "prose", "bundled"):
             for size in sorted(table["batch_size"].unique()):
@@ -59,8 +59,8 @@ def places(table: pd.DataFrame) -> list[tuple[str, pd.Series]]:
                 )
                 if here.any():
                     batch = f", batch {size:g}" if text == "bundled" else ""
-                    found.append((f"{'mixed' if text == 'bundled' else text}{batch}, T = {temperature:g}", here))
-    return found
+                    found_places.append((f"{'mixed' if text == 'bundled' else text}{batch}, T = {temperature:g}", here))
+    return found_places
 
 
 def draw(table: pd.DataFrame) -> Figure:
@@ -77,16 +77,16 @@ def written(table: pd.DataFrame) -> str:
     """Return the README's tables: speed-ups of fixed depths; of policies, over the best fixed depth as well."""
     all_places = places(table)
     titles = [title for title, _ in all_places]
-    fixed, own = [["depth", *titles]], [["policy", *titles]]
+    fixed, policies = [["depth", *titles]], [["policy", *titles]]
     for arm, name in NAMES.items():
-        found = [row_where(table[here], arm=arm) for _, here in all_places]
+        rows = [row_where(table[here], arm=arm) for _, here in all_places]
         if arm not in POLICIES:
-            fixed.append([name.removeprefix("fixed "), *map(shown, found)])
+            fixed.append([name.removeprefix("fixed "), *map(shown, rows)])
         else:
-            own.append([name, *(f"{shown(row, OVER)}" for row in found)])
+            policies.append([name, *(f"{shown(row, OVER)}" for row in rows)])
     best = [row_where(table[here], arm=PUBLISHED[0]) for _, here in all_places]
-    own.append(["best fixed depth", *(row["best_fixed"].removeprefix("fixed_") if row else "-" for row in best)])
-    return f"{markdown(fixed)}\n\n{markdown(own)}"
+    policies.append(["best fixed depth", *(row["best_fixed"].removeprefix("fixed_") if row else "-" for row in best)])
+    return f"{markdown(fixed)}\n\n{markdown(policies)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:

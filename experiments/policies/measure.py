@@ -29,7 +29,7 @@ def arms() -> dict[str, runs.Arm]:
     """Return the arms by name: fixed depths, then policies."""
     plain: dict[str, object] = {"depth": DEPTH, "confidence": 0}
     fixed = {f"fixed_{n}": ("draft_chain", plain | {"policy@policy": "fixed", "policy.depth": n}) for n in FIXED}
-    return fixed | {name: ("draft_chain", plain | own) for name, own in POLICIES.items()}
+    return fixed | {name: ("draft_chain", plain | policy) for name, policy in POLICIES.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,14 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sampling", nargs="+", default=["greedy", "temperature_1"])
     chosen = parser.parse_args(arguments)
     for sampling in chosen.sampling:
-        own = f"sampling={sampling}"
+        sampled = f"sampling={sampling}"
         if chosen.texts:
             texts = f"prompts={','.join(chosen.texts)}"
-            runs.sweep(chosen, chosen.out / f"{sampling}_texts", arms(), own, texts, "batch_size=1")
+            runs.sweep(chosen, chosen.out / f"{sampling}_texts", arms(), sampled, texts, "batch_size=1")
         for size in chosen.sizes:  # four groups at least
             more = argparse.Namespace(**vars(chosen) | {"limit": max(chosen.limit, 4 * size)})
-            place = chosen.out / f"{sampling}_mixed_{size}"
-            runs.sweep(more, place, arms(), own, "prompts=bundled", f"batch_size={size}")
+            folder = chosen.out / f"{sampling}_mixed_{size}"
+            runs.sweep(more, folder, arms(), sampled, "prompts=bundled", f"batch_size={size}")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ def results(out: Path) -> pd.DataFrame:
         tables = metrics.load(folder)
         taken = {arm: _seconds_error(cost, tables, arm) for arm in metrics.arms(tables)}
         for arm in sorted(set(taken) - {"baseline"}, key=by_size):
-            error, before = (_error(costs.predicted_and_measured(one, tables, arm)) for one in (cost, raw))
+            error, before = (
+                _error(costs.predicted_and_measured(prediction, tables, arm)) for prediction in (cost, raw)
+            )
             rows.append(
                 {
                     "temperature": temperature,
@@ -96,15 +98,15 @@ def _projected(cost: costs.Cost, tables: metrics.Tables, arm: str, batch: int) -
     context = float(steps["context"].mean())
     acceptance = of_steps(steps, arm, arm, "token").draws(0)
     length = acceptance.drafts.shape[1]
-    own, plain = (float(cost.arms[one](batch=batch, context=context)) for one in (arm, "baseline"))
+    drafted, plain = (float(cost.arms[name](batch=batch, context=context)) for name in (arm, "baseline"))
     forward = MeasuredForward(
         Grid(
             {"tokens": tuple(1 + n for n in cost.nodes.axes["nodes"]), **_rest(cost.nodes)}, cost.nodes.seconds + plain
         )
     )
-    drafting = Drafting(step=ConstantForward(own - plain))
-    found = speedup(acceptance, length, Deployment("here", forward, {}), drafting, batch, context)
-    return float(found[0]) / metrics.speedup(tables.requests, arm).mean - 1
+    drafting = Drafting(step=ConstantForward(drafted - plain))
+    speedups = speedup(acceptance, length, Deployment("here", forward, {}), drafting, batch, context)
+    return float(speedups[0]) / metrics.speedup(tables.requests, arm).mean - 1
 
 
 def _rest(grid: Grid) -> dict[str, tuple[float, ...]]:
@@ -116,11 +118,11 @@ def lengths(out: Path) -> pd.DataFrame:
     rows = []
     for temperature, batch, folder in runs_of(out):
         tables = metrics.load(folder)
-        chains = [one for one in metrics.arms(tables) if one.startswith("draft_chain ")]
-        depth = {one: int(one.split()[1]) for one in chains}
-        longest = max(chains, key=lambda one: depth[one])
+        chains = [arm for arm in metrics.arms(tables) if arm.startswith("draft_chain ")]
+        depth = {chain: int(chain.split()[1]) for chain in chains}
+        longest = max(chains, key=lambda chain_name: depth[chain_name])
         acceptance = of_steps(metrics.decode_steps(tables.steps, longest), longest, longest, "token").draws(999)
-        for chain in sorted(set(chains) - {longest}, key=lambda one: depth[one]):
+        for chain in sorted(set(chains) - {longest}, key=lambda chain_name: depth[chain_name]):
             taus, measured = acceptance.tau(depth[chain]), metrics.decode_steps(tables.steps, chain)
             rows.append(
                 {
@@ -144,13 +146,13 @@ def by_run(frame: pd.DataFrame) -> str:
     """Return the errors of each run: what its methods share, and how they differ."""
     head = ["temperature", "batch", "shared error", "spread of methods", "baseline's seconds", "methods' seconds"]
     rows = [[*head, "largest error", "before the correction"]]
-    for (temperature, batch), own in frame.groupby(["temperature", "batch"]):
-        logs = np.log1p(own["error"])
-        seconds = np.log1p(own["seconds"]).mean(), float(own["baseline_seconds"].iloc[0])
+    for (temperature, batch), cell in frame.groupby(["temperature", "batch"]):
+        logs = np.log1p(cell["error"])
+        seconds = np.log1p(cell["seconds"]).mean(), float(cell["baseline_seconds"].iloc[0])
         rows.append([
             f"{temperature}", f"{batch}", percent(np.expm1(logs.mean())), f"{100 * logs.std():.1f} %",
-            percent(seconds[1]), percent(np.expm1(seconds[0])), percent(_largest(own["error"])),
-            percent(_largest(own["raw_error"])),
+            percent(seconds[1]), percent(np.expm1(seconds[0])), percent(_largest(cell["error"])),
+            percent(_largest(cell["raw_error"])),
         ])  # fmt: skip
     return markdown(rows)
 
@@ -158,9 +160,9 @@ def by_run(frame: pd.DataFrame) -> str:
 def earlier(frame: pd.DataFrame) -> str:
     """Return shared error and spread of the points that were measured before."""
     rows = [["temperature", "batch", "shared error", "spread of methods", "largest error"]]
-    for (temperature, batch), own in frame.groupby(["temperature", "batch"]):
-        logs = np.log(own["predicted_over_measured"])
-        largest = _largest(own["predicted_over_measured"] - 1)
+    for (temperature, batch), cell in frame.groupby(["temperature", "batch"]):
+        logs = np.log(cell["predicted_over_measured"])
+        largest = _largest(cell["predicted_over_measured"] - 1)
         shared, spread = percent(np.expm1(logs.mean())), f"{100 * logs.std():.1f} %"
         rows.append([f"{temperature}", f"{batch}", shared, spread, percent(largest)])
     return markdown(rows)
@@ -177,9 +179,11 @@ def points(frame: pd.DataFrame) -> str:
     said = []
     for name, what in ERRORS.items():
         within = (frame[name].abs() <= 0.10).sum()
-        median, largest = (percent(one).lstrip("+") for one in (frame[name].abs().median(), frame[name].abs().max()))
+        median, largest = (
+            percent(value).lstrip("+") for value in (frame[name].abs().median(), frame[name].abs().max())
+        )
         said.append(f"{what}: {within} of {len(frame)} within 10 %, half within {median}, all within {largest}")
-    return markdown(rows) + "\n\n" + ".\n".join(one[0].upper() + one[1:] for one in said) + "."
+    return markdown(rows) + "\n\n" + ".\n".join(sentence[0].upper() + sentence[1:] for sentence in said) + "."
 
 
 ERRORS = {
@@ -212,14 +216,14 @@ def draw(frame: pd.DataFrame, before: pd.DataFrame) -> Figure:
     new = frame.assign(shown=100 * frame["error"])
     old = before.assign(shown=100 * (before["predicted_over_measured"] - 1))
     titles = ("earlier, on another machine", "now, with costs compared within repeats")
-    for axes, title, one in zip(panels, titles, (old, new), strict=True):
+    for axes, title, errors in zip(panels, titles, (old, new), strict=True):
         axes.axhspan(-10, 10, color=GREY, alpha=0.15, lw=0)
         axes.axhline(0, color=GREY, linestyle="--", linewidth=1)
-        for x, ((_, _), own) in enumerate(one.groupby(["temperature", "batch"])):
-            offsets = np.linspace(-0.2, 0.2, len(own))
-            axes.plot(x + offsets, own["shown"], "o", color=COLOURS[x], markersize=4)
-            axes.hlines(own["shown"].mean(), x - 0.32, x + 0.32, color=COLOURS[x], linewidth=1.6)
-        names = [f"T = {t}\nbatch {b}" for (t, b), _ in one.groupby(["temperature", "batch"])]
+        for x, ((_, _), rows) in enumerate(errors.groupby(["temperature", "batch"])):
+            offsets = np.linspace(-0.2, 0.2, len(rows))
+            axes.plot(x + offsets, rows["shown"], "o", color=COLOURS[x], markersize=4)
+            axes.hlines(rows["shown"].mean(), x - 0.32, x + 0.32, color=COLOURS[x], linewidth=1.6)
+        names = [f"T = {t}\nbatch {b}" for (t, b), _ in errors.groupby(["temperature", "batch"])]
         axes.set_xticks(range(len(names)), names, fontsize=8.5)
         axes.set_title(title)
         axes.grid(axis="x", visible=False)

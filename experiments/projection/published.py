@@ -47,17 +47,17 @@ def acceptance(tau: float, levels: Sequence[float]) -> Acceptance:
 def projected(row: dict[str, Any]) -> dict[str, float]:
     """Return the speed-up and the baseline's tokens per second that are projected for a row."""
     (device,), ran = hardware([row["hardware"]]), runtime(row["runtime"])
-    own, target = precision(row["dtype"]), model("--model", row["model"])
-    made = partial(RooflineForward, hardware=device, runtime=ran, precision=own)
-    forward = made(target.work(own), target.layers)
+    weights, target = precision(row["dtype"]), model("--model", row["model"])
+    made = partial(RooflineForward, hardware=device, runtime=ran, precision=weights)
+    forward = made(target.work(weights), target.layers)
     baseline = {"projected_baseline": 1.0 / float(forward.seconds(1, 1, CONTEXT))}
     if row["proposer"] == "none":
         return {"projected": 1.0, "bound": 1.0, **baseline}
-    levels = [int(one) for one in row["levels"].split()]
+    levels = [int(word) for word in row["levels"].split()]
     draft = model("--draft", row["draft"]) if row["draft"] else None
-    drafting = by_roofline(row["proposer"], target, draft, made, own, len(levels))
-    found = speedup(acceptance(row["tau"], levels), len(levels), Deployment("", forward, {}), drafting, 1, CONTEXT)
-    return {"projected": float(found[0]), "bound": row["tau"], **baseline}
+    drafting = by_roofline(row["proposer"], target, draft, made, weights, len(levels))
+    speedups = speedup(acceptance(row["tau"], levels), len(levels), Deployment("", forward, {}), drafting, 1, CONTEXT)
+    return {"projected": float(speedups[0]), "bound": row["tau"], **baseline}
 
 
 def results(file: Path = HERE / "published.csv") -> pd.DataFrame:
@@ -81,7 +81,7 @@ def rows_of(frame: pd.DataFrame) -> str:
     head = ["table", "model", "method", "nodes", "tau", "published", "projected", "error", "missing from a step"]
     table = [head]
     for row in frame[frame["proposer"] != "none"].to_dict("records"):
-        nodes = sum(int(one) for one in row["levels"].split())
+        nodes = sum(int(word) for word in row["levels"].split())
         name = NAMES.get(row["model"], row["model"])
         table.append([
             row["table"], name, row["method"], f"{nodes}", f"{row['tau']:.2f}", f"{row['speedup']:.2f}",
@@ -93,16 +93,16 @@ def rows_of(frame: pd.DataFrame) -> str:
 def by_table(frame: pd.DataFrame) -> str:
     """Return the errors of each table, and how many pairs of methods with the same model it puts in the right order."""
     table = [["table", "rows", "median error", "smallest", "largest", "within 10 %", "within 25 %", "pairs in order"]]
-    for name, own in frame[frame["proposer"] != "none"].groupby("table", sort=False):
-        errors = own["error"]
-        within = [f"{(errors.abs() <= limit).sum()} of {len(own)}" for limit in (0.10, 0.25)]
-        ends = (percent(one) for one in (errors.median(), errors.min(), errors.max()))
+    for name, rows in frame[frame["proposer"] != "none"].groupby("table", sort=False):
+        errors = rows["error"]
+        within = [f"{(errors.abs() <= limit).sum()} of {len(rows)}" for limit in (0.10, 0.25)]
+        ends = (percent(value) for value in (errors.median(), errors.min(), errors.max()))
         pairs = [
             (a["speedup"] - b["speedup"]) * (a["projected"] - b["projected"]) > 0
-            for _, same in own.groupby("model")
+            for _, same in rows.groupby("model")
             for a, b in combinations(same.to_dict("records"), 2)
         ]
-        table.append([str(name), f"{len(own)}", *ends, *within, f"{sum(pairs)} of {len(pairs)}" if pairs else "-"])
+        table.append([str(name), f"{len(rows)}", *ends, *within, f"{sum(pairs)} of {len(pairs)}" if pairs else "-"])
     return markdown(table)
 
 
@@ -122,13 +122,13 @@ def percent(value: float, decimals: int = 0) -> str:
 
 def draw(frame: pd.DataFrame) -> Figure:
     """Plot projected against published speed-ups, a colour for each table; tau, the bound, as open circles."""
-    own = frame[frame["proposer"] != "none"]
+    drafted = frame[frame["proposer"] != "none"]
     figure = Figure(figsize=(5.4, 5.0), layout="constrained")
     axes = figure.subplots()
     line = np.array([1.0, 7.0])
     axes.fill_between(line, 0.9 * line, 1.1 * line, color=GREY, alpha=0.2, lw=0, label="within 10 %")
     axes.plot(line, line, color=GREY, linestyle="--", linewidth=1)
-    for colour, (name, rows) in zip(COLOURS, own.groupby("table", sort=False), strict=False):
+    for colour, (name, rows) in zip(COLOURS, drafted.groupby("table", sort=False), strict=False):
         axes.plot(rows["speedup"], rows["projected"], "o", color=colour, markersize=5, label=str(name))
         axes.plot(rows["speedup"], rows["tau"], "o", mfc="none", mec=colour, markersize=4, alpha=0.5)
     axes.plot([], [], "o", mfc="none", mec=GREY, markersize=4, label="tau of the same row")

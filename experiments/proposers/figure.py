@@ -40,7 +40,7 @@ def results(runs: Path) -> pd.DataFrame:
     Each is also compared with ``REFERENCE`` and with the fastest of the others in the same run.
     """
     table = swept(runs)
-    rows = [row for run, own in table.groupby("run", sort=False) for row in versus_others(runs / str(run), own)]
+    rows = [row for run, rows in table.groupby("run", sort=False) for row in versus_others(runs / str(run), rows)]
     table = kept(pd.DataFrame(rows), *KEYS, more=PAIRED)
     named = pd.DataFrame(rows)[[*KEYS, "arm", "best_other"]]
     return table.merge(named, on=[*KEYS, "arm"])
@@ -49,24 +49,26 @@ def results(runs: Path) -> pd.DataFrame:
 def versus_others(run: Path, table: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """Yield the run's rows of ``table``, each compared with ``REFERENCE`` and with the fastest of the others."""
     tables = metrics.load(run)
-    own = dict(zip(table["arm"], table["recorded"], strict=True))
-    speeds = {arm: speed_over(tables.requests, recorded, "baseline").mean for arm, recorded in own.items()}
+    recorded_names = dict(zip(table["arm"], table["recorded"], strict=True))
+    speeds = {arm: speed_over(tables.requests, recorded, "baseline").mean for arm, recorded in recorded_names.items()}
     for row in table.to_dict("records"):
-        best = max((arm for arm in own if arm != row["arm"]), key=lambda arm: speeds[arm])
+        best = max((arm for arm in recorded_names if arm != row["arm"]), key=lambda arm: speeds[arm])
         row |= {"best_other": best, "speed_over_baseline": speeds[row["arm"]]}
-        row |= bounds("speed_over_best_other", speed_over(tables.requests, row["recorded"], own[best]))
+        row |= bounds("speed_over_best_other", speed_over(tables.requests, row["recorded"], recorded_names[best]))
         if row["arm"] != REFERENCE:
-            two = (tables, row["recorded"]), (tables, own[REFERENCE])
+            two = (tables, row["recorded"]), (tables, recorded_names[REFERENCE])
             row |= bounds(f"tau_beyond_{REFERENCE}", tau_beyond(*two))
-            row |= bounds(f"speed_over_{REFERENCE}", speed_over(tables.requests, row["recorded"], own[REFERENCE]))
+            row |= bounds(
+                f"speed_over_{REFERENCE}", speed_over(tables.requests, row["recorded"], recorded_names[REFERENCE])
+            )
         yield row
 
 
 def draw(table: pd.DataFrame) -> Figure:
     """Plot speed-up and tau; a row for each workload and temperature, a colour for each proposer."""
     table = table.assign(
-        place=[WORKLOADS.index(one) if one in WORKLOADS else len(WORKLOADS) for one in table["prompts"]],
-        text=[f"{one}, T = {at:g}" for one, at in zip(table["prompts"], table["temperature"], strict=True)],
+        place=[WORKLOADS.index(name) if name in WORKLOADS else len(WORKLOADS) for name in table["prompts"]],
+        text=[f"{name}, T = {at:g}" for name, at in zip(table["prompts"], table["temperature"], strict=True)],
     ).sort_values(["place", "prompts", "temperature"])
     figure = Figure(figsize=(10.5, 0.75 * table["text"].nunique() + 1.4), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
@@ -90,16 +92,16 @@ def written(table: pd.DataFrame) -> str:
     paired = [[f"over the {NAMES[REFERENCE]}", "temperature", *(NAMES[arm] for arm in others), "fastest over the next"]]
     for workload in ordered(list(table["prompts"]), WORKLOADS):
         for temperature in sorted(table["temperature"].unique()):
-            place = workload, f"{temperature:g}"
-            found = {arm: row_where(table, prompts=workload, temperature=temperature, arm=arm) for arm in arms}
-            known = [row for row in found.values() if row]
+            where = workload, f"{temperature:g}"
+            row_of = {arm: row_where(table, prompts=workload, temperature=temperature, arm=arm) for arm in arms}
+            known = [row for row in row_of.values() if row]
             if known:
-                cells = [f"{shown(row)}, {row['tau_pooled']:.2f}" if row else "-" for row in found.values()]
-                alone.append([*place, *cells, percent(known[0]["baseline_repeated_8grams"])])
+                cells = [f"{shown(row)}, {row['tau_pooled']:.2f}" if row else "-" for row in row_of.values()]
+                alone.append([*where, *cells, percent(known[0]["baseline_repeated_8grams"])])
                 best = max(known, key=lambda row: float(row["speed_over_baseline"]))
                 two = f"{NAMES[best['arm']]} over {NAMES[best['best_other']]}"
-                over = [shown(found[arm], f"speed_over_{REFERENCE}") for arm in others]
-                paired.append([*place, *over, f"{two}: {shown(best, 'speed_over_best_other')}"])
+                over = [shown(row_of[arm], f"speed_over_{REFERENCE}") for arm in others]
+                paired.append([*where, *over, f"{two}: {shown(best, 'speed_over_best_other')}"])
     return f"{markdown(alone)}\n\n{markdown(paired)}"
 
 

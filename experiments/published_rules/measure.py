@@ -44,12 +44,12 @@ class Beside(Verifier):
 
     Args:
         others: the rules by name.
-        found: for each of them (total variation of the step's first token, chance that a path is accepted wholly times
+        steps: for each of them (total variation of the step's first token, chance that a path is accepted wholly times
             the total variation of the token after it), of every step that drafted something.
     """
 
     others: dict[str, Verifier]
-    found: dict[str, list[tuple[float, float, float]]] = field(default_factory=lambda: defaultdict(list))
+    steps: dict[str, list[tuple[float, float, float]]] = field(default_factory=lambda: defaultdict(list))
 
     name = "match"
     accepts = Match.accepts
@@ -64,28 +64,30 @@ class Beside(Verifier):
                 verdict = rule(draft, p)
                 accepted = verdict.expected_accepted(shape)
                 for root in range(shape.roots):
-                    own = [row for row in range(shape.rows) if shape.root[row] == root]
-                    if len(own) > 1:
+                    rows = [row for row in range(shape.rows) if shape.root[row] == root]
+                    if len(rows) > 1:
                         first = next_tokens(verdict, shape, token, root, p.shape[-1])
-                        ends = [row for row in own if not len(shape.children[row]) and verdict.stop[row] > 1e-9]
+                        ends = [row for row in rows if not len(shape.children[row]) and verdict.stop[row] > 1e-9]
                         bonus = sum(
                             float(verdict.stop[row]) * distance(last_tokens(verdict, row), p[row]) for row in ends
                         )
-                        self.found[name].append((distance(first, p[root]), bonus, float(accepted[root])))
+                        self.steps[name].append((distance(first, p[root]), bonus, float(accepted[root])))
         return Match()(draft, p)
 
 
-def distance(found: np.ndarray, p: Tensor) -> float:
+def distance(estimate: np.ndarray, p: Tensor) -> float:
     """Total variation."""
-    return float(np.abs(found - p.double().numpy()).sum() / 2)
+    return float(np.abs(estimate - p.double().numpy()).sum() / 2)
 
 
 def on_toys(temperature: float) -> pd.DataFrame:
     """Largest and mean total variation of a step's outputs over the enumerated instances."""
     rows = []
     for name, rule in rules(temperature).items():
-        found = [one.tv for one in prove("point", rule, STEPS, Sampling(temperature)).findings]
-        rows.append({"rule": name, "temperature": temperature, "largest": max(found), "mean": float(np.mean(found))})
+        distances = [finding.tv for finding in prove("point", rule, STEPS, Sampling(temperature)).findings]
+        rows.append(
+            {"rule": name, "temperature": temperature, "largest": max(distances), "mean": float(np.mean(distances))}
+        )
     return pd.DataFrame(rows)
 
 
@@ -94,16 +96,16 @@ def on_texts(target: Target, proposer: Proposer, temperature: float, limit: int,
     verifier = Beside(rules(temperature))
     sampling = Sampling(temperature)
     prompts = [
-        one for kind in ("code", "json", "prose") for one in jsonl(str(ZOO / "prompts" / f"{kind}.jsonl"), limit)
+        prompt for kind in ("code", "json", "prose") for prompt in jsonl(str(ZOO / "prompts" / f"{kind}.jsonl"), limit)
     ]
     for request in tqdm(requests_of(target, prompts, sampling, new), desc=f"{proposer.name}, T = {temperature:g}"):
         for _ in fixed_group(Arm(target, proposer, verifier, CounterDraws(0)), [request]):
             pass
     rows = []
-    for name, found in verifier.found.items():
-        first, bonus, accepted = np.array(found).T
+    for name, measured in verifier.steps.items():
+        first, bonus, accepted = np.array(measured).T
         rows.append({
-            "rule": name, "temperature": temperature, "proposer": proposer.name, "steps": len(found),
+            "rule": name, "temperature": temperature, "proposer": proposer.name, "steps": len(measured),
             "first": first.mean(), "over_5": (first > 0.05).mean(), "bonus": bonus.mean(), "accepted": accepted.mean(),
         })  # fmt: skip
     return pd.DataFrame(rows)
@@ -115,13 +117,15 @@ def tables(toys: pd.DataFrame, texts: pd.DataFrame) -> str:
     head = ["rule", *(f"toys, T = {t:g}: largest, mean" for t in temperatures)]
     rows = [head]
     for name in names:
-        own = [plots.row_where(toys, rule=name, temperature=t) or {} for t in temperatures]
-        rows.append([name, *(f"{shown(one['largest'])}, {shown(one['mean'])}" for one in own)])
+        rows_of = [plots.row_where(toys, rule=name, temperature=t) or {} for t in temperatures]
+        rows.append([name, *(f"{shown(row['largest'])}, {shown(row['mean'])}" for row in rows_of)])
     places = list(dict.fromkeys(zip(texts["proposer"], texts["temperature"], strict=True)))
     more = [["rule", *(f"{proposer}, T = {t:g}" for proposer, t in places)]]
     for name in names:
-        own = [plots.row_where(texts, rule=name, proposer=proposer, temperature=t) or {} for proposer, t in places]
-        more.append([name, *(f"{shown(one['first'])}, {shown(one['bonus'])}, {one['accepted']:.2f}" for one in own)])
+        rows_of = [plots.row_where(texts, rule=name, proposer=proposer, temperature=t) or {} for proposer, t in places]
+        more.append(
+            [name, *(f"{shown(row['first'])}, {shown(row['bonus'])}, {row['accepted']:.2f}" for row in rows_of)]
+        )
     return plots.markdown(rows) + "\n\n" + plots.markdown(more)
 
 
@@ -153,7 +157,11 @@ def measure(limit: int, new: int, out: Path) -> None:
     proposers = (Suffix.load(target), Recycling.load(target), Medusa.load(target, str(ZOO / "medusa"), tree="4x2"))
     with torch.inference_mode():
         texts = pd.concat(
-            [on_texts(target, one, temperature, limit, new) for temperature in (1.0, 0.5) for one in proposers]
+            [
+                on_texts(target, proposer, temperature, limit, new)
+                for temperature in (1.0, 0.5)
+                for proposer in proposers
+            ]
         )
     print(texts.to_string(index=False, float_format="%.3f"))
     texts.to_csv(out / "texts.csv", index=False, float_format="%.6g")

@@ -49,8 +49,8 @@ class SampledPaths(Verifier):
                 ends.append(reach - np.append(reach[1:], 0.0))
             for number, path in enumerate(paths):
                 for length, row in enumerate(path):  # the first of the longest is taken
-                    before = np.prod([one[:length].sum() for one in ends[:number]])
-                    after = np.prod([one[: length + 1].sum() for one in ends[number + 1 :]])
+                    before = np.prod([end[:length].sum() for end in ends[:number]])
+                    after = np.prod([end[: length + 1].sum() for end in ends[number + 1 :]])
                     stop[row] += ends[number][length] * before * after
         return Verdict(stop, lambda rows: p[torch.as_tensor(rows)])
 
@@ -86,18 +86,18 @@ class PlainBonus(Verifier):
 
 def next_tokens(verdict: Verdict, shape: Shape, token: Sequence[int], root: int, vocabulary: int) -> np.ndarray:  # [V]
     """The distribution of the first token that a step emits below a root."""
-    found = np.zeros(vocabulary)
+    next_p = np.zeros(vocabulary)
     for row in range(shape.rows):
         if row != root and shape.root[row] == root:
-            found[token[shape.path(row)[0] - shape.roots]] += verdict.stop[row]
-    own = verdict.residual(np.array([root]))[0].double().numpy()
-    return found + verdict.stop[root] * (own / own.sum() if own.sum() > 0 else own)
+            next_p[token[shape.path(row)[0] - shape.roots]] += verdict.stop[row]
+    residual = verdict.residual(np.array([root]))[0].double().numpy()
+    return next_p + verdict.stop[root] * (residual / residual.sum() if residual.sum() > 0 else residual)
 
 
 def last_tokens(verdict: Verdict, row: int) -> np.ndarray:  # [V]
     """The distribution of the token that is emitted when the accepted path ends at a row."""
-    own = verdict.residual(np.array([row]))[0].double().numpy()
-    return np.asarray(own / own.sum())
+    residual = verdict.residual(np.array([row]))[0].double().numpy()
+    return np.asarray(residual / residual.sum())
 
 
 def rules(temperature: float) -> dict[str, Verifier]:

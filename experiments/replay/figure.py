@@ -25,13 +25,14 @@ def draw(table: pd.DataFrame) -> Figure:
         )
         axes.plot(ends, ends, color=GREY, ls="--", lw=1, zorder=1)
         for number, (verifier, marker) in enumerate(MARKERS.items()):
-            own = table[table["verifier"] == verifier]
+            rows = table[table["verifier"] == verifier]
             across, up = (
-                [own[name] - own[f"{name}_low"], own[f"{name}_high"] - own[name]] for name in ("measured", "predicted")
+                [rows[name] - rows[f"{name}_low"], rows[f"{name}_high"] - rows[name]]
+                for name in ("measured", "predicted")
             )
             look = {"color": COLOURS[number], "marker": marker, "ms": 4, "ls": "", "lw": 0.8, "alpha": 0.75}
-            label = f"{verifier}, {len(own)} designs"
-            axes.errorbar(own["measured"], own["predicted"], xerr=across, yerr=up, label=label, **look)
+            label = f"{verifier}, {len(rows)} designs"
+            axes.errorbar(rows["measured"], rows["predicted"], xerr=across, yerr=up, label=label, **look)
         axes.set(xlim=ends, ylim=ends, aspect="equal")
         axes.set(xlabel="measured tau, tokens per step", ylabel="predicted tau, tokens per step")
         axes.set_title("Designs that were not run: 95 % intervals over prompts")

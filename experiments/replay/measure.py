@@ -60,8 +60,8 @@ class Case:
 
     def arm(self) -> runs.Arm:
         """Return the arm that runs it."""
-        own: dict[str, object] = {"tree": f"'{self.shape}'", "drawn": self.drawn, "confidence": self.confidence}
-        return "draft_tree", own | ({} if self.temperature is None else {"temperature": self.temperature})
+        options: dict[str, object] = {"tree": f"'{self.shape}'", "drawn": self.drawn, "confidence": self.confidence}
+        return "draft_tree", options | ({} if self.temperature is None else {"temperature": self.temperature})
 
     def design(self) -> Design:
         """Return the design that replay evaluates."""
@@ -77,23 +77,23 @@ def chain(depth: int) -> str:
 
 def cases() -> list[Case]:
     """Return all designs."""
-    found = [Case(f"chain_{depth}", "token", chain(depth)) for depth in (1, 2, 3, 4, 6)]
-    found += [Case(f"chain_4_at_{t}", "token", chain(4), temperature=t / 10) for t in (6, 8, 13)]
-    found += [Case(f"chain_6_sure_{c}", "token", chain(6), confidence=c / 10) for c in (3, 5, 7)]
+    cases_ = [Case(f"chain_{depth}", "token", chain(depth)) for depth in (1, 2, 3, 4, 6)]
+    cases_ += [Case(f"chain_4_at_{t}", "token", chain(4), temperature=t / 10) for t in (6, 8, 13)]
+    cases_ += [Case(f"chain_6_sure_{c}", "token", chain(6), confidence=c / 10) for c in (3, 5, 7)]
     trees = ("2", "4", "2x2", "3x2x1", "2x2x1x1")
     for verifier in ("token", "kseq", "match"):
-        found += [Case(f"tree_{tree}", verifier, tree) for tree in trees]
-    found += [Case(f"match_chain_{depth}", "match", chain(depth)) for depth in (2, 4)]
-    found += [Case(f"point_{tree}", "match", tree, drawn="point") for tree in ("1x1", "1x1x1x1", *trees)]
+        cases_ += [Case(f"tree_{tree}", verifier, tree) for tree in trees]
+    cases_ += [Case(f"match_chain_{depth}", "match", chain(depth)) for depth in (2, 4)]
+    cases_ += [Case(f"point_{tree}", "match", tree, drawn="point") for tree in ("1x1", "1x1x1x1", *trees)]
     at = (STEPS, "chain")
-    found += [Case(f"block_{depth}", "traversal", chain(depth), at) for depth in (2, 4, 6)]
+    cases_ += [Case(f"block_{depth}", "traversal", chain(depth), at) for depth in (2, 4, 6)]
     for tree in ("2", "2x2", "3x2x1"):
-        found.append(Case(f"iid_{tree}", "traversal", tree, (STEPS, "iid")))
-        found += [
+        cases_.append(Case(f"iid_{tree}", "traversal", tree, (STEPS, "iid")))
+        cases_ += [
             Case(f"without_{tree}", verifier, tree, (STEPS, "without"), "without")
             for verifier in ("token", "traversal")
         ]
-    return found
+    return cases_
 
 
 def run(out: Path, *options: str) -> None:
@@ -115,21 +115,23 @@ def commands(chosen: Any) -> list[tuple[Path, list[str]]]:
     record = ["record=replay", f"record_top={chosen.top}"]
     every = ["task=verifier_study", "task.every=1", "task.repeats=1", "proposer=draft_chain", "proposer.depth=1"]
     every += ["proposer.confidence=0", "seed=0"]
-    found = [(chosen.out / POSITIONS, [*usual, *record, *every])]
-    found.append((chosen.out / STEPS, [*usual, *record, *arms(RECORDED), "verifier=token", "seed=0", "baseline=false"]))
-    for verifier in dict.fromkeys(one.verifier for one in cases()):
-        own = {one.name: one.arm() for one in cases() if one.verifier == verifier}
+    commands_ = [(chosen.out / POSITIONS, [*usual, *record, *every])]
+    commands_.append(
+        (chosen.out / STEPS, [*usual, *record, *arms(RECORDED), "verifier=token", "seed=0", "baseline=false"])
+    )
+    for verifier in dict.fromkeys(case.verifier for case in cases()):
+        arms_of = {case.name: case.arm() for case in cases() if case.verifier == verifier}
         more = ["batch_size=10", "seed=1", "baseline=false"]  # tokens do not depend on the batch
-        measured = [*usual, *arms(own), f"verifier={verifier}", *more]
-        found.append((chosen.out / f"measured_{verifier}", measured))
-    return found
+        measured = [*usual, *arms(arms_of), f"verifier={verifier}", *more]
+        commands_.append((chosen.out / f"measured_{verifier}", measured))
+    return commands_
 
 
 def arms(named: dict[str, runs.Arm]) -> list[str]:
     """Return the options of a run with these arms."""
     chosen = [f"+proposer@arms.{name}={proposer}" for name, (proposer, _) in named.items()]
-    own = [runs.option(name, key, value) for name, (_, more) in named.items() for key, value in more.items()]
-    return ["proposer=none", *chosen, *own]
+    options = [runs.option(name, key, value) for name, (_, more) in named.items() for key, value in more.items()]
+    return ["proposer=none", *chosen, *options]
 
 
 def measured(folder: Path, arm: str) -> tuple[Interval, int]:
@@ -141,29 +143,31 @@ def measured(folder: Path, arm: str) -> tuple[Interval, int]:
 def predicted(trees: RecordedTrees, case: Case) -> Estimate:
     """Return replay's estimate: along the texts where every position is recorded, else at the recorded steps."""
     method = "along" if case.recording[0] == POSITIONS else "steps"
-    found = [one for one in evaluate(trees, [case.design()]) if one.method == method or one.needs]
-    if not found or found[0].needs:
-        raise ValueError(f"{case.name}: {found[0].needs if found else 'is not identified'}")
-    return found[0]
+    estimates = [
+        estimate for estimate in evaluate(trees, [case.design()]) if estimate.method == method or estimate.needs
+    ]
+    if not estimates or estimates[0].needs:
+        raise ValueError(f"{case.name}: {estimates[0].needs if estimates else 'is not identified'}")
+    return estimates[0]
 
 
 def results(out: Path) -> pd.DataFrame:
     """Return predicted and measured tau of every design."""
     recorded = {name: read(out / name) for name in (POSITIONS, STEPS)}
     rows = []
-    for one in cases():
-        which, arm = one.recording
-        guess = predicted(recorded[which][arm], one)
-        own, prompts = measured(out / f"measured_{one.verifier}", one.name)
-        both = np.hypot((guess.high - guess.low) / 2, (own.high - own.low) / 2)
+    for case in cases():
+        which, arm = case.recording
+        guess = predicted(recorded[which][arm], case)
+        interval, prompts = measured(out / f"measured_{case.verifier}", case.name)
+        both = np.hypot((guess.high - guess.low) / 2, (interval.high - interval.low) / 2)
         rows.append(
             {
-                "design": one.name, "verifier": one.verifier, "method": guess.method, "predicted": guess.tau,
+                "design": case.name, "verifier": case.verifier, "method": guess.method, "predicted": guess.tau,
                 "predicted_low": guess.low, "predicted_high": guess.high,
                 "not_recorded": guess.bound_high - guess.bound_low,
-                "measured": own.mean, "measured_low": own.low, "measured_high": own.high, "prompts": prompts,
-                "difference": guess.tau - own.mean, "half_width": both,
-                "agrees": abs(guess.tau - own.mean) <= both, "inside": guess.low <= own.mean <= guess.high,
+                "measured": interval.mean, "measured_low": interval.low, "measured_high": interval.high,
+                "prompts": prompts, "difference": guess.tau - interval.mean, "half_width": both,
+                "agrees": abs(guess.tau - interval.mean) <= both, "inside": guess.low <= interval.mean <= guess.high,
             }
         )  # fmt: skip
     return pd.DataFrame(rows)

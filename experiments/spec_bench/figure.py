@@ -61,8 +61,8 @@ def results(run: Path) -> pd.DataFrame:
     for name in ordered(list(task), list(TASKS)) + ["all"]:
         groups = tables.requests.loc[task.eq(name) | (name == "all"), "group"]
         every = tables.rounds, tables.steps, tables.requests
-        own = metrics.Tables(*(table[table["group"].isin(groups)] for table in every))
-        rows += [{"task": name, **row} for row in of_task(own, names)]
+        part = metrics.Tables(*(table[table["group"].isin(groups)] for table in every))
+        rows += [{"task": name, **row} for row in of_task(part, names)]
     return pd.DataFrame(rows)
 
 
@@ -83,7 +83,7 @@ def check(requests: pd.DataFrame) -> None:
 
 def of_task(tables: metrics.Tables, names: dict[str, str]) -> Iterator[dict[str, Any]]:
     """Yield one row for each proposer."""
-    own = tables.requests.drop_duplicates("request")
+    prompts = tables.requests.drop_duplicates("request")
     repeated = metrics.repeated_8gram_share(tables.requests.loc[tables.requests["arm"] == "baseline", "tokens"])
     for arm in metrics.arms(tables):
         if arm == "baseline":
@@ -92,9 +92,9 @@ def of_task(tables: metrics.Tables, names: dict[str, str]) -> Iterator[dict[str,
         macro = figures["intervals"]["tau_macro"]
         row = {
             "arm": names[arm],
-            "prompts": len(own),
+            "prompts": len(prompts),
             "decoded": len(metrics.walltime_speedup_paired(tables.requests, arm)),
-            "prompt_tokens": float(own["prompt_tokens"].median()),
+            "prompt_tokens": float(prompts["prompt_tokens"].median()),
             "tau_pooled": figures["tau_pooled"],
             **bounds("tau_macro", metrics.Interval(**macro)),
             **bounds("speedup", metrics.Interval(**figures["speedup"])),
@@ -127,9 +127,9 @@ def draw(table: pd.DataFrame) -> Figure:
 
 def decoded(table: pd.DataFrame, task: str) -> str:
     """Return how many of the task's prompts have a decode time: "78 of 80", or "77-78 of 80" if arms differ."""
-    own = table[table["task"] == task]
-    few, most = own["decoded"].min(), own["decoded"].max()
-    return f"{few if few == most else f'{few}-{most}'} of {own['prompts'].iloc[0]}"
+    rows = table[table["task"] == task]
+    few, most = rows["decoded"].min(), rows["decoded"].max()
+    return f"{few if few == most else f'{few}-{most}'} of {rows['prompts'].iloc[0]}"
 
 
 def written(table: pd.DataFrame) -> str:
@@ -139,12 +139,12 @@ def written(table: pd.DataFrame) -> str:
     alone = [["task", "prompts decoded", "median length", *(NAMES[arm] for arm in arms), "repeated 8-grams"]]
     paired = [[f"over the {NAMES[REFERENCE]}", *(NAMES[arm] for arm in others)]]
     for task in ordered(list(table["task"]), list(TASKS)):
-        found = {arm: row_where(table, task=task, arm=arm) for arm in arms}
-        known = next(row for row in found.values() if row)
-        cells = [f"{shown(row)}, {row['tau_macro']:.2f}" if row else "-" for row in found.values()]
+        row_of = {arm: row_where(table, task=task, arm=arm) for arm in arms}
+        known = next(row for row in row_of.values() if row)
+        cells = [f"{shown(row)}, {row['tau_macro']:.2f}" if row else "-" for row in row_of.values()]
         facts = decoded(table, task), f"{known['prompt_tokens']:.0f}"
         alone.append([TASKS[task], *facts, *cells, percent(known["baseline_repeated_8grams"])])
-        paired.append([TASKS[task], *(shown(found[arm], f"speed_over_{REFERENCE}") for arm in others)])
+        paired.append([TASKS[task], *(shown(row_of[arm], f"speed_over_{REFERENCE}") for arm in others)])
     return f"{markdown(alone)}\n\n{markdown(paired)}"
 
 

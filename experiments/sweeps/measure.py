@@ -69,19 +69,19 @@ def overhead(folder: Path, jobs: int, prompts: int) -> dict:
     def rest(name: str, count: int) -> float:
         out, seeds = folder / name, ",".join(map(str, range(count)))
         whole = command("--multirun", *JOB, f"prompts.limit={prompts}", f"seed={seeds}", f"output_dir={out}")
-        return whole - sum(decoding(one.folder) for one in sweep.runs(out))
+        return whole - sum(decoding(run.folder) for run in sweep.runs(out))
 
     fresh, more = (
         [rest(f"fresh-{turn}", 1) for turn in range(3)],
         [rest(f"reused-{turn}", 1 + jobs) for turn in range(3)],
     )
-    reused = [(many - one) / jobs for one, many in zip(fresh, more, strict=True)]
+    reused = [(many - single) / jobs for single, many in zip(fresh, more, strict=True)]
     return {"fresh": fresh, "least": [python("-c", LEAST) for _ in range(3)], "reused": reused}
 
 
 def thousand(folder: Path, count: int) -> dict:
     """Return the seconds to collect and to report a sweep of copies of a run, with different seeds and figures."""
-    done = next(one.folder for one in sweep.runs(folder / "reused-0"))
+    done = next(run.folder for run in sweep.runs(folder / "reused-0"))
     out, generator = folder / "thousand", np.random.default_rng(0)
     jobs = [
         (f"proposer.depth={depth}", f"sampling.temperature={heat}", f"seed={seed}")
@@ -90,15 +90,15 @@ def thousand(folder: Path, count: int) -> dict:
         for seed in range(count // 40)
     ]
     sweep.plan(out, jobs)
-    for one in sweep.runs(out):
-        shutil.copytree(done, one.folder)
-        summary = json.loads((one.folder / "summary.json").read_text())
+    for run in sweep.runs(out):
+        shutil.copytree(done, run.folder)
+        summary = json.loads((run.folder / "summary.json").read_text())
         for arm in summary["arms"].values():
             arm["tau_pooled"] *= generator.uniform(0.8, 1.2)
             if arm["speedup"]["mean"]:
                 shift = generator.uniform(0.8, 1.2)
                 arm["speedup"] = {end: value and value * shift for end, value in arm["speedup"].items()}
-        write_json(one.folder / "summary.json", summary)
+        write_json(run.folder / "summary.json", summary)
     return {"runs": len(jobs), "collect": command("collect", str(out)), "report": command("report", str(out))}
 
 
@@ -112,14 +112,14 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        found = {
+        results = {
             "overhead": overhead(folder, 5, 4),
             "thousand": thousand(folder, given.runs),
             "workers": workers(folder, given.jobs, given.prompts, given.repeats),
             "machine": machine(),
         }
-    write_json(given.out, found)
-    print(json.dumps(found, indent=2))
+    write_json(given.out, results)
+    print(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ def written(table: pd.DataFrame) -> str:
     arms = ordered(list(table["arm"]), ARMS)
     rows = [["proposer", *(title for title, _ in texts_and_temperatures(table))]]
     for arm in arms:
-        found = [row_where(table[here], arm=arm) for _, here in texts_and_temperatures(table)]
-        rows.append([NAMES[arm], *(f"{shown(row)}, {row['tau_pooled']:.2f}" if row else "-" for row in found)])
+        cells = [row_where(table[here], arm=arm) for _, here in texts_and_temperatures(table)]
+        rows.append([NAMES[arm], *(f"{shown(row)}, {row['tau_pooled']:.2f}" if row else "-" for row in cells)])
     known = [row_where(table[here], arm=arms[0]) for _, here in texts_and_temperatures(table)]
     rows.append(["repeated 8-grams", *(percent(row["baseline_repeated_8grams"]) if row else "-" for row in known)])
     return markdown(rows)

@@ -40,7 +40,7 @@ HERE = Path(__file__).parent
 def sources(folder: Path) -> Iterator[str]:
     """Yield the Python files of a folder, in an order that is the same on every machine."""
     files = {str(file.relative_to(folder)): file for file in folder.rglob("*.py")}
-    for name in sorted(files, key=lambda one: hashlib.sha256(one.encode()).digest()):
+    for name in sorted(files, key=lambda file: hashlib.sha256(file.encode()).digest()):
         if folder.name == "site-packages" or "site-packages" not in files[name].parts:
             yield files[name].read_text(errors="replace")
 
@@ -51,13 +51,13 @@ def tokens_of(tokenizer: Any, folder: Path, count: int) -> list[list[int]]:
     Raises:
         ValueError: there are fewer.
     """
-    found: list[list[int]] = []
+    texts: list[list[int]] = []
     missing = count
     for tokens in encoded(sources(folder), tokenizer):
-        found.append(tokens[:missing])
-        missing -= len(found[-1])
+        texts.append(tokens[:missing])
+        missing -= len(texts[-1])
         if not missing:
-            return found
+            return texts
     raise ValueError(f"{folder} has {count - missing} tokens of Python source, fewer than {count}")
 
 
@@ -109,7 +109,7 @@ def main(given: list[str] | None = None) -> pd.DataFrame:
     tokenizer = AutoTokenizer.from_pretrained(ZOO / "target")
     target: Any = SimpleNamespace(name="zoo", tokenizer=tokenizer, vocabulary=len(tokenizer))
     most = max(chosen.own) + chosen.steps * 65 + 1
-    text = [token for one in tokens_of(tokenizer, chosen.text, most) for token in one]
+    text = [token for ids in tokens_of(tokenizer, chosen.text, most) for token in ids]
     evict = np.zeros(chosen.evict * 2**17)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -119,20 +119,20 @@ def main(given: list[str] | None = None) -> pd.DataFrame:
             documents = tokens_of(tokenizer, chosen.packages, size)
             build_tokens(documents, len(tokenizer), vocabulary_hash(tokenizer), Path(folder, str(size)))
         cases = [
-            (name, own, size)
+            (name, tokens, size)
             for name in chosen.proposers
-            for own in (chosen.own if name != "rest" else chosen.own[:1])  # which rest does not look up
+            for tokens in (chosen.own if name != "rest" else chosen.own[:1])  # which rest does not look up
             for size in stores
             if size or name != "rest"
         ]
-        for name, own, size in tqdm(cases):
+        for name, tokens, size in tqdm(cases):
             options = {**OmegaConf.to_container(OmegaConf.load(Path(conf(), "proposer", f"{name}.yaml")))}
             options.pop("_target_")
             proposer = Suffix.load(target, **(options | {"store": stores[size]}))
             if proposer.shared is not None:
                 proposer.shared.learn(text[::-1][: proposer.shared.most][::-1])
-            facts = {"proposer": name, "own": own if proposer.own else 0, "store": size}
-            rows.append(facts | measure(proposer, text, own, chosen.steps, evict))
+            facts = {"proposer": name, "own": tokens if proposer.own else 0, "store": size}
+            rows.append(facts | measure(proposer, text, tokens, chosen.steps, evict))
     table = pd.DataFrame(rows).round(2)
     print(table.to_string(index=False))
     table.to_csv(chosen.out / "lookup.csv", index=False)

@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--texts", nargs="+", default=["code", "json", "prose", "repetitive"], help="prompts")
     parser.add_argument("--store", type=Path, help="folder of a store for REST (built in outputs/training_free_store)")
     chosen = parser.parse_args(arguments)
-    place = chosen.store or store(chosen.out.with_name(f"{chosen.out.name}_store"))
-    arms = ARMS | {"rest": ("rest", {"store": place.absolute()})}
+    store_folder = chosen.store or store(chosen.out.with_name(f"{chosen.out.name}_store"))
+    arms = ARMS | {"rest": ("rest", {"store": store_folder.absolute()})}
     runs.sweep(chosen, chosen.out, arms, f"prompts={','.join(chosen.texts)}", "sampling=greedy,temperature_1")
 
 

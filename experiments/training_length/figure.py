@@ -47,7 +47,7 @@ def draw(table: pd.DataFrame) -> Figure:
         axes.set(
             title=f"T = {temperature:g}", xlabel="tokens of training", ylabel="accepted tokens per step", xscale="log"
         )
-        axes.set_xticks(here["tokens_learned"], [f"{one / 1e6:.2g} M" for one in here["tokens_learned"]])
+        axes.set_xticks(here["tokens_learned"], [f"{tokens / 1e6:.2g} M" for tokens in here["tokens_learned"]])
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
         axes.legend(fontsize=8)
@@ -58,9 +58,15 @@ def draw(table: pd.DataFrame) -> Figure:
 def written(table: pd.DataFrame) -> str:
     """Return the README's table: accepted length, measured and estimated, by tokens of training."""
     temperatures = sorted(table["temperature"].unique())
-    lines = [["tokens of training", "training", *(f"T = {one:g}: measured; estimated" for one in temperatures)]]
+    lines = [
+        [
+            "tokens of training",
+            "training",
+            *(f"T = {temperature:g}: measured; estimated" for temperature in temperatures),
+        ]
+    ]
     for tokens in sorted(table["tokens_learned"].unique()):
-        rows = [row_where(table, tokens_learned=tokens, temperature=one) for one in temperatures]
+        rows = [row_where(table, tokens_learned=tokens, temperature=temperature) for temperature in temperatures]
         cells = [f"{shown(row, 'accepted_length')}; {row['estimated_length']:.2f}" if row else "-" for row in rows]
         seconds = next(row["training_seconds"] for row in rows if row)
         lines.append([f"{tokens / 1e6:.2f} M", f"{seconds / 60:.0f} min", *cells])

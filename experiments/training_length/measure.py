@@ -23,8 +23,8 @@ from spec_lab.models.target import Target
 
 def heads(folder: Path) -> dict[str, Path]:
     """Return the folder of each head, the one with the least training first."""
-    found = sorted((one for one in folder.iterdir() if one.is_dir()), key=lambda one: float(one.name))
-    return {f"head_{number}": one for number, one in enumerate(found)}
+    folders = sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: float(path.name))
+    return {f"head_{number}": head for number, head in enumerate(folders)}
 
 
 def estimated(folder: Path, text: str, limit: int, new: int) -> dict[str, Any]:

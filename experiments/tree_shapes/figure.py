@@ -85,12 +85,12 @@ def written(table: pd.DataFrame) -> str:
     alone = [["tree", "nodes", *workloads]]
     paired = [[f"versus `{REFERENCE}`", *(f"{workload}: tau; x speed" for workload in workloads)]]
     for tree in by_size(table):
-        found = [row_where(table, arm=tree, prompts=workload) for workload in workloads]
+        rows = [row_where(table, arm=tree, prompts=workload) for workload in workloads]
         nodes = f"{table.loc[table['arm'] == tree, 'nodes_per_step'].mean():.0f}"
-        cells = [f"{shown(row)}, {row['tau_pooled']:.2f}" if row else "-" for row in found]
+        cells = [f"{shown(row)}, {row['tau_pooled']:.2f}" if row else "-" for row in rows]
         alone.append([tree, nodes, *cells])
         if tree != REFERENCE:
-            both_of = [(shown(row, "tau_beyond_grown"), shown(row, "speed_over_grown")) for row in found]
+            both_of = [(shown(row, "tau_beyond_grown"), shown(row, "speed_over_grown")) for row in rows]
             paired.append([tree, *("; x ".join(both) for both in both_of)])
     return f"{markdown(alone)}\n\n{markdown(paired)}"
 

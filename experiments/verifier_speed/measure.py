@@ -40,8 +40,8 @@ CONF = Path(__file__).parents[2] / "conf" / "verifier"
 
 def verifiers(names: Sequence[str], drawn: str) -> list[Verifier]:
     """Return the named verifiers of ``conf/verifier``, with their options there, that support this way of drawing."""
-    found: list[Verifier] = [instantiate(OmegaConf.load(CONF / f"{name}.yaml")) for name in names]
-    return [one for one in found if drawn in one.accepts]
+    made: list[Verifier] = [instantiate(OmegaConf.load(CONF / f"{name}.yaml")) for name in names]
+    return [verifier for verifier in made if drawn in verifier.accepts]
 
 
 # 1. Chains, compared with a rejection sampler in plain PyTorch
@@ -153,7 +153,7 @@ def time_chains(
         return run
 
     contenders = {f"plain, {sample.__name__}": plain(sample) for sample in (running_sum, block_sums)}
-    contenders |= {one.name: ours(one) for one in verifiers(names, "iid")}
+    contenders |= {verifier.name: ours(verifier) for verifier in verifiers(names, "iid")}
     seconds, accepted, shuffle = [], [], np.random.default_rng(0)
     for number in tqdm(range(-3, repeats), unit="repeat"):
         time, depths = {}, {}
@@ -217,7 +217,7 @@ def time_tree(
     timed = Timed(capture, clock)
     parts = Arm(target, proposer, capture, draws, choose=timed)
     sampling = Sampling(temperature=temperature)
-    long = [one for one in requests_of(target, jsonl(str(prompts)), sampling, 10**6) if len(one.tokens) > 8]
+    long = [request for request in requests_of(target, jsonl(str(prompts)), sampling, 10**6) if len(request.tokens) > 8]
     each = 4 * len(candidates)  # steps for each prompt
     rows: list[dict[str, float | str]] = []
     number, wanted = 0, rounds * len(candidates)
@@ -256,9 +256,9 @@ def quartiles(values: pd.Series, scale: float = 1.0) -> list[float]:
     return [float(scale * values.quantile(at)) for at in (0.5, 0.25, 0.75, 0.0)]
 
 
-def shown(found: Sequence[float], form: str = ".2f") -> tuple[str, str]:
+def shown(numbers: Sequence[float], form: str = ".2f") -> tuple[str, str]:
     """Return cells for a median with its quartiles, and for the minimum."""
-    median, low, high, least = (format(value, form) for value in found)
+    median, low, high, least = (format(value, form) for value in numbers)
     return f"{median} [{low}, {high}]", least
 
 

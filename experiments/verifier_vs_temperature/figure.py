@@ -44,12 +44,12 @@ def draw(table: pd.DataFrame) -> Figure:
     grid = figure.subplots(len(drafts), 2, squeeze=False, sharex=True)
     for axes, draft in zip(grid, drafts, strict=True):
         for name in names:
-            own = table[(table["arm"] == draft) & (table["verifier_name"] == name)]
-            lossless = bool(own["lossless"].all())
+            rows = table[(table["arm"] == draft) & (table["verifier_name"] == name)]
+            lossless = bool(rows["lossless"].all())
             label, style = name if lossless else f"{name} (lossy)", "-" if lossless else "--"
-            line(axes[0], own, "temperature", "expected_tau", colour[name], label, linestyle=style)
-            axes[0].plot(own["temperature"], own["tau_pooled_raw"], "o", mfc="none", mec=colour[name], markersize=8)
-            line(axes[1], own, "temperature", "speedup", colour[name], label, linestyle=style)
+            line(axes[0], rows, "temperature", "expected_tau", colour[name], label, linestyle=style)
+            axes[0].plot(rows["temperature"], rows["tau_pooled_raw"], "o", mfc="none", mec=colour[name], markersize=8)
+            line(axes[1], rows, "temperature", "speedup", colour[name], label, linestyle=style)
         no_gain(axes[1])
         axes[0].set(ylabel=f"{NAMES[draft]}: tokens per step", title="expected (dots) and sampled (circles)")
         axes[1].set(ylabel="times the baseline's tokens/s", title="speed-up, 95 % bands over prompts")
@@ -66,14 +66,16 @@ def written(table: pd.DataFrame) -> str:
     alone, paired = [["draft", "verifier", *head]], [[f"versus `{REFERENCE}`", "verifier", *head]]
     for draft in ordered(list(table["arm"]), ("chain", "tree")):
         for name in ordered(list(table["verifier_name"]), VERIFIERS):
-            found = [row_where(table, arm=draft, verifier_name=name, temperature=one) for one in temperatures]
-            lossy = any(row and not row["lossless"] for row in found)
+            rows = [
+                row_where(table, arm=draft, verifier_name=name, temperature=temperature) for temperature in temperatures
+            ]
+            lossy = any(row and not row["lossless"] for row in rows)
             label = f"{name} (lossy)" if lossy else name
             alone.append(
-                [NAMES[draft], label, *(f"{shown(row)}, {row['expected_tau']:.2f}" if row else "-" for row in found)]
+                [NAMES[draft], label, *(f"{shown(row)}, {row['expected_tau']:.2f}" if row else "-" for row in rows)]
             )
             if name != REFERENCE:
-                paired.append([NAMES[draft], label, *(against(row) for row in found)])
+                paired.append([NAMES[draft], label, *(against(row) for row in rows)])
     return f"{markdown(alone)}\n\n{markdown(paired)}"
 
 

@@ -49,8 +49,8 @@ def written(table: pd.DataFrame) -> str:
     arms = ordered(list(table["arm"]), [*ARMS])
     rows, fastest = [["proposer", *titles]], [["fastest", *titles]]
     for arm in arms:
-        found = [row_where(table[here], arm=arm) for _, here in places]
-        rows.append([ARM_NAMES[arm], *(f"{shown(row)}, {row['tau_pooled']:.2f}" if row else "-" for row in found)])
+        measured = [row_where(table[here], arm=arm) for _, here in places]
+        rows.append([ARM_NAMES[arm], *(f"{shown(row)}, {row['tau_pooled']:.2f}" if row else "-" for row in measured)])
     known = [row_where(table[here], arm=arms[0]) for _, here in places]
     rows.append(["repeated 8-grams", *(percent(row["baseline_repeated_8grams"]) if row else "-" for row in known)])
     fastest.append(["", *(_fastest(table[here]) for _, here in places)])

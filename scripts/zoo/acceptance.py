@@ -49,8 +49,8 @@ def eagle3(target: Target, folder: Path) -> Measure:
 
 def hydra(target: Target, folder: Path) -> Measure:
     """Return how Hydra heads are measured."""
-    heads, own = read_hydra(str(folder), target), TargetHead.of(target)
-    return (-1,), ChainObjective(heads, HydraDrafts(heads, own), own, torch.float32)
+    heads, target_head = read_hydra(str(folder), target), TargetHead.of(target)
+    return (-1,), ChainObjective(heads, HydraDrafts(heads, target_head), target_head, torch.float32)
 
 
 @torch.inference_mode()
@@ -66,15 +66,17 @@ def by_position(
         prompts: tokens of each.
         tokens: of each continuation.
     """
-    found: dict[str, list[list[float]]] = {"agreed": [], "accepted": []}
+    rows_of: dict[str, list[list[float]]] = {"agreed": [], "accepted": []}
     for number, prompt in enumerate(prompts):
         for name, temperature in (("agreed", 0.0), ("accepted", 1.0)):
             prefix = torch.tensor([prompt])
             length = len(prompt) + tokens
             ids, hidden = continue_text(writer, prefix, length, temperature, number, states)
             text = Texts(ids, torch.tensor([len(prompt)]), torch.tensor([length]), hidden)
-            found[name].append([one.agreed if temperature == 0 else one.accepted for one in objective(text)[1]])
-    return {name: np.mean(rows, 0).round(3).tolist() for name, rows in found.items()}
+            rows_of[name].append(
+                [position.agreed if temperature == 0 else position.accepted for position in objective(text)[1]]
+            )
+    return {name: np.mean(rows, 0).round(3).tolist() for name, rows in rows_of.items()}
 
 
 def described(zoo: Path, name: str) -> tuple[str, float]:
@@ -100,8 +102,8 @@ def table(figures: dict[str, dict[str, dict[str, list[float]]]]) -> list[str]:
     places = " | ".join(map(str, range(1, POSITIONS + 1)))
     lines = [f"| workload | drafter | | {places} |", "| --- " * (3 + POSITIONS) + "|"]
     for workload, drafters in figures.items():
-        for name, found in drafters.items():
-            for what, shares in found.items():
+        for name, drafter in drafters.items():
+            for what, shares in drafter.items():
                 cells = " | ".join(f"{share:.2f}" for share in shares)
                 lines.append(f"| {workload} | {NAMES[name]} | {'greedy' if what == 'agreed' else 'alpha'} | {cells} |")
     return lines

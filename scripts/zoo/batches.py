@@ -30,12 +30,12 @@ class Batches:
     def _window(self, workload: str, k: int) -> np.ndarray:
         stream, length = self.streams[workload], self.length
         per_epoch = (len(stream) - 1) // length - 1
-        epoch, place = divmod(k, per_epoch)
+        epoch, number = divmod(k, per_epoch)
         if self._epoch.get(workload, (-1,))[0] != epoch:
             rng = np.random.default_rng([self.seed, list(self.mix).index(workload), epoch])
             self._epoch[workload] = (epoch, rng.permutation(per_epoch), int(rng.integers(length)))
         _, order, offset = self._epoch[workload]
-        start = int(order[place]) * length + offset
+        start = int(order[number]) * length + offset
         return stream[start : start + length + 1]
 
     def at(self, first: int, count: int) -> np.ndarray:

@@ -106,24 +106,24 @@ def evaluate(
     """Measure on continuations of held-out prompts: heads' accuracies by rank and the draft's agreement (greedy), alpha
     (temperature 1). ``heads`` maps states ``[n, H]`` and the tokens after them ``[n]`` to logits ``[n, K, V]``.
     """
-    found: list[np.ndarray] = []  # per prompt [n, K, rank]
+    shares: list[np.ndarray] = []  # per prompt [n, K, rank]
     agree, alpha = [], []
     for number, prompt in enumerate(prompts):
         prefix, start = torch.tensor([prompt]), len(prompt) - 1
         ids, hidden = continue_text(target, prefix, len(prompt) + tokens, 0.0, number)
-        own, choices = hidden[0, start:], target.lm_head(hidden).argmax(-1)[0, start:]
+        inputs, choices = hidden[0, start:], target.lm_head(hidden).argmax(-1)[0, start:]
         agree.append(float((draft(input_ids=ids).logits[0, start:].argmax(-1) == choices).float().mean()))
-        logits = heads(own[:-1], ids[0, start + 1 :])
+        logits = heads(inputs[:-1], ids[0, start + 1 :])
         beyond = ids[0, start + 2 :].unfold(
             0, logits.shape[1], 1
         )  # [n, K]; the last states' predictions lie beyond the text
         right = logits[: len(beyond)].topk(4).indices == beyond[..., None]
-        found.append(right.numpy())
+        shares.append(right.numpy())
         ids, hidden = continue_text(target, prefix, len(prompt) + tokens, 1.0, number)
         q = draft(input_ids=ids).logits[0, start:].float().softmax(-1)
         alpha.append(float(torch.minimum(target.lm_head(hidden)[0, start:].float().softmax(-1), q).sum(-1).mean()))
     return {
-        "heads": np.concatenate(found).mean(0).round(3).tolist(),
+        "heads": np.concatenate(shares).mean(0).round(3).tolist(),
         "draft_agreement": round(float(np.mean(agree)), 3),
         "alpha": round(float(np.mean(alpha)), 3),
     }
@@ -158,12 +158,11 @@ def write(settings: Settings) -> dict:
     return figures
 
 
-def _told(one: dict) -> str:
+def _told(facts: dict) -> str:
     """Describe a distillation in words."""
-    plain = f"{one['plain_tokens'] / 1e6:.2f} M tokens of plain text, then " if one["plain_tokens"] else ""
-    return (
-        f"{plain}{one['passes']:g} passes over {one['written_tokens'] / 1e6:.2f} M tokens that the target wrote or read"
-    )
+    plain = f"{facts['plain_tokens'] / 1e6:.2f} M tokens of plain text, then " if facts["plain_tokens"] else ""
+    tokens = f"{facts['written_tokens'] / 1e6:.2f} M tokens"
+    return f"{plain}{facts['passes']:g} passes over {tokens} that the target wrote or read"
 
 
 def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: Heads) -> str:
@@ -190,10 +189,10 @@ def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: 
         return f"{loss:.3f}, {bits_per_byte(loss, size['tokens'], size['bytes']):.3f}"
 
     lines = ["| workload | head | rank 1 | 2 | 3 | 4 |", "| --- | --- | --- | --- | --- | --- |"]
-    for workload, found in figures["workloads"].items():
+    for workload, figure in figures["workloads"].items():
         lines += [
             f"| {workload} | {k} | " + " | ".join(f"{x:.2f}" for x in ranks) + " |"
-            for k, ranks in enumerate(found["heads"])
+            for k, ranks in enumerate(figure["heads"])
         ]
     lines += ["", "| workload | draft's greedy agreement | alpha |", "| --- | --- | --- |"]
     lines += [f"| {w} | {f['draft_agreement']:.3f} | {f['alpha']:.3f} |" for w, f in figures["workloads"].items()]

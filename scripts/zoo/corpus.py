@@ -168,16 +168,16 @@ def docstrings(text: str) -> str:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return ""
-    found = []
+    texts = []
     queue: deque[ast.AST] = deque([tree])
     while queue:
         node = queue.popleft()
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found.append(paragraphs(ast.get_docstring(node) or ""))
+            texts.append(paragraphs(ast.get_docstring(node) or ""))
         for name in node._fields:  # statements only: there are far more expressions, and they hold no docstrings
             if isinstance(inner := getattr(node, name), list):
                 queue.extend(n for n in inner if isinstance(n, ast.stmt | ast.ExceptHandler | ast.match_case))
-    return "\n\n".join(p for p in found if p)
+    return "\n\n".join(p for p in texts if p)
 
 
 def topics() -> dict[str, str]:
@@ -290,15 +290,15 @@ def shared_windows(prompts: Sequence[str], window: int) -> Callable[[str], set[i
             holders.setdefault(prompt[i : i + half], set()).add(index)
 
     def shared(text: str) -> set[int]:
-        found: set[int] = set()
+        indexes: set[int] = set()
         for i in range(0, len(text) - half + 1, half):
-            for index in holders.get(text[i : i + half], set()) - found:
+            for index in holders.get(text[i : i + half], set()) - indexes:
                 if any(
                     text[j : j + window] in prompts[index]
                     for j in range(max(0, i - half), i + 1)
                     if j + window <= len(text)
                 ):
-                    found.add(index)
-        return found
+                    indexes.add(index)
+        return indexes
 
     return shared

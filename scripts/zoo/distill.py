@@ -243,8 +243,8 @@ def distill(
         def of_draft(piece: TextPart, p: Tensor) -> Tensor:
             return draft_loss(draft.model, piece.ids, p) * share
 
-        loss, _ = draft.update([partial(of_draft, *one) for one in with_probs], factor)
-        heads.update([partial(of_heads, *one) for one in with_probs], factor)
+        loss, _ = draft.update([partial(of_draft, *arguments) for arguments in with_probs], factor)
+        heads.update([partial(of_heads, *arguments) for arguments in with_probs], factor)
         recent.append([loss, *np.mean(seen, 0)])
         if draft.step % 20 == 0:
             means, took = np.round(np.mean(recent, 0), 3).tolist(), time.monotonic() - began
@@ -267,9 +267,9 @@ def _restore(trainers: Mapping[str, Trainer], path: Path, facts: str) -> None:
     step, then = int(metadata["step"]), metadata.get("facts")
     if then != facts:
         raise ValueError(f"{path} belongs to a training with {then}, not {facts}: move it away to start a new one")
-    for name, one in trainers.items():
-        own = {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
-        one.restore(own, step, one.sequences)
+    for name, trainer in trainers.items():
+        state = {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
+        trainer.restore(state, step, trainer.sequences)
 
 
 def shipped(heads: HeadsInTraining) -> dict[str, Tensor]:

@@ -92,15 +92,15 @@ def grow(trainer: Trainer[LlamaForCausalLM], shape: Shape) -> Trainer[LlamaForCa
     grown = Trainer(build(shape, trainer.plan.seed), trainer.plan, trainer.threads)
     tensors = {}
     for key, value in trainer.tensors().items():
-        place = re.search(r"layers\.(\d+)\.", key)
-        if place is None:
+        layer = re.search(r"layers\.(\d+)\.", key)
+        if layer is None:
             tensors[key] = value
             continue
-        original, copy = (f"layers.{2 * int(place[1]) + k}." for k in (0, 1))
-        tensors[key.replace(place[0], original)] = value
+        original, copy = (f"layers.{2 * int(layer[1]) + k}." for k in (0, 1))
+        tensors[key.replace(layer[0], original)] = value
         if key.startswith("master."):
             zero = "o_proj" in key or "down_proj" in key
-            tensors[key.replace(place[0], copy)] = torch.zeros_like(value) if zero else value
+            tensors[key.replace(layer[0], copy)] = torch.zeros_like(value) if zero else value
     grown.restore(tensors, trainer.step, trainer.sequences)
     return grown
 

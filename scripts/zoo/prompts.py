@@ -69,7 +69,7 @@ def candidates(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerFast, per_document: int
 ) -> list[dict[str, str]]:
     """Prompts of ``LEAST`` to ``MOST`` tokens, at most ``per_document`` of each document, in a fixed order."""
-    found = []
+    records = []
     for document in documents:
         rng = random.Random(document.source)
         cuts = {"code": lambda t, _: _code_cuts(t), "json": _json_cuts, "prose": _prose_cuts}[document.workload](
@@ -78,17 +78,17 @@ def candidates(
         fitting = (c for c in cuts if len(c) < 8 * MOST and LEAST <= len(tokenizer(c).input_ids) <= MOST)
         texts = list(islice(fitting, 1 if document.workload == "json" else None))  # records' cuts are shuffled
         for text in rng.sample(texts, min(per_document, len(texts))):
-            found.append({"prompt": text, "workload": document.workload, "source": document.source})
-    return found
+            records.append({"prompt": text, "workload": document.workload, "source": document.source})
+    return records
 
 
 def choose(
-    found: list[dict[str, str]], training: Iterable[Document], counts: dict[str, int]
+    records: list[dict[str, str]], training: Iterable[Document], counts: dict[str, int]
 ) -> dict[str, list[dict[str, str]]]:
     """Return the first ``counts`` prompts of each workload that share no window with training text and are distinct."""
     kinds = {
-        "text": [f for f in found if f["workload"] != "json"],
-        "json": [f for f in found if f["workload"] == "json"],
+        "text": [f for f in records if f["workload"] != "json"],
+        "json": [f for f in records if f["workload"] == "json"],
     }
     shared = {kind: shared_windows([f["prompt"] for f in rows], WINDOWS[kind]) for kind, rows in kinds.items()}
     seen: dict[str, set[int]] = {kind: set() for kind in kinds}
@@ -115,7 +115,7 @@ def numbered(workload: str, rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 def repeated_8grams(target: Target, texts: Sequence[str], tokens: int, batch_size: int = 16) -> list[float]:
     """Return the share of repeated 8-grams in the target's greedy continuation of each text by ``tokens`` tokens."""
-    requests = requests_of(target, [Prompt(str(i), one) for i, one in enumerate(texts)], Sampling(), tokens)
+    requests = requests_of(target, [Prompt(str(i), text) for i, text in enumerate(texts)], Sampling(), tokens)
     shares = []
     for start in range(0, len(requests), batch_size):
         group = fixed_group(Arm(target, Null(), Match(), CounterDraws(0)), requests[start : start + batch_size])
@@ -130,8 +130,8 @@ def least(
     """Return each workload's ``counts`` rows with the smallest shares, in their order; NaN is last."""
     chosen = {}
     for workload in WORKLOADS:
-        own = [i for i, row in enumerate(rows) if row["workload"] == workload]
-        best = sorted(own, key=lambda i: (math.isnan(shares[i]), shares[i], i))[: counts[workload]]
+        numbers = [i for i, row in enumerate(rows) if row["workload"] == workload]
+        best = sorted(numbers, key=lambda i: (math.isnan(shares[i]), shares[i], i))[: counts[workload]]
         chosen[workload] = numbered(workload, [rows[i] for i in sorted(best)])
     return chosen
 

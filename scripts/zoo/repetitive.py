@@ -27,7 +27,7 @@ NUMBER = re.compile(r"\b\d{2,}\b")
 
 def edited(code: str) -> str | None:
     """Return the code with its most frequent identifier renamed; None where none occurs twice."""
-    names = Counter(one for one in NAME.findall(code) if not keyword.iskeyword(one))
+    names = Counter(name for name in NAME.findall(code) if not keyword.iskeyword(name))
     if not names or names.most_common(1)[0][1] < 2:
         return None
     name = names.most_common(1)[0][0]
@@ -45,11 +45,11 @@ def edits(code: str) -> str | None:
 
 def turns(record: str) -> str | None:
     """Return a prompt in which a record is repeated with one number changed from turn to turn."""
-    found = NUMBER.search(record)
-    if found is None:
+    number = NUMBER.search(record)
+    if number is None:
         return None
-    start, end = found.span()
-    each = [f"{record[:start]}{int(found[0]) + turn}{record[end:]}".rstrip() for turn in range(4)]
+    start, end = number.span()
+    each = [f"{record[:start]}{int(number[0]) + turn}{record[end:]}".rstrip() for turn in range(4)]
     lines = each[3].splitlines(keepends=True)
     return "\n".join(each[:3]) + "\n" + "".join(lines[: max(2, len(lines) // 4)])
 
@@ -59,10 +59,10 @@ def workload() -> Iterator[dict[str, str]]:
     made = []
     for kind, make in (("code", edits), ("json", turns)):
         lines = (ZOO / "prompts" / f"{kind}.jsonl").read_text().splitlines()
-        own = [(one, make(one["prompt"])) for one in map(json.loads, lines)]
+        arguments_and_texts = [(line, make(line["prompt"])) for line in map(json.loads, lines)]
         made.append([
-            {"prompt": text, "workload": make.__name__, "source": one["source"], "id": f"{make.__name__}-{one['id']}"}
-            for one, text in own if text is not None
+            {"prompt": text, "workload": make.__name__, "source": line["source"], "id": f"{make.__name__}-{line['id']}"}
+            for line, text in arguments_and_texts if text is not None
         ])  # fmt: skip
     for both in zip(*made, strict=False):
         yield from both
@@ -70,7 +70,7 @@ def workload() -> Iterator[dict[str, str]]:
 
 def text() -> str:
     """Return the file's text."""
-    return "".join(json.dumps(one) + "\n" for one in workload())
+    return "".join(json.dumps(line) + "\n" for line in workload())
 
 
 if __name__ == "__main__":

@@ -146,24 +146,24 @@ class Settings:
         It holds the tokens of each model, the target's control, and every distillation of the draft model (the heads'
         is the last).
         """
-        file, found = self.zoo / "training.json", {}
+        file, facts = self.zoo / "training.json", {}
         if file.exists():
-            found = json.loads(file.read_text())
+            facts = json.loads(file.read_text())
         for name, plan in (("target", self.plan), ("draft", self.draft_plan)):
             checkpoint = self.work / name / "checkpoint.safetensors"
             if checkpoint.exists():
                 with safe_open(checkpoint, "pt") as opened:
-                    found[f"{name}_tokens"] = int(opened.metadata()["sequences"]) * plan.length
+                    facts[f"{name}_tokens"] = int(opened.metadata()["sequences"]) * plan.length
         if (self.work / "target" / "checkpoint.safetensors").exists():
             control = self.control.read(self.work / "target")
-            found["control"] = vars(control)
-            found["half_depth_tokens"] = control.grow_step * self.plan.batch * self.plan.length
+            facts["control"] = vars(control)
+            facts["half_depth_tokens"] = control.grow_step * self.plan.batch * self.plan.length
         distilled = self.work / "distilled" / "facts.json"
         if distilled.exists():
             anew = (
                 self.work / "draft" / "checkpoint.safetensors"
             ).exists()  # otherwise training resumed from the shipped draft
-            before, now = [] if anew else found.get("distilled", []), json.loads(distilled.read_text())
-            found["distilled"] = [one for one in before if one.get("draft_sha256") != now["draft_sha256"]] + [now]
-        file.write_text(json.dumps(found, indent=1) + "\n")
-        return found
+            before, now = [] if anew else facts.get("distilled", []), json.loads(distilled.read_text())
+            facts["distilled"] = [entry for entry in before if entry.get("draft_sha256") != now["draft_sha256"]] + [now]
+        file.write_text(json.dumps(facts, indent=1) + "\n")
+        return facts

@@ -106,9 +106,9 @@ def prompts(settings: Settings) -> None:
     """Cut candidates for prompts from held-out documents."""
     holdout = texts.load_holdout(settings.zoo / "holdout.json")
     reserved = texts.held_out(holdout, settings.packages)
-    found = cuts.candidates(reserved, settings.tokenizer(), per_document=3)
+    candidates = cuts.candidates(reserved, settings.tokenizer(), per_document=3)
     training = texts.training(holdout, [], settings.packages, settings.records)
-    cuts.write(cuts.choose(found, training, settings.candidates), settings.work / "prompts")
+    cuts.write(cuts.choose(candidates, training, settings.candidates), settings.work / "prompts")
 
 
 def target(settings: Settings) -> None:
@@ -185,7 +185,7 @@ def _learn(settings: Settings, phases: Sequence[tuple[Recipe, FitPlan]], trainin
         known = settings_of(recipe, target, begun) | {"dtype": str(settings.dtype)}
         if weights is not None:
             begun.module.load_state_dict(weights, strict=False)  # masters name tied weights once
-            known["began_from"] = sha256(save({name: one.clone() for name, one in weights.items()})).hexdigest()
+            known["began_from"] = sha256(save({name: weight.clone() for name, weight in weights.items()})).hexdigest()
         read = [held.index(state) for state in recipe.states(target)]
 
         def objective(text: Texts, begun: Beginning = begun, read: list[int] = read) -> tuple[Tensor, list[Measured]]:
@@ -195,7 +195,7 @@ def _learn(settings: Settings, phases: Sequence[tuple[Recipe, FitPlan]], trainin
 
         trainer = Trainer(begun.module, plan.plan, settings.options.get("threads", 1), settings.dtype)
         fit(trainer, objective, paths, training / str(number), plan, known)
-        weights = {name: one.detach() for name, one in trainer.masters.items()}
+        weights = {name: master.detach() for name, master in trainer.masters.items()}
         tokens += trainer.step * plan.rows * settings.generation.length
     facts = {
         "target_sha256": file_hash(settings.zoo / "target" / "model.safetensors"),
@@ -259,8 +259,8 @@ def calibrate(settings: Settings) -> None:
     starts = np.linspace(0, len(stream) - length, count).astype(int)
     prefixes = [stream[s : s + length].tolist() for s in starts]
     for temperature in (0.0, 1.0):
-        found = measure(lm, heads, prefixes, tokens, temperature=temperature)
-        found.write(
+        calibration = measure(lm, heads, prefixes, tokens, temperature=temperature)
+        calibration.write(
             settings.zoo / "medusa",
             text=f"{tokens} tokens after each of {count} windows of {length} tokens of held-out code",
             target_sha256=file_hash(settings.zoo / "target" / "model.safetensors"),

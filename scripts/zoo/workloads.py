@@ -58,12 +58,14 @@ def retrieval(r: random.Random) -> Iterator[Line]:
     prose = bundled("prose")
     for group in range(COUNT // QUESTIONS):
         passages = r.sample(prose, PASSAGES)
-        prefix = "".join(f"[{place}] {one['prompt'].strip()}\n\n" for place, one in enumerate(passages, 1))
-        for question, place in enumerate(r.sample(range(PASSAGES), QUESTIONS)):
-            words = WORD.findall(passages[place]["prompt"].strip())
+        prefix = "".join(f"[{number}] {passage['prompt'].strip()}\n\n" for number, passage in enumerate(passages, 1))
+        for question, index in enumerate(r.sample(range(PASSAGES), QUESTIONS)):
+            words = WORD.findall(passages[index]["prompt"].strip())
             begun = "".join(words[: r.randint(5, 8)]).rstrip()
-            text = f"{prefix}Passage [{place + 1}] is: {begun}"
-            yield _line("retrieval", f"{group:02d}-{question}", text, ", ".join(one["source"] for one in passages))
+            text = f"{prefix}Passage [{index + 1}] is: {begun}"
+            yield _line(
+                "retrieval", f"{group:02d}-{question}", text, ", ".join(passage["source"] for passage in passages)
+            )
 
 
 def editing(r: random.Random) -> Iterator[Line]:
@@ -71,13 +73,15 @@ def editing(r: random.Random) -> Iterator[Line]:
     edits: tuple[Callable[[str], tuple[str, str] | None], ...] = (_renamed, _with_parameter, _undocumented)
     code = bundled("code")
     r.shuffle(code)
-    found = [(one, made) for one in code for change in edits if (made := change(one["prompt"])) is not None]
-    r.shuffle(found)
-    for number, (one, (what, after)) in enumerate(found[:COUNT]):
+    edits_made = [
+        (example, made) for example in code for change in edits if (made := change(example["prompt"])) is not None
+    ]
+    r.shuffle(edits_made)
+    for number, (example, (what, after)) in enumerate(edits_made[:COUNT]):
         lines = after.splitlines(keepends=True)
         begun = "".join(lines[: max(1, len(lines) // 3)])
-        text = f"# before\n{one['prompt'].rstrip()}\n\n\n# after: {what}\n{begun}"
-        yield _line("editing", f"{number:02d}", text, one["source"])
+        text = f"# before\n{example['prompt'].rstrip()}\n\n\n# after: {what}\n{begun}"
+        yield _line("editing", f"{number:02d}", text, example["source"])
 
 
 def agentic(r: random.Random) -> Iterator[Line]:
@@ -96,22 +100,23 @@ def agentic(r: random.Random) -> Iterator[Line]:
 
 def dialogue(r: random.Random) -> Iterator[Line]:
     """Yield conversations, of code and of records in turn."""
-    code = [(one, again) for one in bundled("code") if (again := _renamed(one["prompt"])) is not None]
-    records = [(one, NUMBER.search(one["prompt"])) for one in bundled("json")]
-    known = [(one, found) for one, found in records if found is not None]
+    code = [(example, again) for example in bundled("code") if (again := _renamed(example["prompt"])) is not None]
+    records = [(example, NUMBER.search(example["prompt"])) for example in bundled("json")]
+    known = [(example, match) for example, match in records if match is not None]
     r.shuffle(code)
     r.shuffle(known)
     for number in range(COUNT // 2):
-        one, (_, after) = code[number]
-        begun = _first_lines(one["prompt"])
-        turns = [one["prompt"], _first_lines(after), begun]
-        yield {**_line("dialogue", f"{2 * number:02d}", "", one["source"]), "turns": turns}
-        one, found = known[number]
-        turns = [one["prompt"]]
+        example, (_, after) = code[number]
+        begun = _first_lines(example["prompt"])
+        turns = [example["prompt"], _first_lines(after), begun]
+        yield {**_line("dialogue", f"{2 * number:02d}", "", example["source"]), "turns": turns}
+        example, number_match = known[number]
+        turns = [example["prompt"]]
         for step in (1, 2):
-            text = f"{one['prompt'][: found.start()]}{int(found[0]) + step}{one['prompt'][found.end() :]}"
+            before, after = example["prompt"][: number_match.start()], example["prompt"][number_match.end() :]
+            text = f"{before}{int(number_match[0]) + step}{after}"
             turns.append(_first_lines(text))
-        yield {**_line("dialogue", f"{2 * number + 1:02d}", "", one["source"]), "turns": turns}
+        yield {**_line("dialogue", f"{2 * number + 1:02d}", "", example["source"]), "turns": turns}
 
 
 def _line(workload: str, name: str, text: str, source: str) -> Line:
@@ -127,11 +132,11 @@ def _renamed(code: str) -> tuple[str, str] | None:
 
 def _with_parameter(code: str) -> tuple[str, str] | None:
     """Return a description and the code with one more parameter; None without a function."""
-    found = SIGNATURE.search(code)
-    if found is None or found[2].rstrip().endswith(","):
+    signature = SIGNATURE.search(code)
+    if signature is None or signature[2].rstrip().endswith(","):
         return None
-    given = f"{found[2]}, verbose=False" if found[2].strip() else "verbose=False"
-    return "one parameter is added", f"{code[: found.start(2)]}{given}{code[found.end(2) :]}"
+    given = f"{signature[2]}, verbose=False" if signature[2].strip() else "verbose=False"
+    return "one parameter is added", f"{code[: signature.start(2)]}{given}{code[signature.end(2) :]}"
 
 
 def _undocumented(code: str) -> tuple[str, str] | None:
@@ -160,7 +165,7 @@ WORKLOADS: dict[str, Callable[[random.Random], Iterator[Line]]] = {
 
 def text(name: str) -> str:
     """Return the text of a workload's file."""
-    return "".join(json.dumps(one) + "\n" for one in WORKLOADS[name](random.Random(f"{SEED}/{name}")))
+    return "".join(json.dumps(line) + "\n" for line in WORKLOADS[name](random.Random(f"{SEED}/{name}")))
 
 
 if __name__ == "__main__":
