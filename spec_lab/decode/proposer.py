@@ -16,6 +16,7 @@ from spec_lab.core.draft import SOME_WAYS, WAY, Draft, Drawn
 from spec_lab.core.faults import attributed
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.protocols import COUNT, FACTS, FLAG, TEXT, TEXT_OR_NONE, TEXTS, Declared, Part, default
+from spec_lab.core.reading import Reading
 from spec_lab.core.request import Request
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
@@ -102,6 +103,7 @@ DECLARED = {
     "why_not_stopped": TEXT_OR_NONE,
     "part_names": TEXTS,
     "facts": FACTS,
+    "reading": Declared("spec_lab.core.reading.Reading", lambda value: isinstance(value, Reading)),
     "sha256": TEXT_OR_NONE,
 }
 """What a proposer's attributes must be."""
@@ -200,6 +202,11 @@ class Proposer(Part):
     def sha256(self) -> str | None:
         """Hash of the files it was read from; empty where it is not known, None where there are none."""
         return None
+
+    @default
+    def reading(self) -> Reading:
+        """How the conventions of its files are read; empty where its files leave nothing open."""
+        return Reading()
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Check the sampling of the requests when the run is composed.

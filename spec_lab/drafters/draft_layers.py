@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.options import brief
+from spec_lab.core.reading import Reading
 from spec_lab.models.checkpoint import misfits_of, one_line
 from spec_lab.models.services import TargetServices
 from spec_lab.models.support import NOT_FULL_ATTENTION, Unsupported, is_recurrent, refuse_by_name, refuse_changing_rope
@@ -230,6 +231,8 @@ class DrafterNetwork(nn.Module):
 
     settings: Any
     """Its sizes and kind."""
+    reading = Reading()
+    """How its files were read; empty for a network that was not read from files."""
     _services: TargetServices | None = None
 
     @property

@@ -7,18 +7,20 @@ the field or tensor. What a family adds is its tables, and how its settings foll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from spec_lab.core.files import write_json
-from spec_lab.core.options import brief
+from spec_lab.core.options import Whole, WrongOption, brief
+from spec_lab.core.reading import Choice, Reading, Source
 from spec_lab.core.tensors import save_tensors
 from spec_lab.drafters.draft_layers import N, load_weights
 from spec_lab.drafters.layouts import Layout, misfits
@@ -32,6 +34,8 @@ from spec_lab.models.checkpoint import (
     weights_hash,
 )
 from spec_lab.models.target import Target
+
+log = logging.getLogger(__name__)
 
 OF_LAYERS = (
     "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -164,6 +168,8 @@ LAYER = Fields(
 """Fields of a mapping that describes decoder layers."""
 MAX_TAPS = 64
 """Maximum number of hidden states of the target that a drafter reads."""
+Taps = Sequence[Annotated[int, Whole(-1)]]
+"""An option: the numbers of the hidden states that a drafter reads, in this order."""
 FLOATS = {"F64", "F32", "F16", "BF16"}
 """Data types of weights, as safetensors names them."""
 
@@ -178,6 +184,8 @@ class DrafterFiles:
         config: its fields.
         held: the tensors, not yet read.
         target: which the drafter should be for.
+        options: by convention, how it is read whatever the files state; None where that is left to them.
+        choices: how conventions are read (``choose``).
     """
 
     what: str
@@ -185,15 +193,19 @@ class DrafterFiles:
     config: dict[str, Any]
     held: Mapping[str, Any]
     target: Target
+    options: Mapping[str, Any] = field(default_factory=dict)
+    choices: dict[str, Choice] = field(default_factory=dict)
 
     @staticmethod
     @contextmanager
-    def open(path: str, what: str, target: Target, converts: bool = True) -> Iterator[DrafterFiles]:
+    def open(
+        path: str, what: str, target: Target, converts: bool = True, options: Mapping[str, Any] | None = None
+    ) -> Iterator[DrafterFiles]:
         """Open a folder.
 
         Args:
             path: of the folder.
-            what, target: see the class.
+            what, target, options: see the class.
             converts: whether ``spec-lab convert`` knows the layout.
 
         Raises:
@@ -202,7 +214,50 @@ class DrafterFiles:
         """
         folder, config = read_drafter_config(path, what, converts)
         with open_weights(weight_files(folder)) as held:
-            yield DrafterFiles(what, folder, config, held, target)
+            yield DrafterFiles(what, folder, config, held, target, options or {})
+
+    def choose(
+        self, convention: str, value: Any, source: Source, why: str, others: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Settle how a convention is read, and record it; log one that is a guess.
+
+        Args:
+            convention: its name, which is that of the option.
+            value: as the files are read without the option.
+            source, why, others: see ``Choice``.
+
+        Returns:
+            The value of the option, or else ``value``.
+        """
+        others, given = dict(others or {}), self.options.get(convention)
+        if given is not None:
+            others = {f"as without the option ({why})": value} | others
+            value, source, why = given, "option", f"proposer.{convention} states it"
+        others = {label: other for label, other in others.items() if other != value}
+        self.choices[convention] = Choice(value, source, why, others)
+        if source == "guess":
+            log.warning(
+                "%s: %s is read as %s, a guess: %s. If fewer tokens are accepted than its authors report, try %s",
+                self.folder, convention, value, why,
+                " or ".join(f"proposer.{convention}={_written(other)} ({label})" for label, other in others.items()),
+            )  # fmt: skip
+        return value
+
+    @property
+    def reading(self) -> Reading:
+        """How the files are read.
+
+        Raises:
+            ValueError: an option sets a convention that these files do not have; names it.
+        """
+        given = {name for name, value in self.options.items() if value is not None}
+        if unused := sorted(given - self.choices.keys()):
+            known = ", ".join(self.choices) or "none"
+            raise WrongOption(
+                f"{unused[0]} sets a convention that {self.what} at {self.folder} does not have: leave it null "
+                f"(conventions of these files: {known})"
+            )
+        return Reading(dict(self.choices))
 
     @property
     def file(self) -> Path:
@@ -295,7 +350,7 @@ class DrafterFiles:
         positions = max(self.target.context, 1) if positions is None else positions
         return fields | {"max_position_embeddings": self.whole("max_position_embeddings", positions, config=config)}
 
-    def taps(self, where: str, named: Any, shift: int) -> tuple[int, ...]:
+    def taps(self, where: str, named: Any, shift: int) -> list[int]:
         """The numbers of the hidden states that a drafter reads, as in ``runner.Capabilities``.
 
         Args:
@@ -316,7 +371,27 @@ class DrafterFiles:
                 f"{self.file}: {where} names layer {wrong[0]}, but the target {self.target.name} has {last} layers, of "
                 f"which {-shift} to {last - shift} can be named here: the drafter is for another target"
             )
-        return tuple(layer + shift for layer in named)
+        return [layer + shift for layer in named]
+
+    def choose_taps(
+        self, taps: list[int], source: Source, why: str, others: Mapping[str, list[int]] | None = None
+    ) -> tuple[int, ...]:
+        """``choose`` the hidden states that are read; among the other readings are those numbered one less or more.
+
+        Raises:
+            ValueError: the option names a state that the target does not have.
+        """
+        last = self.target.lm.capabilities.hidden_layers
+        every = {**(others or {})}
+        every |= {"each one less": [tap - 1 for tap in taps], "each one more": [tap + 1 for tap in taps]}
+        exist = {label: other for label, other in every.items() if min(other) >= 0 and max(other) <= last}
+        chosen = list(self.choose("taps", taps, source, why, exist))
+        if wrong := [tap for tap in chosen if not -1 <= tap <= last]:
+            raise WrongOption(
+                f"taps names hidden state {wrong[0]}, but the target {self.target.name} has states 0 to {last}, and "
+                "-1 after its final norm"
+            )
+        return tuple(chosen)
 
     def described(self, build: Callable[[], N]) -> N:
         """The network that the config describes, without weights; errors about its layers name the config.
@@ -368,7 +443,7 @@ class DrafterFiles:
             ValueError: a tensor is missing, surplus, misshapen, quantized, NaN or infinite; copies differ.
         """
         network, target = self.described(build), self.target
-        dtype = dtype or target.lm.dtype
+        network.reading, dtype = self.reading, dtype or target.lm.dtype
         parameters = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
         sizes = {"H": target.services.hidden_size, "V": target.vocabulary}
         wanted = layout.of_network(parameters, self.shapes, copies, **sizes)
@@ -378,6 +453,11 @@ class DrafterFiles:
                 raise ValueError(f"{self.folder}: '{copy}' differs from '{first}', but both are one layer ({name})")
         tensors = {name: self.tensor(names[0], dtype) for name, names in wanted.names.items()}
         return load_weights(network, tensors, target)
+
+
+def _written(value: Any) -> str:
+    """A value as an option on the command line."""
+    return "".join(str(value).split()) if isinstance(value, list) else str(value).lower()
 
 
 def write_drafter(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Shape
+from spec_lab.core.reading import Reading
 from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.features import FeatureReader, FeatureState, observe_features
@@ -43,6 +44,11 @@ class FeatureNetwork(Protocol):
     @property
     def layers(self) -> int:
         """The number of decoder layers."""
+        ...
+
+    @property
+    def reading(self) -> Reading:
+        """How its files were read."""
         ...
 
     def features(self, hidden: Tensor) -> Tensor:
@@ -102,7 +108,12 @@ class FeatureDrafter(FeatureReader):
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
         facts = {"hidden_states": list(self.network.hidden), "dtype": str(self.lm.dtype).removeprefix("torch.")}
-        return self.plan.facts | facts
+        return self.plan.facts | facts | {"reading": self.reading.facts}
+
+    @property
+    def reading(self) -> Reading:
+        """See ``Proposer``."""
+        return self.network.reading
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Keep the features of every computed position."""

@@ -30,7 +30,7 @@ VARIANTS = {
     ),
     "eagle3-two-layers-all-tokens": eagle3(H, VOCABULARY, layers=2),
     "eagle3-five-taps-own-embedding": eagle3(
-        H, VOCABULARY, IDS, taps=5, embedding=True, eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 0, 1, 2, 3]}
+        H, VOCABULARY, IDS, taps=5, embedding=True, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2, 3, 4]}
     ),
     "eagle3-norms-of-queries": eagle3(H, VOCABULARY, IDS, norms=True),
     "eagle3-narrow": eagle3(20, VOCABULARY, IDS, wide=H, embedding=True),
@@ -49,7 +49,9 @@ def folders(tmp_path_factory):
 
 def taps_of(config, last):
     inner = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
-    return sorted([2, last // 2, last - 3]) if inner is None else [number + 1 for number in inner]
+    return (
+        sorted([2, last // 2, last - 3]) if inner is None else inner if max(inner) == last else [n + 1 for n in inner]
+    )
 
 
 def reference(name, target, text, path):
@@ -166,15 +168,42 @@ def test_the_formats_of_one_head_draft_the_same(target, tmp_path):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("config", "taps"), [
-    ({}, (1, 2, 2)),
-    ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, (1, 2, 4)),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, (2, 3, 4)),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 1, 2], "use_aux_hidden_state": True}}, (2, 3, 4)),
+AUX = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize(("config", "taps", "source"), [
+    ({}, [1, 2, 2], "guess"),
+    ({AUX: []}, [1, 2, 2], "guess"),
+    ({AUX: [1, 2, 4]}, [1, 2, 4], "file"),
+    ({"eagle_config": {AUX: [0, 1, 2]}}, [1, 2, 3], "guess"),
+    ({"eagle_config": {AUX: [1, 2, 4]}}, [1, 2, 4], "file"),
+    ({"eagle_config": {AUX: [2, 0, 1], "use_aux_hidden_state": True}}, [1, 2, 3], "guess"),
 ])  # fmt: skip
-def test_taps_are_read_by_the_convention_of_their_field(target, tmp_path, config, taps):
+def test_taps_are_read_by_the_convention_of_their_field(target, tmp_path, caplog, config, taps, source):
     path = written(tmp_path / "head", *eagle3(H, VOCABULARY, IDS, **config))
-    assert eagle.load(target, path, depth=1).requires.hidden == taps
+    proposer = eagle.load(target, path, depth=1)
+    assert proposer.requires.hidden == tuple(taps)
+    assert (proposer.reading.values["taps"], proposer.facts["reading"]["taps"]["source"]) == (taps, source)
+    assert ["proposer.taps=[" in line for line in caplog.messages] == [True] * (source == "guess")
+
+
+def test_an_option_sets_the_taps_and_the_file_s_own_become_another_reading(target, tmp_path, caplog):
+    path = written(tmp_path / "head", *eagle3(H, VOCABULARY, IDS, eagle_config={AUX: [2, 0, 1]}))
+    proposer = eagle.load(target, path, depth=1, taps=[3, 1, 2])
+    assert proposer.requires.hidden == (3, 1, 2) and not caplog.messages
+    assert proposer.facts["reading"]["taps"]["source"] == "option"
+    others = {label: value for name, label, value in proposer.reading.others if name == "taps"}
+    assert [1, 2, 3] in others.values() and [0, 1, 2] in others.values() and [3, 1, 2] not in others.values()
+    with pytest.raises(ValueError, match="taps names hidden state 5, but the target .* has states 0 to 4"):
+        eagle.load(target, path, depth=1, taps=[1, 2, 5])
+    with pytest.raises(ValueError, match="fc.weight is"):
+        eagle.load(target, path, depth=1, taps=[1, 2])
+
+
+def test_an_option_for_what_a_file_does_not_have_is_refused(target, tmp_path):
+    path = written(tmp_path / "head", *eagle1(H, VOCABULARY))
+    with pytest.raises(ValueError, match="taps sets a convention that an EAGLE head at .* does not have"):
+        eagle.load(target, path, depth=1, taps=[1, 2, 3])
 
 
 def test_taps_in_another_order_than_the_layers_are_read_in_order_and_logged(target, tmp_path, caplog):
@@ -182,7 +211,7 @@ def test_taps_in_another_order_than_the_layers_are_read_in_order_and_logged(targ
     found = []
     for ids in (order, other):
         path = written(tmp_path / str(ids), *eagle3(H, VOCABULARY, IDS, eagle_aux_hidden_state_layer_ids=ids))
-        with caplog.at_level("WARNING", "spec_lab.drafters.eagle.files"):
+        with caplog.at_level("WARNING", "spec_lab.drafters.drafter_files"):
             found.append(emitted(decode(target, eagle.load(target, path, tree=TREE), requests(WARM))[0]))
         assert [str(ids) in line for line in caplog.messages] == [True] * (ids == other)
     assert found[0] == found[1]
@@ -194,7 +223,7 @@ def test_a_head_that_this_package_trained_with_taps_in_another_order_keeps_it(ta
     facts = {"format": "pt", "target_sha256": "", "method": "eagle3", "seed": "0"}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, f"{path}/model.safetensors", facts)
     assert eagle.load(target, path, depth=1).requires.hidden == (4, 1, 2)
-    assert [record.levelname for record in caplog.records if "[4, 1, 2]" in record.getMessage()] == ["WARNING"]
+    assert ["proposer.taps=[1,2,4]" in line for line in caplog.messages] == [True]
 
 
 @pytest.mark.parametrize("name", ["norm_before_fc", "fc_norm"])
@@ -244,6 +273,7 @@ REFUSED = {
     "unknown field": (lambda c, t: c.update(residual_multiplier=0.2), r"residual_multiplier \(0\.2\)"),
     "eagle_config of text": (lambda c, t: c.update(eagle_config="all"), "eagle_config must be a mapping"),
     "taps of text": (lambda c, t: c.update(eagle_aux_hidden_state_layer_ids="all"), "list of layers"),
+    "no taps at all": (lambda c, t: t.update({"fc.weight": t["fc.weight"][:, :5]}), r"fc.weight is \[32, 5\]"),
     "hidden size": (lambda c, t: c.update(target_hidden_size=64), "size 64, the target .* 32"),
     "vocabulary": (lambda c, t: c.update(vocab_size=1000), "vocabulary of 1000 tokens, the target .* has 61"),
     "draft vocabulary": (lambda c, t: c.update(draft_vocab_size=1000), "draft_vocab_size"),

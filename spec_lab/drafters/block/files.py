@@ -138,9 +138,9 @@ def _taps(files: DrafterFiles, named: Any, layers: int) -> tuple[int, ...]:
         spread = [round(1 + i * (last - 4) / (layers - 1)) for i in range(layers)] if layers > 1 else [last // 2]
         return tuple(max(0, min(layer + 1, last)) for layer in spread)
     taps = files.taps("target_layer_ids", named, 1)
-    if list(taps) != sorted({*taps}):
+    if taps != sorted({*taps}):
         raise ValueError(
             f"{files.file}: target_layer_ids must name different layers in ascending order, not {brief(named)}: "
             "engines differ in the order in which they read others"
         )
-    return taps
+    return tuple(taps)

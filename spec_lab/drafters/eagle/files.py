@@ -9,15 +9,15 @@ Names and conventions that differ, and what they become here:
 - ``midlayer.*`` is layer 0; so is ``transformer.*`` of speculators' EAGLE-1, where ``fc`` is ``fusion_fc``.
 - ``d2t`` is an offset: draft token i is the target's token i + d2t[i]. ``t2d`` marks these tokens.
 - Taps: ``eagle_aux_hidden_state_layer_ids`` at the top level are numbers of hidden states (number i is the input of
-  layer i); inside ``eagle_config`` they are numbers of layers whose outputs are read, which is one less. Without either
-  they are hidden states 2, L // 2 and L - 3. They are read in the order of the layers, whatever the order of the list:
-  so do engines, which collect them as the layers run.
+  layer i); inside ``eagle_config`` they are numbers of layers whose outputs are read, which is one less, unless L, the
+  number of the target's layers, is among them. Without either they are hidden states 2, L // 2 and L - 3. They are read
+  in the order of the layers, whatever the order of the list: so do engines, which collect them as the layers run.
+  ``proposer.taps`` sets them.
 - Fields that may change what is computed, and are not read, are refused by name (``FIRST``, ``THIRD``).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from spec_lab.core.options import brief
+from spec_lab.core.reading import Source
 from spec_lab.core.tensors import readable
 from spec_lab.drafters.drafter_files import LAYER, DrafterFiles, Fields, Meanings, write_drafter
 from spec_lab.drafters.eagle.network import Eagle, Eagle3, Eagle3Settings, EagleSettings, Network
 from spec_lab.drafters.layouts import Entry, Layout, decoder_layer
 from spec_lab.models.checkpoint import weight_files
 from spec_lab.models.target import Target
-
-log = logging.getLogger(__name__)
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
 TABLES = ("d2t", "t2d")
@@ -116,13 +115,16 @@ SPECULATORS = Fields(
 """Fields of EAGLE-1 and EAGLE-3 in the format of speculators, beside the layers."""
 
 
-def read_eagle(path: str, target: Target, dtype: torch.dtype | None = None) -> Network:
+def read_eagle(
+    path: str, target: Target, dtype: torch.dtype | None = None, options: Mapping[str, Any] | None = None
+) -> Network:
     """Read a head for a target, onto its device.
 
     Args:
         path: folder of the head.
         target: the target.
         dtype: of the head; None: the target's.
+        options: by convention, how it is read (``DrafterFiles``).
 
     Raises:
         OSError: a file is missing, truncated or corrupt.
@@ -130,7 +132,7 @@ def read_eagle(path: str, target: Target, dtype: torch.dtype | None = None) -> N
             surplus, misshapen, NaN or infinite; ``d2t`` is no offset; the head is for another hidden size, another
             vocabulary or hidden states that the target does not have.
     """
-    with DrafterFiles.open(path, "an EAGLE head", target) as files:
+    with DrafterFiles.open(path, "an EAGLE head", target, options=options) as files:
         settings = _settings(files)
         if isinstance(settings, EagleSettings):
             return files.read(EAGLE, lambda: Eagle(settings), dtype)
@@ -214,27 +216,40 @@ def _settings(files: DrafterFiles) -> EagleSettings | Eagle3Settings:
             raise ValueError(f"{files.folder} holds no {name}, and the target's has hidden size {wide}, not {h}")
     inner = config.get("eagle_config") or {}  # where NVIDIA's exporter writes flags
     flags = {name: files.flag(name, config=inner if config.get(name) is None else config) for name in FLAGS}
-    return Eagle3Settings(fields, h, wide, v, _taps(files), w, layers, **flags, own_embedding=own_embedding)
+    taps = _taps(files, max(1, (shapes.get("fc.weight") or [3 * wide])[-1] // wide))
+    return Eagle3Settings(fields, h, wide, v, taps, w, layers, **flags, own_embedding=own_embedding)
 
 
-def _taps(files: DrafterFiles) -> tuple[int, ...]:
-    """The numbers of the hidden states that the head reads."""
+def _taps(files: DrafterFiles, count: int) -> tuple[int, ...]:
+    """The numbers of the hidden states that the head reads.
+
+    Args:
+        files: of the head.
+        count: how many ``fc`` reads.
+    """
     config, last = files.config, files.target.lm.capabilities.hidden_layers
     named, shift, where = config.get(TAPS), 0, TAPS
-    if named is None and config.get("eagle_config"):
+    if not named and config.get("eagle_config"):
         named, shift, where = config["eagle_config"].get(TAPS), 1, f"eagle_config.{TAPS}"
-    if named is None:
-        return tuple(sorted(max(0, min(tap, last)) for tap in (2, last // 2, last - 3)))
-    taps = files.taps(where, named, shift)
-    if list(taps) == sorted(taps):
-        return taps
+    if not named:
+        usual = (2, last // 2, last - 3)
+        spread = [round(1 + i * (last - 4) / max(1, count - 1)) + 1 for i in range(count)]
+        taps = sorted(max(0, min(tap, last)) for tap in (usual if count == len(usual) else spread))
+        why = f"{where} names none" + "; these are EAGLE-3's own" * (count == len(usual))
+        return files.choose_taps(taps, "guess", why, {"spread over the layers": spread})
+    source: Source = "guess" if shift else "file"
+    why = f"{where} is {brief(named)}, numbers of {'layers whose outputs are read' if shift else 'hidden states'}"
+    if shift and isinstance(named, list) and last in named:
+        source, shift, why = "file", 0, f"{where} is {brief(named)}, where {last} can only be the number of a state"
+    listed = files.taps(where, named, shift)
+    taps = sorted(listed)
+    if taps == listed:
+        return files.choose_taps(taps, source, why)
     if _is_of_training(files.folder):
-        log.warning(
-            "%s: %s is %s, the order in which this package trained the head; it is kept", files.file, where, named
-        )
-        return taps
-    log.warning("%s: %s is %s, but taps are read in the order of the layers", files.file, where, named)
-    return tuple(sorted(taps))
+        why += ", in the order in which this package trained the head"
+        return files.choose_taps(listed, "guess", why, {"in the order of the layers": taps})
+    why += ", and engines read taps in the order of the layers"
+    return files.choose_taps(taps, "guess", why, {"in the order of the list": listed})
 
 
 def _is_of_training(folder: Path) -> bool:

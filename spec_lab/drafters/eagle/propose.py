@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Unpack
 
 from spec_lab.core.options import OneOf, checked
+from spec_lab.drafters.drafter_files import Taps
 from spec_lab.drafters.eagle.files import read_eagle
 from spec_lab.drafters.feature_drafter import FeatureDrafter
 from spec_lab.models.checkpoint import weights_hash
@@ -20,7 +21,11 @@ from spec_lab.propose.tree_plan import TreeOptions, TreePlan
 
 @checked
 def load(
-    target: Target, path: str, dtype: Annotated[str, OneOf(DTYPES)] | None = None, **options: Unpack[TreeOptions]
+    target: Target,
+    path: str,
+    dtype: Annotated[str, OneOf(DTYPES)] | None = None,
+    taps: Taps | None = None,
+    **options: Unpack[TreeOptions],
 ) -> FeatureDrafter:
     """Read an EAGLE head and choose its trees.
 
@@ -28,6 +33,8 @@ def load(
         target: whose hidden states the head reads.
         path: folder of an EAGLE-1, EAGLE-2 or EAGLE-3 head, in safetensors.
         dtype: of the head: bfloat16, float16, float32, float64; None: the target's.
+        taps: numbers of the hidden states that are read, in this order: i is the input of layer i; None: as the files
+            are read.
         options: of the trees.
 
     Raises:
@@ -36,7 +43,7 @@ def load(
     """
     plan = TreePlan.read(**options)
     own_dtype = None if dtype is None else DTYPES[dtype]
-    network = read_eagle(path, target, own_dtype)
+    network = read_eagle(path, target, own_dtype, {"taps": taps})
     plan.check_width(network.tokens)
     pack(network)
     return FeatureDrafter(network, target, plan, network.name, weights_hash(path), own_dtype)

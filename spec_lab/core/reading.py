@@ -1,0 +1,61 @@
+"""How the conventions of a drafter's files are read: which hidden states, norms, windows and tables they mean.
+
+Files of one layout leave some of them open, and a convention that is read otherwise than the author meant it makes the
+drafts worse, while every emitted token stays right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Source = Literal["file", "default", "guess", "option"]
+"""Where a value comes from: the file states it; a rule for files that do not; a rule that is wrong for some files,
+which is logged; or an option of the run."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one convention is read.
+
+    Args:
+        value: in use, as the option of that name has it.
+        source: of the value.
+        why: it was chosen, in a few words.
+        others: values of other readings that the file leaves open, by their description.
+    """
+
+    value: Any
+    source: Source
+    why: str
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a drafter's files are read.
+
+    Args:
+        choices: by convention, which is the name of the drafter's option that sets it.
+    """
+
+    choices: Mapping[str, Choice] = field(default_factory=dict)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The value in use of each convention."""
+        return {name: choice.value for name, choice in self.choices.items()}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep: each convention's value, where it comes from, and why."""
+        return {
+            name: {"value": choice.value, "source": choice.source, "why": choice.why}
+            for name, choice in self.choices.items()
+        }
+
+    @property
+    def others(self) -> list[tuple[str, str, Any]]:
+        """The other readings that the file leaves open: convention, description and value of each."""
+        return [(name, label, value) for name, choice in self.choices.items() for label, value in choice.others.items()]
