@@ -16,7 +16,7 @@ which is logged; or an option of the run."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class Convention:
     """How one convention is read.
 
     Args:
@@ -37,25 +37,29 @@ class Reading:
     """How a drafter's files are read.
 
     Args:
-        choices: by convention, which is the name of the drafter's option that sets it.
+        conventions: by name, which is that of the drafter's option that sets it.
     """
 
-    choices: Mapping[str, Choice] = field(default_factory=dict)
+    conventions: Mapping[str, Convention] = field(default_factory=dict)
 
     @property
     def values(self) -> dict[str, Any]:
         """The value in use of each convention."""
-        return {name: choice.value for name, choice in self.choices.items()}
+        return {name: convention.value for name, convention in self.conventions.items()}
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep: each convention's value, where it comes from, and why."""
         return {
-            name: {"value": choice.value, "source": choice.source, "why": choice.why}
-            for name, choice in self.choices.items()
+            name: {"value": convention.value, "source": convention.source, "why": convention.why}
+            for name, convention in self.conventions.items()
         }
 
     @property
     def others(self) -> list[tuple[str, str, Any]]:
         """The other readings that the file leaves open: convention, description and value of each."""
-        return [(name, label, value) for name, choice in self.choices.items() for label, value in choice.others.items()]
+        return [
+            (name, label, value)
+            for name, convention in self.conventions.items()
+            for label, value in convention.others.items()
+        ]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spec_lab.core.files import write_json
 from spec_lab.core.options import Whole, WrongOption, brief
-from spec_lab.core.reading import Choice, Reading, Source
+from spec_lab.core.reading import Convention, Reading, Source
 from spec_lab.core.tensors import save_tensors
 from spec_lab.drafters.draft_layers import N, load_weights
 from spec_lab.drafters.layouts import Layout, misfits
@@ -185,7 +185,7 @@ class DrafterFiles:
         held: the tensors, not yet read.
         target: which the drafter should be for.
         options: by convention, how it is read whatever the files state; None where that is left to them.
-        choices: how conventions are read (``choose``).
+        conventions: how they are read (``choose``).
     """
 
     what: str
@@ -194,7 +194,7 @@ class DrafterFiles:
     held: Mapping[str, Any]
     target: Target
     options: Mapping[str, Any] = field(default_factory=dict)
-    choices: dict[str, Choice] = field(default_factory=dict)
+    conventions: dict[str, Convention] = field(default_factory=dict)
 
     @staticmethod
     @contextmanager
@@ -224,7 +224,7 @@ class DrafterFiles:
         Args:
             convention: its name, which is that of the option.
             value: as the files are read without the option.
-            source, why, others: see ``Choice``.
+            source, why, others: see ``Convention``.
 
         Returns:
             The value of the option, or else ``value``.
@@ -234,7 +234,7 @@ class DrafterFiles:
             others = {f"as without the option ({why})": value} | others
             value, source, why = given, "option", f"proposer.{convention} states it"
         others = {label: other for label, other in others.items() if other != value}
-        self.choices[convention] = Choice(value, source, why, others)
+        self.conventions[convention] = Convention(value, source, why, others)
         if source == "guess":
             log.warning(
                 "%s: %s is read as %s, a guess: %s. If fewer tokens are accepted than its authors report, try %s",
@@ -251,13 +251,13 @@ class DrafterFiles:
             ValueError: an option sets a convention that these files do not have; names it.
         """
         given = {name for name, value in self.options.items() if value is not None}
-        if unused := sorted(given - self.choices.keys()):
-            known = ", ".join(self.choices) or "none"
+        if unused := sorted(given - self.conventions.keys()):
+            known = ", ".join(self.conventions) or "none"
             raise WrongOption(
                 f"{unused[0]} sets a convention that {self.what} at {self.folder} does not have: leave it null "
                 f"(conventions of these files: {known})"
             )
-        return Reading(dict(self.choices))
+        return Reading(dict(self.conventions))
 
     @property
     def file(self) -> Path:
