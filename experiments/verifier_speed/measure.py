@@ -331,7 +331,7 @@ def main() -> None:
             view, result[f"chains, {device}"] = chains_table(seconds, accepted, title)
             console.print(view)
         if arguments.only != "chains":
-            target = Target.load(arguments.target, device)
+            target = Target.load(arguments.target, device=device)
             for drawn, temperature in (("point", 0.0), ("iid", 1.0), ("without", 1.0)):
                 rounds = time_tree(
                     target, arguments.draft, arguments.prompts, arguments.tree, drawn, temperature,

@@ -111,9 +111,24 @@ def check_sizes(folder: Path) -> None:
             continue
         if not file.is_file():
             raise ValueError(f"{file} is not a regular file: a checkpoint holds files only; remove it")
-        max_bytes = MAX_TOKENIZER if file.name in VOCABULARIES else MAX_BYTES
-        if (size := file.stat().st_size) > max_bytes:
-            raise ValueError(f"{file} has {size} bytes, more than the {max_bytes} that are read of such a file")
+        check_size(str(file), file.name, file.stat().st_size)
+
+
+def check_size(where: str, name: str, size: int) -> None:
+    """Refuse a JSON or tokenizer file that would not be read; other files have no bound.
+
+    Args:
+        where: the file, for the message.
+        name: of the file.
+        size: of the file, in bytes.
+
+    Raises:
+        ValueError: it is too large.
+    """
+    bounded = name in TOKENIZER_FILES or name.endswith((".json", ".jinja"))
+    max_bytes = MAX_TOKENIZER if name in VOCABULARIES else MAX_BYTES
+    if bounded and size > max_bytes:
+        raise ValueError(f"{where} has {size} bytes, more than the {max_bytes} that are read of such a file")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -244,15 +259,13 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def weights_hash(path: str) -> str:
-    """Return the SHA-256 over a local checkpoint's weight files in order of name; empty for a hub name.
+def weights_hash(folder: Path | str) -> str:
+    """Return the SHA-256 over the weight files of a checkpoint's folder in order of name.
 
     Raises:
         OSError, ValueError: as for ``weight_files``.
     """
-    if not Path(path).is_dir():
-        return ""
-    return file_hash(*weight_files(Path(path)))
+    return file_hash(*weight_files(Path(folder)))
 
 
 def mtp_prefixes(tensors: Iterable[str], layers: int = 0) -> list[str]:

@@ -112,7 +112,7 @@ def convert(path: str, out: Path, dtype: str | None = None, overwrite: bool = Fa
         planned = _plan(path, checked.model, tensors, dtype)
         writer = gguf.GGUFWriter(None, ARCHITECTURES[config.model_type])
         writer.add_name(Path(path).name)
-        writer.add_string(SOURCE, checkpoint.weights_hash(path))
+        writer.add_string(SOURCE, checkpoint.weights_hash(checked.folder))
         writer.add_file_type(FILE_TYPES[dtype])
         if dtype.startswith("q"):
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

@@ -233,7 +233,7 @@ def read_gguf_tokenizer(file: GGUFFile, folder: str | None = None) -> Any:
         if not Path(folder).is_dir():
             raise OSError(f"there is no folder {folder}: give one that holds the tokenizer of {file.path}")
         checkpoint.check_sizes(Path(folder))
-        tokenizer = read_tokenizer(folder, Path(folder), None, None)
+        tokenizer = read_tokenizer(folder, Path(folder), None)
     else:
         try:
             tokenizer = _of_file(file)

@@ -1,80 +1,209 @@
-"""The files of a checkpoint: of a local folder, or of the hub, from where they are downloaded into its cache."""
+"""The files of a checkpoint or a drafter: of a local folder, or of the hub, downloaded into its cache.
+
+A repository of the hub is opened by its ``config.json`` and the list of its files with their sizes. Other files are
+downloaded when they are asked for, by name: JSON and tokenizer files within the bounds of ``checkpoint``, weights in
+safetensors if they fit on the disk. Pickles are downloaded for ``spec-lab convert`` only, and code never.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download, is_offline_mode, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-from transformers.utils import cached_file
+from huggingface_hub import HfApi, constants, hf_hub_download, is_offline_mode, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
+from spec_lab.core.options import WrongOption, brief
 from spec_lab.models import checkpoint
+from spec_lab.models.checkpoint import INDEX, SINGLE
+
+LOG = logging.getLogger(__name__)
+
+CONFIG = "config.json"
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+TIMEOUT = 30.0
+"""Time that the hub has to list a repository's files, in seconds."""
 
 
-def folder_of(path: str) -> tuple[Path, str | None]:
-    """Return the folder of a checkpoint after checking its files, and the revision of a hub name.
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """A folder of files, or a repository of the hub at one commit, whose files are downloaded into its cache.
 
-    For a hub name it is the folder in the cache; every file but the weights is downloaded before it is checked.
+    Args:
+        path: the folder or hub name as given.
+        folder: of the files that are there.
+        commit: of a hub name; None of a folder.
+        sizes: of each file of the repository, in bytes; None of a folder, and where the hub was not reached.
+    """
+
+    path: str
+    folder: Path
+    commit: str | None = None
+    sizes: Mapping[str, int] | None = None
+
+    @staticmethod
+    def open(path: str, revision: str | None = None) -> CheckpointFiles:
+        """Open a folder; or a repository of the hub, of which config.json is downloaded.
+
+        Args:
+            path: folder or hub name.
+            revision: branch, tag or commit of a hub name; None: main.
+
+        Raises:
+            OSError: neither a folder nor a model of the hub; a repository without config.json; the hub cannot be
+                reached, or denies access. Offline, config.json is not in the cache.
+            WrongOption: the repository has no such revision; a folder has none.
+        """
+        if Path(path).exists():
+            if revision is not None:
+                raise WrongOption(f"revision is of a hub name, but {path} is a local folder: set revision=null")
+            return CheckpointFiles(path, Path(path))
+        if not HUB_NAME.fullmatch(path):
+            hint = "" if "/" in path else "; give a model of the hub as owner/name, e.g. openai-community/gpt2"
+            raise OSError(f"there is no folder {path}, and it is not a hub name (owner/name){hint}")
+        sizes = None
+        try:
+            if not is_offline_mode():
+                listed = HfApi().model_info(path, revision=revision, files_metadata=True, timeout=TIMEOUT)
+                sizes = {file.rfilename: file.size or 0 for file in listed.siblings or ()}
+                checkpoint.check_size(f"{CONFIG} of {path}", CONFIG, sizes.get(CONFIG, 0))
+            config = hf_hub_download(path, CONFIG, revision=revision)
+        except ValueError:  # of ``check_size``
+            raise
+        except Exception as error:  # also those of the HTTP library
+            cached = try_to_load_from_cache(path, CONFIG, revision=revision)
+            if sizes is not None or not isinstance(cached, str):
+                raise _refusal(path, CONFIG, revision, error) from error
+            if not is_offline_mode():
+                LOG.warning(
+                    "the hub cannot be reached for %s (%s): its files in the cache are used, which may be older than "
+                    "the hub's", path, checkpoint.one_line(error),
+                )  # fmt: skip
+            config = cached
+        return CheckpointFiles(path, Path(config).parent, Path(config).parent.name, sizes)
+
+    def fetch(self, name: str) -> bool:
+        """Download a file unless it is there; return whether there is such a file.
+
+        Offline, a file that is not in the cache counts as missing.
+
+        Raises:
+            OSError: the hub cannot be reached, denies access, or sent a part of the file only.
+            ValueError: a JSON or tokenizer file that is too large.
+        """
+        if self.commit is None:
+            return (self.folder / name).exists()
+        known = try_to_load_from_cache(self.path, name, revision=self.commit)
+        if known is not None:
+            return isinstance(known, str)  # else the cache records that the hub has no such file
+        checkpoint.check_size(f"{name} of {self.path}", name, (self.sizes or {}).get(name, 0))
+        try:
+            hf_hub_download(self.path, name, revision=self.commit)
+        except Exception as error:  # also those of the HTTP library
+            missing = isinstance(error, EntryNotFoundError)
+            if missing and (is_offline_mode() or not isinstance(error, LocalEntryNotFoundError)):
+                return False
+            raise _refusal(self.path, name, self.commit, error) from error
+        return True
+
+    def fetch_weights(self) -> None:
+        """Download the weights: of a repository those that ``checkpoint.shard_names`` names, else all in safetensors.
+
+        Raises:
+            OSError: they cannot be downloaded, or do not fit on the disk; an index without its files.
+            ValueError: as for ``checkpoint.shard_names``.
+        """
+        if self.commit is None:
+            return
+        self._check_room([SINGLE])
+        if self.fetch(SINGLE):
+            return
+        if self.fetch(INDEX):
+            self.fetch_all(checkpoint.shard_names(self.folder))
+        else:
+            self.fetch_all(self.at_top("*.safetensors"))
+
+    def at_top(self, *patterns: str) -> list[str]:
+        """Return the names of the files outside of folders that match a pattern, as far as they are known; sorted."""
+        names = self.sizes if self.sizes is not None else [file.name for file in self.folder.glob("*")]
+        return sorted(name for name in names if "/" not in name and any(Path(name).match(glob) for glob in patterns))
+
+    def fetch_all(self, names: Sequence[str]) -> None:
+        """Download files.
+
+        Raises:
+            OSError: they cannot be downloaded, or do not fit on the disk.
+        """
+        self._check_room(names)
+        for name in names:
+            self.fetch(name)
+
+    def _check_room(self, names: Sequence[str]) -> None:
+        """Log how much is downloaded, and refuse more than the disk has room for.
+
+        Raises:
+            OSError: states both.
+        """
+        missing = {name: (self.sizes or {}).get(name, 0) for name in names if not (self.folder / name).exists()}
+        if not (size := sum(missing.values())):
+            return
+        free = shutil.disk_usage(self.folder).free
+        if size > free:
+            raise OSError(
+                f"the weights of {self.path} have {size / 2**30:.1f} GiB, but the disk of the hub's cache "
+                f"({constants.HF_HUB_CACHE}) has {free / 2**30:.1f} GiB left: make room, or set HF_HOME to a folder on "
+                "another disk"
+            )
+        LOG.info("Downloading %s of %s (%.2f GiB)", ", ".join(missing), self.path, size / 2**30)
+
+
+def _refusal(path: str, name: str, revision: str | None, error: Exception) -> OSError | WrongOption:
+    """Return the error that says why a file of the hub cannot be had, and what to do."""
+    if isinstance(error, RevisionNotFoundError):
+        return WrongOption(f"revision must be a branch, tag or commit of {path}, which has no {brief(revision)}")
+    if isinstance(error, GatedRepoError):
+        return OSError(
+            f"{path} is gated on the hub: accept its conditions on its page, and set HF_TOKEN to a token of that "
+            "account or log in (hf auth login)"
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return OSError(
+            f"there is no folder {path}, and the hub has no such model, or it is private: correct the name, or set "
+            "HF_TOKEN to a token of an account that may read it"
+        )
+    if is_offline_mode():
+        return OSError(
+            f"{name} of {path} is not in the hub's cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE=1 allows no "
+            "download: run once without it, or name another cache by HF_HOME"
+        )
+    if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+        return OSError(f"{path} holds no {name}: give the hub name of a model written by save_pretrained")
+    return OSError(
+        f"{name} of {path} cannot be fetched from the hub ({checkpoint.one_line(error)}): try again when the hub "
+        "can be reached, or set HF_HUB_OFFLINE=1 to use only the files in the cache"
+    )
+
+
+def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFiles:
+    """Open a checkpoint and check its files, after downloading every one but the weights.
 
     Raises:
-        OSError: there is no config.json, or the hub cannot be reached.
+        OSError, WrongOption: as for ``CheckpointFiles.open``.
         ValueError: as for ``checkpoint.check_files``.
     """
-    if Path(path).exists():
-        folder, revision = Path(path), None
-    else:
-        config = cached_file(path, "config.json")
-        if config is None:
-            raise OSError(f"{path} holds no config.json: give the hub name of a model written by save_pretrained")
-        folder = Path(config).parent
-        revision = folder.name
+    files = CheckpointFiles.open(path, revision)
+    if files.commit is not None:
         for name in ("generation_config.json", "adapter_config.json", *checkpoint.TOKENIZER_FILES):
-            _fetched(path, name, revision)
-    checkpoint.check_files(folder)
-    return folder, revision
-
-
-def loaded_folder(path: str) -> Path | None:
-    """Return the folder of a checkpoint that was loaded; in the cache for a hub name. None if it is not there."""
-    if Path(path).exists():
-        return Path(path)
-    config = try_to_load_from_cache(path, "config.json")
-    return Path(config).parent if isinstance(config, str) else None
-
-
-def _fetched(path: str, name: str, revision: str) -> bool:
-    """Download a file of a model of the hub into the cache; return whether the model has such a file.
-
-    Offline, a file that is not in the cache counts as missing from the model.
-
-    Raises:
-        OSError: the hub cannot be reached, or denies access.
-    """
-    known = try_to_load_from_cache(path, name, revision=revision)
-    if known is not None:
-        return isinstance(known, str)  # else the cache records that the hub has no such file
-    try:
-        hf_hub_download(path, name, revision=revision)
-    except Exception as error:  # also those of the HTTP library
-        missing = isinstance(error, EntryNotFoundError)
-        if missing and (is_offline_mode() or not isinstance(error, LocalEntryNotFoundError)):
-            return False
-        raise OSError(
-            f"{name} of {path} cannot be fetched from the hub ({checkpoint.one_line(error)}): try again when the hub "
-            "can be reached, or set HF_HUB_OFFLINE=1 to use only the files in the cache"
-        ) from error
-    return True
-
-
-def fetch_weights(path: str, folder: Path, revision: str | None) -> None:
-    """Download the weight files of a hub name into the cache.
-
-    Raises:
-        OSError: there are none, or they cannot be downloaded.
-        ValueError: as for ``checkpoint.shard_names``.
-    """
-    if revision is None or _fetched(path, checkpoint.SINGLE, revision):
-        return
-    _fetched(path, checkpoint.INDEX, revision)
-    for name in checkpoint.shard_names(folder):
-        _fetched(path, name, revision)
+            files.fetch(name)
+    checkpoint.check_files(files.folder)
+    return files

@@ -20,7 +20,7 @@ from spec_lab.models import checkpoint, ranks
 from spec_lab.models import tensor_parallel as parallel
 from spec_lab.models.checkpoint import weight_files, weights_hash
 from spec_lab.models.configs import Config, read_model_config
-from spec_lab.models.hub import fetch_weights, folder_of
+from spec_lab.models.hub import open_checkpoint
 from spec_lab.models.placement import (
     DTYPES,
     check_device_map,
@@ -63,8 +63,9 @@ def load_model(
     tensor_parallel: bool = False,
     quantization: str | None = None,
     group_size: int | None = None,
-) -> tuple[Any, Any]:
-    """Return the model in eval mode and its tokenizer. Arguments and errors as in ``Target.load``."""
+    revision: str | None = None,
+) -> LoadedModel:
+    """Load a model, in eval mode, and its tokenizer. Arguments and errors as in ``Target.load``."""
     if not isinstance(path, str) or not path:
         raise ValueError(f"path must name a folder of a checkpoint or a model of the hub, not {path!r}")
     if dtype not in DTYPES:
@@ -75,7 +76,7 @@ def load_model(
     else:
         computes = where
     asked = chosen(quantization, group_size, computes, dtype)
-    checked = describe(path, lambda folder: _quantization(folder, asked, computes, dtype, tensor_parallel))
+    checked = describe(path, lambda folder: _quantization(folder, asked, computes, dtype, tensor_parallel), revision)
     if device_map is not None or tensor_parallel:
         gc.collect()  # such models are part of reference cycles: free that of an earlier run before this one is loaded
     if device_map is not None:
@@ -85,8 +86,11 @@ def load_model(
     elif tensor_parallel:
         check_ranks(checked.model.config)
         if ranks.size() > 1:
-            how = {"path": path, "dtype": dtype, "over": ranks.size(), "threads": torch.get_num_threads()}
-            model = parallel.join().load(_read_weights, **how, sha256=weights_hash(path))
+            how = {
+                "path": path, "dtype": dtype, "over": ranks.size(), "threads": torch.get_num_threads(),
+                "revision": checked.commit, "sha256": weights_hash(checked.folder),
+            }  # fmt: skip
+            model = parallel.join().load(_read_weights, **how)
         else:
             model = _fill(path, checked, dtype).to("cuda" if torch.cuda.is_available() else "cpu")
     else:
@@ -95,13 +99,22 @@ def load_model(
                 room = memory.available(memory_device)
                 check_weights_fit(path, checked.model, dtype, memory_device, room, stays=memory_device == where)
         elif not checked.config.multimodal:  # whose files hold more than the text part
-            files = weight_files(checked.folder) if Path(path).is_dir() else ()
-            room = memory.available(where)
+            files, room = weight_files(checked.folder), memory.available(where)
             check_quantized_fit(path, checked.model, checked.quantization, DTYPES[dtype], files, where, room)
         model = _fill(path, checked, dtype, where=where).to(where)
     tokenizer, stops = read_texts(path, checked)
     model.generation_config = GenerationConfig(eos_token_id=stops or None)
-    return model, tokenizer
+    return LoadedModel(model, tokenizer, checked.folder)
+
+
+class LoadedModel(NamedTuple):
+    """A model that was loaded."""
+
+    model: Any
+    """In eval mode."""
+    tokenizer: Any
+    folder: Path
+    """Of the checkpoint's files; in the cache for a hub name."""
 
 
 class CheckedCheckpoint(NamedTuple):
@@ -109,7 +122,7 @@ class CheckedCheckpoint(NamedTuple):
 
     folder: Path
     """Of its files; in the cache for a hub name."""
-    revision: str | None
+    commit: str | None
     """Of a hub name."""
     model: Any
     """The model that its config describes, on torch's meta device; of a multimodal checkpoint its text part."""
@@ -127,24 +140,25 @@ class CheckedCheckpoint(NamedTuple):
         return text_tensors(tensors) if self.config.multimodal else tensors
 
 
-def describe(path: str, quantize: Callable[[Path], Quantization | None] = lambda _: None) -> CheckedCheckpoint:
+def describe(
+    path: str, quantize: Callable[[Path], Quantization | None] = lambda _: None, revision: str | None = None
+) -> CheckedCheckpoint:
     """Check the files of a checkpoint, after downloading them for a hub name, and describe its model.
 
     Args:
         path: the folder or hub name as given.
         quantize: returns how the checkpoint of a folder is quantized, before its weights are downloaded.
+        revision: branch, tag or commit of a hub name; None: main.
 
     Raises:
         OSError, ValueError, Unsupported: as in ``Target.load``.
     """
-    if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
-        hint = "" if "/" in path else "; give a model of the hub as owner/name, e.g. openai-community/gpt2"
-        raise OSError(f"there is no folder {path}, and it is not a hub name (owner/name){hint}")
-    folder, revision = folder_of(path)
-    config = read_model_config(path, folder)
-    quantization = quantize(folder)
-    fetch_weights(path, folder, revision)
-    return CheckedCheckpoint(folder, revision, _describe(path, folder, config.loaded), config, quantization)
+    files = open_checkpoint(path, revision)
+    config = read_model_config(path, files.folder)
+    quantization = quantize(files.folder)
+    files.fetch_weights()
+    model = _describe(path, files.folder, config.loaded)
+    return CheckedCheckpoint(files.folder, files.commit, model, config, quantization)
 
 
 def _quantization(
@@ -183,7 +197,7 @@ def read_texts(path: str, checked: CheckedCheckpoint) -> tuple[Any, list[int]]:
     vocabulary = min(vocabulary, int(described.get_input_embeddings().weight.shape[0]))
     where, stops = checkpoint.stop_tokens(checked.folder, getattr(described.config, "eos_token_id", None))
     stops = check_stop_tokens(where, stops, vocabulary)
-    tokenizer = read_tokenizer(path, checked.folder, checked.revision, checked.config.whole)
+    tokenizer = read_tokenizer(path, checked.folder, checked.config.whole)
     check_vocabulary(path, tokenizer, vocabulary)
     return tokenizer, stops
 
@@ -213,23 +227,26 @@ def _describe(path: str, folder: Path, config: Any) -> Any:
     return model
 
 
-def _read_weights(path: str, dtype: str, over: int = 1, threads: int | None = None, sha256: str = "") -> Any:
+def _read_weights(
+    path: str, dtype: str, over: int = 1, threads: int | None = None, sha256: str = "", revision: str | None = None
+) -> Any:
     """Load this rank's part of a model for tensor parallelism.
 
     Args:
         path, dtype: as in ``Target.load``.
         over: number of ranks over which the model is split.
         threads: for torch to use; None leaves the number as it is.
-        sha256: ``weights_hash`` on rank 0, with which the other ranks compare theirs; empty for a hub name.
+        sha256: ``weights_hash`` on rank 0, with which the other ranks compare theirs.
+        revision: commit of a hub name.
 
     Raises:
         OSError: the weights differ from those of rank 0; otherwise errors as in ``Target.load``.
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    checked = describe(path)
+    checked = describe(path, revision=revision)
     model = _fill(path, checked, dtype, over=over)
-    if ranks.rank() and sha256 and weights_hash(path) != sha256:
+    if ranks.rank() and sha256 and weights_hash(checked.folder) != sha256:
         raise OSError(f"{path} holds other weights than on rank 0: copy the same checkpoint to every machine")
     return model
 

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_lab.core.options import Count
+from spec_lab.core.options import Count, Filled
 from spec_lab.core.options import checked as check_arguments
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.forests import Checked
-from spec_lab.models.hub import loaded_folder
 from spec_lab.models.loading import load_model
 from spec_lab.models.merged import merge
 from spec_lab.models.packed import pack, unpack
@@ -133,6 +132,7 @@ class Target:
     @check_arguments
     def load(
         path: str,
+        revision: Filled | None = None,
         device: str | None = None,
         dtype: str = "bfloat16",
         attention: Attention = "spans",
@@ -153,6 +153,7 @@ class Target:
 
         Args:
             path: a folder of a transformers checkpoint, or a hub name.
+            revision: branch, tag or commit of a hub name; None: main.
             device: cpu, cuda, cuda:N; None: cpu, unless device_map or tensor_parallel is set.
             dtype: bfloat16, float16, float32, float64.
             attention: spans: on this engine's KV cache; dense: slower, for models without AttentionInterface.
@@ -198,13 +199,13 @@ class Target:
             "tensor_parallel": tensor_parallel, "kv_dtype": stored is not None, "device": device is not None,
         }  # fmt: skip
         refuse_pairs(options)
-        model, tokenizer = load_model(
+        model, tokenizer, folder = load_model(
             path, "cpu" if device is None else device, dtype, device_map, tensor_parallel, quantization,
-            quantization_group_size,
+            quantization_group_size, revision,
         )  # fmt: skip
         refuse_options(model, options)
         limit = context_of(path, model.config, context)
-        sha256 = weights_hash(path)
+        sha256 = weights_hash(folder)
         cache = ProcessCache() if cache is None else cache
         if graphs:
             merge(model)
@@ -214,7 +215,7 @@ class Target:
             check = _pack_checked(model, attention, sha256, cache, graphs, stored)
         lm = CausalLM(model, attention, chunk, graphs, stored)
         return Target(
-            lm, tokenizer, path, limit, sha256, check.error, cache, folder=loaded_folder(path),
+            lm, tokenizer, path, limit, sha256, check.error, cache, folder=folder,
             tolerance=check.allowed, checked_in_float32=check.in_float32,
         )  # fmt: skip
 

@@ -20,13 +20,12 @@ MAX_TOKENS = 2**53
 """In place of a tokenizer's own maximum length, above which it warns: longer than any text."""
 
 
-def read_tokenizer(path: str, folder: Path, revision: str | None, config: Any) -> Any:
+def read_tokenizer(path: str, folder: Path, config: Any) -> Any:
     """Return the tokenizer.
 
     Args:
         path: the folder or hub name as given.
         folder: of the checkpoint's files.
-        revision: of a hub name; None for a folder.
         config: the model's.
 
     Raises:
@@ -41,8 +40,7 @@ def read_tokenizer(path: str, folder: Path, revision: str | None, config: Any) -
                 raise ValueError(f"tokenizer_config.json sets {name}")
         if (folder / "tokenizer.json").exists():
             check_growth(read_text(folder / "tokenizer.json", checkpoint.MAX_TOKENIZER), f"{path}/tokenizer.json")
-        more = {} if revision is None else {"revision": revision}
-        tokenizer = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False, **more)
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise ValueError(f"tokenizer_config.json leads to a {type(tokenizer).__name__}")
         tokenizer.model_max_length = MAX_TOKENS  # the length of a prompt is checked against the target's context

@@ -117,11 +117,11 @@ class Generate:
             config.num_assistant_tokens_schedule = "constant"
             config.assistant_confidence_threshold = confidence
         lm = target.lm
-        assistant, tokenizer = load_model(path, str(lm.device), str(lm.dtype).removeprefix("torch."))
+        assistant, tokenizer, folder = load_model(path, str(lm.device), str(lm.dtype).removeprefix("torch."))
         pack(assistant)
         check_same_tokens(target, int(assistant.get_output_embeddings().weight.shape[0]), tokenizer, path)
         assistant.generation_config = config
-        return Generate(target, sampling, seed, assistant=assistant, sha256=weights_hash(path))
+        return Generate(target, sampling, seed, assistant=assistant, sha256=weights_hash(folder))
 
     @staticmethod
     @checked

@@ -70,7 +70,7 @@ def test_a_tokenizer_that_makes_texts_too_long_is_refused_by_its_part(tmp_path, 
     named = {"normalizer": "normalizer and pre_tokenizer", "pre_tokenizer": "normalizer and pre_tokenizer"}
     part = next(iter(parts))
     with pytest.raises(TooLong, match=rf"target/tokenizer\.json is refused: its {named.get(part, part)} can"):
-        read_tokenizer(str(folder), folder, None, None)
+        read_tokenizer(str(folder), folder, None)
 
 
 def test_it_is_refused_in_a_gguf_file(tmp_path, monkeypatch):

@@ -29,8 +29,8 @@ class Loaded(NamedTuple):
     """Whether it has recurrent layers, with which only chains can be drafted."""
 
 
-def load_draft(target: Target, path: str) -> Loaded:
-    """Load a draft model. Errors as of ``DraftModel.load``."""
+def load_draft(target: Target, path: str, revision: str | None = None) -> Loaded:
+    """Load a draft model. Arguments and errors as of ``DraftModel.load``."""
     if str(path).endswith(".gguf"):
         loaded = gguf.load_draft(path, target)
         return Loaded(
@@ -41,8 +41,9 @@ def load_draft(target: Target, path: str) -> Loaded:
             loaded.context,
             loaded.sha256,
         )
-    model, tokenizer = load_model(path, str(target.lm.device), str(target.lm.dtype).removeprefix("torch."))
-    sha256, width = weights_hash(path), int(model.get_output_embeddings().weight.shape[0])
+    dtype = str(target.lm.dtype).removeprefix("torch.")
+    model, tokenizer, folder = load_model(path, str(target.lm.device), dtype, revision=revision)
+    sha256, width = weights_hash(folder), int(model.get_output_embeddings().weight.shape[0])
     context, ends = model_context(model.config), end_tokens(width, tokenizer, model)
     run, chains = partial(target.draft_runner, model, sha256), is_recurrent(model.config)
     return Loaded(run, tokenizer, width, ends, context, sha256, model.config, chains)

@@ -105,7 +105,7 @@ def read_mtp(path: str | None, target: Target) -> Mtp:
     in_checkpoint = in_target(path, target)
     if in_checkpoint:
         _ = target.model  # refuses other runners
-    folder = describe(target.name).folder if in_checkpoint else Path(str(path))
+    folder = (target.folder or describe(target.name).folder) if in_checkpoint else Path(str(path))
     config = read_config(folder)
     with open_weights(weight_files(folder)) as held:
         layers = target.services.num_layers if in_checkpoint else 0
