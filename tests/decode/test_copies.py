@@ -20,6 +20,7 @@ from spec_lab.decode.commit import commit
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.sequence import SequenceState
 from spec_lab.decode.study import Capture, choose_nothing, commit_nothing
+from spec_lab.drafters.block.heads import HeadSettings
 from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
 from spec_lab.drafters.block.propose import BlockDrafter
 from spec_lab.drafters.draft_layers import random_network, small_layer
@@ -57,7 +58,9 @@ def target_on(device):
         return Target(CausalLM(tiny_model(dtype=torch.float32)), None, "tiny", 64, "", 0.0)
 
 
-MARKOV = BlockSettings(small_layer(32), 32, 32, VOCABULARY, (1, 2), block_size=3, mask_token=60, markov_rank=2)
+MARKOV = BlockSettings(
+    small_layer(32), 32, 32, VOCABULARY, (1, 2), block_size=3, mask_token=60, head=HeadSettings("rnn", 2)
+)
 PROPOSERS = {
     "null": lambda t: Null(),
     "ngram": lambda t: Ngram(3, 2, 1),

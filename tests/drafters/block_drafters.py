@@ -27,21 +27,43 @@ def dflash(h, ids=(0, 2), layers=2, size=5, mask=60, family="qwen3", head=None, 
     return _config(h, layers, **{"model_type": family, "block_size": size, "dflash_config": inner} | config), tensors
 
 
-def dspark(h, v, ids=(0, 1, 2), layers=1, size=4, mask=61, rank=6, confidence=True, seed=0, **config):
-    """Config and tensors of a DSpark drafter, whose embedding has one token more than the target."""
+def dspark(
+    h, v, ids=(0, 1, 2), layers=1, size=4, mask=61, rank=6, confidence=True, kind="vanilla", layout="deepspec", seed=0,
+    **config,
+):  # fmt: skip
+    """Config and tensors of a DSpark drafter as DeepSpec, SpecForge or ModelOpt writes it.
+
+    DeepSpec's has an embedding with one token more than the target, and an LM head.
+    """
     tensors, made = _drafter(h, len(ids), layers, "qwen3", seed)
-    made("embed_tokens.weight", v + 1, h)
-    made("lm_head.weight", v, h)
+    if layout == "deepspec":
+        made("embed_tokens.weight", v + 1, h)
+        made("lm_head.weight", v, h)
+    prefix = "" if layout == "modelopt" else "markov_head."
     if rank:
-        made("markov_head.markov_w1.weight", v, rank)
-        made("markov_head.markov_w2.weight", v, rank)
-        tensors["markov_head.markov_w1.weight"] *= 2  # so that the token before matters
+        made(f"{prefix}markov_w1.weight", v, rank)
+        made(f"{prefix}markov_w2.weight", v, rank)
+        tensors[f"{prefix}markov_w1.weight"] *= 2  # so that the token before matters
+    for name, read, rows in (("gate_proj", h + rank, rank), ("joint_proj", 2 * rank + h, 3 * rank)):
+        if kind == {"gate_proj": "gated", "joint_proj": "rnn"}[name]:
+            made(f"{prefix}{name}.weight", rows, read)
+            made(f"{prefix}{name}.bias", rows)
     if confidence:
-        made("confidence_head.proj.weight", 1, h + rank)
-        made("confidence_head.proj.bias", 1)
-    more = {
-        "model_type": "qwen3", "architectures": ["Qwen3DSparkModel"], "block_size": size, "mask_token_id": mask,
-        "target_layer_ids": list(ids), "markov_rank": rank, "markov_head_type": "vanilla",
-        "enable_confidence_head": confidence,
-    }  # fmt: skip
+        name = "confidence_proj" if layout == "modelopt" else "confidence_head.proj"
+        made(f"{name}.weight", 1, h + rank)
+        made(f"{name}.bias", 1)
+    inner = {"mask_token_id": mask, "target_layer_ids": list(ids), "markov_rank": rank, "markov_head_type": kind}
+    if layout == "deepspec":
+        inner |= {"enable_confidence_head": confidence, "confidence_head_with_markov": confidence}
+        return _config(
+            h, layers, **{"model_type": "qwen3", "architectures": ["Qwen3DSparkModel"], "block_size": size, **inner}
+            | config
+        ), tensors  # fmt: skip
+    if layout == "specforge":
+        inner |= {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0}
+        inner |= {"enable_confidence_head": confidence, "confidence_head_with_markov": confidence}
+    else:
+        inner |= {"projector_type": "dspark", "shift_label": True, "use_confidence_head": confidence}
+    name = "DSparkDraftModel" if layout == "specforge" else "DFlashDraftModel"
+    more = {"model_type": "qwen3", "architectures": [name], "block_size": size, "dflash_config": inner}
     return _config(h, layers, **more | config), tensors

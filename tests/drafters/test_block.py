@@ -34,6 +34,16 @@ VARIANTS = {
     "dflash-own-head": dflash(H, layers=1, size=7, head=VOCABULARY),
     "dspark": dspark(H, VOCABULARY),
     "dspark-product": dspark(H, VOCABULARY, rank=0, confidence=False, layers=2),
+    "dspark-gated": dspark(H, VOCABULARY, kind="gated", layout="specforge", mask=60),
+    "dspark-rnn": dspark(H, VOCABULARY, kind="rnn", layout="modelopt", mask=60),
+    "dspark-own-row": dspark(H, VOCABULARY, kind="rnn", layout="specforge", mask=60, sample_from_anchor=False),
+    "dflash-scaled": dflash(
+        H,
+        layers=1,
+        input_embedding_scale=5.5,
+        output_multiplier=0.4,
+        final_logit_softcapping=1.5,
+    ),
 }
 
 
@@ -55,8 +65,17 @@ def reference(name, target, text, path):
     taps = torch.cat([states[layer + 1][0] for layer in inner["target_layer_ids"]], -1)
     parts = model.get_input_embeddings().weight, model.lm_head.weight
     block = text[-1], inner["mask_token_id"], config["block_size"]
-    rows = oracle.base_logits(w, *parts, taps, *block, SIZES, config["rope_theta"])
-    return oracle.level(w, rows, len(path) + 1, [text[-1], *path][-1], "markov_rank" in config)
+    scales = [
+        config.get(field, default)
+        for field, default in (
+            ("input_embedding_scale", 1),
+            ("output_multiplier", 1),
+            ("final_logit_softcapping", None),
+        )
+    ]
+    hidden, logits = oracle.rows(w, *parts, taps, *block, SIZES, config["rope_theta"], *scales)
+    next_row = config.get("sample_from_anchor", name.startswith("dspark"))
+    return oracle.level(w, hidden, logits, [text[-1], *path], next_row)
 
 
 def check(name, target, draft, sequences):
@@ -70,7 +89,7 @@ def check(name, target, draft, sequences):
     return compared
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
 def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, folders, name):
@@ -93,6 +112,15 @@ def test_only_with_a_markov_head_a_level_depends_on_the_token_above(target, fold
     draft = next(info.draft for info in steps if info.draft.shape.nodes)
     first, second = (draft.q[draft.q_row[row]] for row in draft.shape.children[0])
     assert torch.equal(first, second) == (name == "dflash")
+
+
+@pytest.mark.parametrize("name", ["dspark", "dspark-gated", "dspark-rnn"])
+@torch.no_grad()
+def test_the_confidence_head_is_read(target, folders, name):
+    network = BlockDrafter.load(target, folders[name], depth=2).network
+    hidden, token = torch.randn(3, H, dtype=torch.float64), torch.tensor([7, 0, 60])
+    expected = [oracle.confidence(VARIANTS[name][1], *row) for row in zip(hidden, token, strict=True)]
+    torch.testing.assert_close(network.confidence(hidden, token), torch.cat(expected), rtol=0, atol=1e-12)
 
 
 @torch.no_grad()
@@ -230,32 +258,42 @@ REFUSED = {
     "the same tap twice": (dflash, inner(target_layer_ids=[2, 2]), "different layers"),
     "other taps outside": (dflash, outer(target_layer_ids=[0, 1]), r"is \[0, 1\], but \[0, 2\] in dflash_config"),
     "another block inside": (dflash, inner(block_size=7), "block_size is 5, but 7 in dflash_config"),
-    "DSpark in SpecForge's layout": (
+    "DSpark without its head": (
         dflash,
-        inner(projector_type="dspark", markov_rank=0, confidence_head_alpha=1.0, enable_confidence_head=True),
-        r"dflash_config\.projector_type is 'dspark'.*enable_confidence_head is True",
+        inner(projector_type="dspark", markov_rank=6, markov_head_type="vanilla"),
+        "markov_head.markov_w1.weight is missing",
     ),
-    "DSpark with both layouts": (
+    "DSpark without its rank": (dflash, inner(projector_type="dspark"), "markov_rank must be a whole number"),
+    "DSpark without its confidence head": (
         dflash,
-        outer(markov_rank=6, markov_head_type="vanilla"),
-        "markov_rank is 6.*head_type",
+        inner(projector_type="dspark", markov_rank=0, enable_confidence_head=True),
+        "confidence_head.proj.weight is missing",
     ),
-    "rows of DSpark": (dflash, outer(sample_from_anchor=True), "sample_from_anchor is True, and only False"),
-    "rows of DFlash": (dspark, outer(sample_from_anchor=False), "sample_from_anchor is False, and only True"),
-    "shifted labels": (dflash, inner(shift_label=True), r"dflash_config\.shift_label is True"),
+    "a Markov head that DFlash lacks": (
+        dflash,
+        lambda c, t: t.update({"markov_head.markov_w1.weight": torch.ones(VOCABULARY, 6)}),
+        "'markov_head.markov_w1.weight' is in no layer",
+    ),
+    "a rank that DFlash lacks": (
+        dflash,
+        outer(architectures=["DFlashDraftModel"], markov_rank=6),
+        "markov_rank is 6, and only 0",
+    ),
+    "an anchor of two minds": (dspark, outer(sample_from_anchor=False, shift_label=True), "shift_label is True, but"),
+    "another kind": (dflash, inner(projector_type="xpress"), "projector_type 'xpress' is not supported, only 'dflash'"),
     "interleaved rotation": (dspark, outer(rope_is_neox_style=False), "rope_is_neox_style is False, and only True"),
     "causal": (dflash, inner(causal=True), r"dflash_config\.causal is True, and only False"),
     "windows inside": (dflash, inner(use_swa=True, swa_window_size=1024), r"dflash_config\.use_swa is True"),
     "windows by a flag": (dflash, outer(use_sliding_window=True, sliding_window=4096), "use_sliding_window is True"),
-    "caps": (dflash, inner(final_logit_softcapping=30.0), r"final_logit_softcapping is 30\.0, and only null"),
-    "factor": (dflash, inner(output_multiplier=0.2), r"output_multiplier is 0\.2, and only 1\.0"),
+    "caps": (dflash, inner(final_logit_softcapping=-30.0), "final_logit_softcapping must be a number above 0"),
+    "factor": (dflash, inner(output_multiplier=True), "output_multiplier must be a number above 0"),
     "sinks": (dflash, inner(attention_sink_bias=True), "attention_sink_bias is True"),
     "DFlash2": (
         dflash,
         inner(conv_kernel_size=2, selector_rank=256),
         r"conv_kernel_size \(2\), .*selector_rank \(256\)",
     ),
-    "Domino": (dflash, inner(projector_type="domino", gru_hidden_dim=8), r"'domino'.*gru_hidden_dim \(8\)"),
+    "Domino": (dflash, inner(projector_type="domino", gru_hidden_dim=8), "projector_type 'domino' is not supported"),
     "speculators": (
         dspark,
         outer(speculators_model_type="dspark"),
@@ -268,7 +306,8 @@ REFUSED = {
     "family": (dflash, outer(model_type="mamba"), "model_type must be one of llama, qwen3, not 'mamba'"),
     "layers": (dflash, outer(num_hidden_layers=10**6), "num_hidden_layers is 1000000"),
     "hidden size": (dflash, outer(target_hidden_size=64), "size 64, the target .* 32"),
-    "recurrent": (dspark, outer(markov_head_type="rnn"), "markov_head_type 'rnn' is not supported"),
+    "recurrent": (dspark, outer(markov_head_type="rnn"), "markov_head.joint_proj.weight is missing"),
+    "another Markov head": (dspark, outer(markov_head_type="deep"), "one of vanilla, gated, rnn, not 'deep'"),
     "rank": (dspark, outer(markov_rank=5), r"markov_w1.weight is \[61, 6\], not \[61, 5\]"),
     "another vocabulary": (dspark, lambda c, t: t.update({"lm_head.weight": torch.ones(9, H)}), "lm_head.weight is"),
 }

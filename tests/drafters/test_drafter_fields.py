@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_lab.drafters.block.files import DFLASH, DSPARK
+from spec_lab.drafters.block.files import FIELDS as BLOCK
 from spec_lab.drafters.drafter_files import IRRELEVANT, LAYER, MEANINGS, Fields
 from spec_lab.drafters.eagle.files import FIRST, SPECULATORS, THIRD
 from spec_lab.drafters.hydra.files import FIELDS as HYDRA
@@ -14,7 +14,7 @@ from spec_lab.drafters.medusa.files import OWN_FIELDS, PUBLISHED
 from tests.gguf_files import ZOO
 
 FILE = Path("config.json")
-FAMILIES = (DFLASH, DSPARK, FIRST, THIRD, SPECULATORS, LAYER, HYDRA, KANGAROO, OWN_FIELDS, PUBLISHED)
+FAMILIES = (*BLOCK.values(), FIRST, THIRD, SPECULATORS, LAYER, HYDRA, KANGAROO, OWN_FIELDS, PUBLISHED)
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
     "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096,
@@ -68,15 +68,24 @@ PUBLISHED_CONFIGS = {  # as their authors and tools write them
         "speculators_model_type": "eagle", "transformer_layer_architecture": "LlamaDecoderLayer", "fusion_bias": False,
         "layernorms": False, "speculators_config": {}, "transformer_layer_config": LLAMA,
     }),
-    "DFlash": (DFLASH, QWEN3 | {"dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17]}}),
-    "DFlash of ModelOpt": (DFLASH, QWEN3 | {
+    "DFlash": (BLOCK["dflash"], QWEN3 | {"dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17]}}),
+    "DFlash of ModelOpt": (BLOCK["dflash"], QWEN3 | {
         "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17], "causal": False},
     }),
-    "DSpark": (DSPARK, QWEN3 | {
+    "DSpark": (BLOCK["dspark"], QWEN3 | {
         "mask_token_id": 163839, "markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True,
         "confidence_head_with_markov": True, "target_layer_ids": [1, 7, 13], "num_anchors": 512,
         "confidence_head_alpha": 1.0,
     }),
+    "DSpark of SpecForge": (BLOCK["dspark"], QWEN3 | {"architectures": ["DSparkDraftModel"], "dflash_config": {
+        "attention_mode": "gqa", "confidence_head_alpha": 1.0, "confidence_head_with_markov": True,
+        "enable_confidence_head": True, "markov_head_type": "vanilla", "markov_rank": 256, "mask_token_id": 151669,
+        "projector_type": "dspark", "target_layer_ids": [1, 9, 17, 25, 33],
+    }}),
+    "DSpark of ModelOpt": (BLOCK["dspark"], QWEN3 | {"architectures": ["DFlashDraftModel"], "dflash_config": {
+        "mask_token_id": 151669, "target_layer_ids": [1, 9, 17], "projector_type": "dspark", "shift_label": True,
+        "markov_rank": 256, "markov_head_type": "rnn", "use_confidence_head": True,
+    }}),
     "Medusa": (PUBLISHED, {
         "base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_heads": 2, "medusa_num_layers": 1,
         "transformers_version": "4.31.0",

@@ -17,6 +17,7 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Limits, fixed_group
+from spec_lab.drafters.block.heads import HeadSettings
 from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
 from spec_lab.drafters.block.propose import BlockDrafter
 from spec_lab.drafters.draft_layers import random_network, small_layer
@@ -147,7 +148,9 @@ def block(target):
 
 
 def block_markov(target):
-    return block_drafter(target, TreePlan(parse("0 0.0"), "iid"), block_size=2, predicts_next=True, markov_rank=2)
+    return block_drafter(
+        target, TreePlan(parse("0 0.0"), "iid"), block_size=2, predicts_next=True, head=HeadSettings("vanilla", 2)
+    )
 
 
 def block_drafter(target, plan, **own):

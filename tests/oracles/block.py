@@ -9,8 +9,8 @@ import torch
 from tests.oracles.eagle import mlp, rms, rotated
 
 
-def base_logits(w, embedding, head, taps, pending, mask, size, sizes, theta):
-    """Logits ``[size, V]`` of every row of a block, without the Markov head.
+def rows(w, embedding, head, taps, pending, mask, size, sizes, theta, scale=1.0, multiplier=1.0, cap=None):
+    """Normed outputs ``[size, H]`` and logits ``[size, V]`` of every row of a block, of the layers alone.
 
     taps: ``[n, k * H]`` the hidden states of the n computed positions, side by side.
     """
@@ -18,7 +18,7 @@ def base_logits(w, embedding, head, taps, pending, mask, size, sizes, theta):
     embedding, head = w.get("embed_tokens.weight", embedding), w.get("lm_head.weight", head)
     n = len(taps)
     context = rms(taps @ w["fc.weight"].T, w["hidden_norm.weight"])
-    x = embedding[torch.tensor([pending] + [mask] * (size - 1))]
+    x = scale * embedding[torch.tensor([pending] + [mask] * (size - 1))]
     layer = 0
     while f"layers.{layer}.self_attn.q_proj.weight" in w:
         name = f"layers.{layer}"
@@ -38,12 +38,39 @@ def base_logits(w, embedding, head, taps, pending, mask, size, sizes, theta):
         x = x + mixed.transpose(0, 1).reshape(size, heads * dim) @ w[f"{name}.self_attn.o_proj.weight"].T
         x = x + mlp(w, name, x)
         layer += 1
-    return rms(x, w["norm.weight"]) @ head.T
+    hidden = rms(x, w["norm.weight"])
+    logits = multiplier * (hidden @ head.T)
+    return hidden, logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def level(w, rows, depth, previous, predicts_next):
-    """Logits ``[V]`` of the tokens ``depth`` levels below the pending token, after the token ``previous``."""
-    found = rows[depth - 1 if predicts_next else depth]
-    if "markov_head.markov_w1.weight" in w:
-        found = found + w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][previous]
-    return found
+def level(w, hidden, logits, path, next_row):
+    """Logits ``[V]`` after ``path``, whose first token is the pending one.
+
+    next_row: whether row i of the block drafts the token after its position.
+    """
+    row, w = len(path) - next_row, {name.removeprefix("markov_head."): tensor for name, tensor in w.items()}
+    if "markov_w1.weight" not in w:
+        return logits[row]
+    latent, state = w["markov_w1.weight"][path[-1]], torch.zeros(w["markov_w1.weight"].shape[1], dtype=torch.float64)
+
+    def projected(name, *parts):
+        return w[f"{name}.weight"] @ torch.cat(parts) + w[f"{name}.bias"]
+
+    if "gate_proj.weight" in w:
+        latent = latent * torch.sigmoid(projected("gate_proj", hidden[row], latent))
+    if "joint_proj.weight" in w:
+        read = path if next_row else [path[0], *path]
+        for step, token in enumerate(read):
+            embedded = w["markov_w1.weight"][token]
+            gate, candidate, output = projected("joint_proj", state, embedded, hidden[step]).chunk(3)
+            gate = torch.sigmoid(gate)
+            state, latent = gate * state + (1 - gate) * torch.tanh(candidate), torch.tanh(output)
+    return logits[row] + w["markov_w2.weight"] @ latent
+
+
+def confidence(w, hidden, token):
+    """The confidence of one row, with ``token`` one level above."""
+    w = {name.replace("confidence_head.proj", "confidence_proj"): tensor for name, tensor in w.items()}
+    w = {name.removeprefix("markov_head."): tensor for name, tensor in w.items()}
+    read = torch.cat([hidden, w["markov_w1.weight"][token]])
+    return torch.sigmoid(w["confidence_proj.weight"] @ read + w["confidence_proj.bias"])

@@ -4,69 +4,86 @@ A folder holds ``config.json``, a config of Qwen3 or Llama with more fields, and
 untrusted input (``models.checkpoint``). Tensors: ``layers.*``, ``fc.weight``, ``hidden_norm.weight``, ``norm.weight``,
 and perhaps ``embed_tokens.weight`` and ``lm_head.weight``, in place of which the target's are used otherwise. Taps are
 numbers of layers whose outputs are read, one less than those of ``hidden_states``. Fields that may change what is
-computed, and are not read, are refused by name (``DFLASH``, ``DSPARK``).
+computed, and are not read, are refused by name (``FIELDS``).
 
-- DFlash: ``block_size`` (here or in ``dflash_config``), and in ``dflash_config`` ``mask_token_id`` and
-  ``target_layer_ids``. Row i of a block predicts the token at its own position.
-- DSpark: ``block_size``, ``mask_token_id``, ``target_layer_ids``, ``markov_rank`` and ``markov_head_type`` (only
-  "vanilla") at the top level; ``markov_head.markov_w1.weight`` and ``markov_head.markov_w2.weight``, both [V, r]. Row i
-  predicts the token after its position. A confidence head, which shortens drafts, is not read.
+The fields of a drafter stand at the top level of the config (DeepSpec) or in its ``dflash_config`` (z-lab, SpecForge,
+ModelOpt). Which kind it is, is told by ``projector_type``, else by the class in ``architectures``, else by
+``markov_rank``.
+
+- DFlash: ``block_size``, ``mask_token_id`` and ``target_layer_ids``; perhaps ``output_multiplier`` of the logits, which
+  ``final_logit_softcapping`` then caps, and ``input_embedding_scale``. Row i of a block predicts the token at its own
+  position.
+- DSpark: besides, ``markov_rank`` and ``markov_head_type``, and the tensors of a Markov head and of a confidence head.
+  Row i predicts the token after its position, unless ``sample_from_anchor`` or ``shift_label`` is false or
+  ``dspark_bonus_anchor`` true.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 from spec_lab.core.options import brief
+from spec_lab.drafters.block.heads import HeadKind, HeadSettings
 from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
 from spec_lab.drafters.drafter_files import LAYER, DrafterFiles, Fields, Meanings
 from spec_lab.drafters.layouts import Entry, Layout
 from spec_lab.models.target import Target
 
 BLOCK = Layout("block drafter", (
-    Entry("confidence_head.proj.weight", "", "?"),
-    Entry("confidence_head.proj.bias", "", "?"),
+    Entry("confidence_head.proj.*|confidence_proj.*|logit_head.confidence_head.proj.*", "confidence_head.*"),
+    *(
+        Entry(f"markov_head.{part}.*|{part}.*|logit_head.markov_head.{part}.*", f"head.{part}.*")
+        for part in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")
+    ),
     Entry("layers.{l}.*", "body.layers.{l}.*"),
-    Entry("*", "*"),  # fc, hidden_norm, norm, embed_tokens, lm_head, markov_head
+    Entry("*", "*"),  # fc, hidden_norm, norm, embed_tokens, lm_head
 ))  # fmt: skip
+"""Names of z-lab, DeepSpec and SpecForge, those of ModelOpt, and those of early files of SpecForge."""
 FAMILIES = ("llama", "qwen3")
-PLACES = ("block_size", "mask_token_id", "target_layer_ids")
+Kind = Literal["dflash", "dspark"]
+ARCHITECTURES: Mapping[str, Kind] = {
+    "DFlashDraftModel": "dflash", "DSparkDraftModel": "dspark", "Qwen3DSparkModel": "dspark",
+}  # fmt: skip
+"""The kind of a drafter, by the class that its authors read it with."""
+INNER = "dflash_config"
+ANCHOR = {"sample_from_anchor": True, "shift_label": True, "dspark_bonus_anchor": False}
+"""Fields that tell whether the pending token's row drafts the first level, and their value where it does."""
+PLACES = {
+    "block_size", "mask_token_id", "target_layer_ids", "projector_type", "final_logit_softcapping", "output_multiplier",
+    "input_embedding_scale", *ANCHOR,
+}  # fmt: skip
 """Fields that may stand at the top level or in ``dflash_config``."""
-COMMON = {*LAYER.read, *PLACES, "target_hidden_size"}
+MARKOV_FIELDS = ("markov_rank", "markov_head_type")
 CAUSAL = (False,), "blocks whose rows attend only to rows before them are not supported"
 MEANS: Meanings = {
     "causal": CAUSAL,
     "is_causal": CAUSAL,
     "attention_mode": (("gqa", "mha"), "latent attention is not supported"),
-    "final_logit_softcapping": ((), "logits that are capped are not supported"),
-    "output_multiplier": ((1.0,), "logits that are scaled are not supported"),
+    "use_aux_hidden_state": ((True,), "drafters that read the last hidden state in place of taps are not supported"),
+    "pure_draft_prefix_len": ((0,), "levels without Domino's head are not supported"),
 }
-COUNT = {"num_target_layers": "the target has its own number of layers, with which the taps are compared"}
-OWN_ROW = (False,), "the rows of DFlash predict the token at their own position"
-NEXT_ROW = (True,), "the rows of DSpark predict the token after their position"
-MARKOV = (0,), "a Markov head (DSpark) in DFlash's layout is not supported, only in that of DSpark's authors"
-DFLASH = Fields(
-    "a DFlash drafter",
-    COMMON,
-    {
-        **MEANS, "projector_type": (("dflash",), "drafters with another head than DFlash's are not supported"),
-        "sample_from_anchor": OWN_ROW, "shift_label": OWN_ROW, "dspark_bonus_anchor": ((True,), OWN_ROW[1]),
-        "markov_rank": MARKOV, "pure_draft_prefix_len": ((0,), "levels without Domino's head are not supported"),
-        "enable_confidence_head": ((False,), MARKOV[1]), "use_confidence_head": ((False,), MARKOV[1]),
-    },
-    COUNT,
-)  # fmt: skip
-"""At the top level of the config, and in its ``dflash_config``."""
-DSPARK = Fields(
-    "a DSpark drafter",
-    {*COMMON, "markov_rank", "markov_head_type"},
-    {**MEANS, "sample_from_anchor": NEXT_ROW, "shift_label": NEXT_ROW, "dspark_bonus_anchor": ((False,), NEXT_ROW[1])},
-    COUNT | dict.fromkeys(
-        ("enable_confidence_head", "use_confidence_head", "confidence_head_with_markov"),
-        "the confidence head shortens drafts, and is not read",
+NOT_READ = {
+    "num_target_layers": "the target has its own number of layers, with which the taps are compared",
+    "confidence_head_with_markov": "the tensors of the files tell",
+}
+CONFIDENCE = ("enable_confidence_head", "use_confidence_head")
+COMMON = {*LAYER.read, *PLACES, "target_hidden_size"}
+NO_HEADS = (False,), "projector_type or architectures of a drafter with DSpark's heads must say so"
+FIELDS: Mapping[Kind, Fields] = {
+    "dflash": Fields(
+        "a DFlash drafter",
+        COMMON,
+        {**MEANS, **dict.fromkeys(CONFIDENCE, NO_HEADS), "markov_rank": ((0,), NO_HEADS[1])},
+        NOT_READ,
     ),
-)  # fmt: skip
+    "dspark": Fields("a DSpark drafter", {*COMMON, *MARKOV_FIELDS, *CONFIDENCE}, MEANS, NOT_READ),
+}
+"""At the top level of the config, and in its ``dflash_config``."""
 MAX_BLOCK = 256
+MAX_SCALE = 1e6
+"""Maximum factor of logits or embeddings."""
 
 
 def read_block(path: str, target: Target) -> BlockNetwork:
@@ -86,36 +103,24 @@ def read_block(path: str, target: Target) -> BlockNetwork:
 def _settings(files: DrafterFiles) -> BlockSettings:
     """Return the settings of the drafter. Errors as of ``read_block``."""
     file, config, shapes, target = files.file, files.config, files.shapes, files.target
-    inner, rank = config.get("dflash_config"), 0
-    dspark = inner is None
-    if dspark and "speculators_model_type" in config:
+    if "speculators_model_type" in config:
         kind = brief(config["speculators_model_type"])
         raise ValueError(
             f"{file}: block drafters in the format of speculators (speculators_model_type {kind}) are not supported: "
             "choose one in the layout of DFlash's or DSpark's authors"
         )
-    if dspark:
-        if "markov_rank" not in config:
-            raise ValueError(
-                f"{file} describes no block drafter: it has neither dflash_config (DFlash) nor markov_rank (DSpark)"
-            )
-        inner, rank = config, files.whole("markov_rank", minimum=0)
-        if rank and config.get("markov_head_type") != "vanilla":
-            kind = brief(config.get("markov_head_type"))
-            raise ValueError(f"{file}: markov_head_type {kind} is not supported: choose a drafter with 'vanilla'")
-    if not isinstance(inner, dict):
-        raise ValueError(f"{file}: dflash_config must be a mapping, not {brief(inner)}")
-    (DSPARK if dspark else DFLASH).check(file, config, "dflash_config")
-    for name in PLACES:
-        if None not in (outer := config.get(name), inner_value := inner.get(name)) and outer != inner_value:
-            raise ValueError(f"{file}: {name} is {brief(outer)}, but {brief(inner_value)} in dflash_config")
-    inner = {name: config.get(name) if inner.get(name) is None else inner[name] for name in PLACES}
+    stated = _stated(files)
+    kind = _kind(files, stated)
+    FIELDS[kind].check(file, config, INNER)
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{file}: model_type must be one of {', '.join(FAMILIES)}, not {brief(family)}")
-    size = files.whole("block_size", maximum=MAX_BLOCK, config=inner)
-    if size + dspark < 2:
-        raise ValueError(f"{file}: block_size is {size}: a block of DFlash holds the pending token and mask tokens")
+    next_row = _next_row(files, stated, kind)
+    size = files.whole("block_size", maximum=MAX_BLOCK, config=stated)
+    if size + next_row < 2:
+        raise ValueError(
+            f"{file}: block_size is {size}: a block holds the pending token, and mask tokens that draft a level each"
+        )
     fields = files.layer_fields(config, target.context + size)
     h, layers = config["hidden_size"], files.whole("num_hidden_layers")
     embedding, own_head = (shapes.get("embed_tokens.weight") or (None,))[0], "lm_head.weight" in shapes
@@ -124,11 +129,109 @@ def _settings(files: DrafterFiles) -> BlockSettings:
     if embedding is None or not own_head:
         files.check_target(h)
     known = target.vocabulary if embedding is None else embedding
-    mask = files.whole("mask_token_id", minimum=0, maximum=known - 1, config=inner)
-    taps = _taps(files, inner["target_layer_ids"], layers)
+    head = _head(files, stated) if kind == "dspark" else None
     return BlockSettings(
-        fields, h, of_target, target.vocabulary, taps, size, mask, layers, dspark, rank, embedding, own_head
-    )
+        fields, h, of_target, target.vocabulary, _taps(files, stated.get("target_layer_ids"), layers), size,
+        files.whole("mask_token_id", minimum=0, maximum=known - 1, config=stated), layers, next_row,
+        head=head, confidence=_confidence(files, stated, h, head.rank if head else 0), embedding=embedding,
+        own_head=own_head, embedding_scale=_factor(files, stated, "input_embedding_scale", 1.0),
+        logit_scale=_factor(files, stated, "output_multiplier", 1.0),
+        logit_cap=_factor(files, stated, "final_logit_softcapping", 0.0),
+    )  # fmt: skip
+
+
+def _stated(files: DrafterFiles) -> dict[str, Any]:
+    """The drafter's fields, wherever they stand. Null is a missing field.
+
+    Raises:
+        ValueError: ``dflash_config`` is no mapping, or states another value than the top level.
+    """
+    inner = files.config.get(INNER) or {}
+    if not isinstance(inner, dict):
+        raise ValueError(f"{files.file}: {INNER} must be a mapping, not {brief(inner)}")
+    stated: dict[str, Any] = {}
+    for name in (*sorted(PLACES), *MARKOV_FIELDS, *CONFIDENCE):
+        values = [value for value in (files.config.get(name), inner.get(name)) if value is not None]
+        if not values:
+            continue
+        stated[name] = values[0]
+        if values[0] != values[-1]:
+            raise ValueError(f"{files.file}: {name} is {brief(values[0])}, but {brief(values[1])} in {INNER}")
+    return stated
+
+
+def _kind(files: DrafterFiles, stated: Mapping[str, Any]) -> Kind:
+    """The kind of the drafter.
+
+    Raises:
+        ValueError: it is none that is known.
+    """
+    named = stated.get("projector_type")
+    if named is not None:
+        if named not in FIELDS:
+            known = " or ".join(map(brief, FIELDS))
+            raise ValueError(f"{files.file}: projector_type {brief(named)} is not supported, only {known}")
+        return named
+    classes = files.config.get("architectures")
+    for name in classes if isinstance(classes, list) else []:
+        if isinstance(name, str) and name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    if stated.get("markov_rank"):
+        return "dspark"
+    if not files.config.get(INNER):
+        raise ValueError(
+            f"{files.file} describes no block drafter: it has neither dflash_config (DFlash) nor markov_rank (DSpark)"
+        )
+    return "dflash"
+
+
+def _next_row(files: DrafterFiles, stated: Mapping[str, Any], kind: Kind) -> bool:
+    """Whether row i of a block predicts the token after its own position.
+
+    Raises:
+        ValueError: fields that contradict each other.
+    """
+    found = {name: files.flag(name, config=stated) == value for name, value in ANCHOR.items() if name in stated}
+    if len({*found.values()}) > 1:
+        raise ValueError(
+            f"{files.file}: {', '.join(f'{name} is {brief(stated[name])}' for name in found)}, but one says that the "
+            "pending token's row drafts a token, and one that it does not"
+        )
+    return next(iter(found.values()), kind == "dspark")
+
+
+def _head(files: DrafterFiles, stated: Mapping[str, Any]) -> HeadSettings | None:
+    """The settings of a Markov head; None where its rank is 0.
+
+    Raises:
+        ValueError: no rank, or a head of an unknown kind.
+    """
+    rank, kind = files.whole("markov_rank", minimum=0, config=stated), stated.get("markov_head_type", "vanilla")
+    if rank and kind not in get_args(HeadKind):
+        known = ", ".join(get_args(HeadKind))
+        raise ValueError(f"{files.file}: markov_head_type must be one of {known}, not {brief(kind)}")
+    return HeadSettings(kind, rank) if rank else None
+
+
+def _confidence(files: DrafterFiles, stated: Mapping[str, Any], hidden_size: int, rank: int) -> int:
+    """The width of what the confidence head reads, which its tensor tells; 0 where there is none."""
+    name = BLOCK.published("confidence_head.weight", files.shapes)[0]
+    if name not in files.shapes and not any(files.flag(field, config=stated) for field in CONFIDENCE):
+        return 0
+    return hidden_size if files.shapes.get(name) == (1, hidden_size) else hidden_size + rank
+
+
+def _factor(files: DrafterFiles, stated: Mapping[str, Any], name: str, default: float) -> float:
+    """A factor of logits or embeddings.
+
+    Raises:
+        ValueError: it is no number above 0; 0 is possible where it is the default.
+    """
+    value = stated.get(name, default)
+    fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not fine or not (0 < value <= MAX_SCALE or value == default):
+        raise ValueError(f"{files.file}: {name} must be a number above 0 and at most {MAX_SCALE:g}, not {brief(value)}")
+    return float(value)
 
 
 def _taps(files: DrafterFiles, named: Any, layers: int) -> tuple[int, ...]:

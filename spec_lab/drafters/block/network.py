@@ -1,23 +1,25 @@
 """The network of a block drafter: a few decoder layers that fill in a block of mask tokens by one forward.
 
 Sources: DFlash (2602.06036), and DSpark (2607.05147), which adds a Markov head. Letters: H hidden size of the drafter,
-H_t of the target, V its vocabulary, k taps (hidden states of the target that are read), b rows of a block, n rows.
+H_t of the target, V its vocabulary, W tokens that are drafted, k taps (hidden states of the target that are read), b
+rows of a block, n rows.
 
 With n computed positions, the block is the pending token and b - 1 mask tokens at positions n to n + b - 1. In every
 layer its rows attend to each other, and to keys and values made from ``c = hidden_norm(fc([tap_1; ..; tap_k]))`` of all
 computed positions. The logits of one row are those of one level, whatever is drafted above it: a product of
-distributions. A Markov head adds ``W2 W1[x]`` to them, where x is the token one level above, so that q(x_k | x_{k-1})
-is known.
+distributions. A head (``block.heads``) corrects them by the tokens above, so that q(x_k | x_1 .. x_{k-1}) is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from spec_lab.drafters.block.heads import Above, HeadSettings, LevelHead, MarkovHead, head_of
 from spec_lab.drafters.draft_layers import DrafterNetwork, DraftLayers, random_network, rms_norm, small_layer
 from spec_lab.models.target import Target
 
@@ -37,9 +39,14 @@ class BlockSettings:
         layers: number of decoder layers.
         predicts_next: whether row i predicts the token after its own position, as in DSpark, so that the pending
             token's row drafts the first level; False: the token at its position, as in DFlash, from row 1 on.
-        markov_rank: of the Markov head; 0 for none.
+        head: that corrects the logits of a level by the tokens above it; None: a product of distributions.
+        confidence: width of what the confidence head reads: H, or H + r with the Markov head's embedding of the token
+            above; 0: there is none.
         embedding: number of tokens of the drafter's own embedding; None: the target's is used.
         own_head: whether the drafter has an LM head of its own.
+        embedding_scale: factor of embeddings.
+        logit_scale: factor of logits.
+        logit_cap: c, logits x become ``c tanh(x / c)`` after that; 0: they do not.
     """
 
     layer: Mapping[str, Any]
@@ -51,28 +58,27 @@ class BlockSettings:
     mask_token: int
     layers: int = 1
     predicts_next: bool = False
-    markov_rank: int = 0
+    head: HeadSettings | None = None
+    confidence: int = 0
     embedding: int | None = None
     own_head: bool = False
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
 
 
-class MarkovHead(nn.Module):
-    """A bias for the logits that depends on the token before: ``W2 W1[x]``.
+class BlockRows(NamedTuple):
+    """What the layers computed for the levels of A blocks of L levels each, block by block.
 
     Args:
-        vocabulary: V.
-        rank: r.
+        hidden: ``[A * L, H]`` normed outputs of the rows that draft.
+        logits: ``[A * L, W]`` that follow from them.
+        state: ``[A, S]`` of the head above each pending token.
     """
 
-    def __init__(self, vocabulary: int, rank: int) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(vocabulary, rank, device="meta")
-        self.markov_w2 = nn.Linear(rank, vocabulary, bias=False, device="meta")
-
-    def forward(self, token: Tensor) -> Tensor:
-        """Tokens ``[n]`` -> biases ``[n, V]``."""
-        bias: Tensor = self.markov_w2(self.markov_w1(token))
-        return bias
+    hidden: Tensor
+    logits: Tensor
+    state: Tensor
 
 
 class BlockNetwork(DrafterNetwork):
@@ -92,7 +98,10 @@ class BlockNetwork(DrafterNetwork):
         self.lm_head: nn.Linear | None = None
         if settings.own_head:
             self.lm_head = nn.Linear(h, settings.vocab_size, bias=False, device="meta")
-        self.markov_head = MarkovHead(settings.vocab_size, settings.markov_rank) if settings.markov_rank else None
+        self.head: LevelHead | None = None
+        if settings.head is not None:
+            self.head = head_of(settings.head, settings.vocab_size, settings.vocab_size, h)
+        self.confidence_head = nn.Linear(settings.confidence, 1, device="meta") if settings.confidence else None
 
     @property
     def levels(self) -> int:
@@ -104,12 +113,19 @@ class BlockNetwork(DrafterNetwork):
         normed: Tensor = self.hidden_norm(self.fc(hidden))
         return normed
 
+    def embed(self, token: Tensor) -> Tensor:
+        """Tokens ``[..]`` -> what the layers read of them ``[.., H]``."""
+        embedding = self.embed_tokens
+        embedded = self.services.embed(token) if embedding is None else embedding(token)
+        scale = self.settings.embedding_scale
+        scaled: Tensor = embedded if scale == 1 else embedded * scale
+        return scaled
+
     def block(self, token: Tensor) -> Tensor:
         """Pending tokens ``[B]`` -> the inputs of their blocks ``[B, b, H]``."""
         tokens = token.new_full((len(token), self.settings.block_size), self.settings.mask_token)
         tokens[:, 0] = token
-        embedding = self.embed_tokens
-        return self.services.embed(tokens) if embedding is None else embedding(tokens)
+        return self.embed(tokens)
 
     def forward(self, x: Tensor, positions: Tensor, cache: Any, block: Tensor) -> Tensor:
         """See ``runners.block_lm.BlockLayers``. Rows of features have keys and values only."""
@@ -121,12 +137,69 @@ class BlockNetwork(DrafterNetwork):
             hidden = self.body.rest(layer, hidden, attended[0].index_select(0, block))
         return hidden
 
-    def logits(self, outputs: Tensor, levels: int) -> Tensor:
-        """Outputs of blocks ``[B, b, H]`` -> logits of the first levels ``[B, levels, V]``, without the Markov head."""
-        first = int(not self.settings.predicts_next)
-        normed = self.norm(outputs[:, first : first + levels])
+    def logits(self, normed: Tensor) -> Tensor:
+        """Normed outputs ``[.., H]`` -> logits ``[.., W]`` of the layers alone."""
         logits: Tensor = self.services.lm_head(normed) if self.lm_head is None else self.lm_head(normed)
-        return logits
+        scale, cap = self.settings.logit_scale, self.settings.logit_cap
+        if scale != 1:
+            logits = logits * scale
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    def rows(self, outputs: Tensor, pending: Tensor, levels: int) -> BlockRows:
+        """Prepare what ``drafted`` reads.
+
+        Args:
+            outputs: ``[A, b, H]`` of the blocks.
+            pending: ``[A]`` the token of each.
+            levels: L, how many levels are drafted at most.
+        """
+        first, head = int(not self.settings.predicts_next), self.head
+        hidden = self.norm(outputs[:, first : first + levels]).flatten(0, 1)
+        state = outputs.new_zeros(len(outputs), 0 if head is None else head.state_size)
+        if head is not None and head.reads_anchor and first:
+            anchor = self.norm(outputs[:, 0])
+            _, state = head(self.logits(anchor), anchor, self._above(pending, state, torch.zeros_like(pending)))
+        return BlockRows(hidden, self.logits(hidden), state)
+
+    def drafted(
+        self, rows: BlockRows, number: Tensor, token: Tensor, level: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Correct the logits of some rows by the path above them.
+
+        Args:
+            rows: of the blocks.
+            number: ``[n]`` of the row among ``rows``.
+            token: ``[n]`` one level above; not read without a head, nor are the next two.
+            level: ``[n]`` of that token: 0 for the pending token.
+            state: ``[n, S]`` of the head above that token.
+
+        Returns:
+            Logits ``[n, V]``, and the states ``[n, S]`` below that token.
+        """
+        logits = rows.logits.index_select(0, number)
+        if self.head is None:
+            return logits, state
+        above = self._above(token, state, level)
+        corrected, below = self.head(logits, rows.hidden.index_select(0, number), above)
+        return corrected, below
+
+    def confidence(self, hidden: Tensor, token: Tensor) -> Tensor:
+        """The predicted probability ``[n]`` that a level's token is accepted if all above it are (DSpark 2607.05147).
+
+        Args:
+            hidden: ``[n, H]`` normed outputs of the rows that draft the level.
+            token: ``[n]`` one level above.
+        """
+        assert self.confidence_head is not None, "the drafter has no confidence head"
+        if self.confidence_head.in_features > hidden.shape[-1]:
+            assert isinstance(self.head, MarkovHead)
+            hidden = torch.cat([hidden, self.head.markov_w1(token)], -1)
+        accepted: Tensor = self.confidence_head(hidden)[:, 0].sigmoid()
+        return accepted
+
+    def _above(self, token: Tensor, state: Tensor, level: Tensor) -> Above:
+        assert self.head is not None
+        return Above(token, self.embed(token) if self.head.reads_embedding else None, state, level)
 
     def toy(self, target: Target, levels: int) -> BlockNetwork:
         """The same kind of network with random weights for a toy target; the last token is the mask token."""
@@ -134,7 +207,7 @@ class BlockNetwork(DrafterNetwork):
         settings = replace(
             settings, layer=small_layer(h), hidden_size=h, target_hidden_size=h, vocab_size=target.vocabulary,
             taps=tuple(min(tap, last) for tap in range(len(settings.taps))), mask_token=target.vocabulary - 1,
-            block_size=levels + (not settings.predicts_next), markov_rank=min(settings.markov_rank, 2), embedding=None,
-            own_head=False,
+            block_size=levels + (not settings.predicts_next), embedding=None, own_head=False, confidence=0,
+            head=None if settings.head is None else settings.head.toy(),
         )  # fmt: skip
         return random_network(BlockNetwork(settings), target)

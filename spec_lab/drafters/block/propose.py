@@ -1,9 +1,8 @@
 """A block drafter: a few layers fill in a block of mask tokens, and read the target's features in every layer.
 
 Sources: DFlash (2602.06036) and, with a Markov head, DSpark (2607.05147). The network is ``block.network``. Without a
-Markov head a level's distribution does not depend on what is drafted above it, and along a path the tokens are
-independent; with one it depends on the token one level above. Either way every row states the q its children are drawn
-from.
+head (``block.heads``) a level's distribution does not depend on what is drafted above it, and along a path the tokens
+are independent; with one it depends on the tokens above. Either way every row states the q its children are drawn from.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, Unpack
 import numpy as np
 import torch
 
-from spec_lab.core.draft import Shape
+from spec_lab.core.draft import Shape, upload
 from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.block.files import read_block
@@ -85,11 +84,8 @@ class BlockDrafter(FeatureReader):
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
         settings = self.network.settings
-        facts = {
-            "hidden_states": list(settings.taps),
-            "block_size": settings.block_size,
-            "markov_rank": settings.markov_rank,
-        }
+        facts = {"hidden_states": list(settings.taps), "block_size": settings.block_size}
+        facts["head"] = None if settings.head is None else settings.head.kind
         return self.plan.facts | facts
 
     def observe(self, observed: Sequence[Observation]) -> None:
@@ -106,19 +102,29 @@ class BlockDrafter(FeatureReader):
         """Append the features of newly computed positions, and compute all levels by one forward."""
         active = [sequence for sequence, depth in zip(batch.sequences, depths, strict=True) if depth]
         number = np.cumsum(np.array(depths) > 0) - 1  # of each tree among the active ones
-        markov, device = self.network.markov_head, self.lm.device
+        network, device, levels = self.network, self.lm.device, max(depths)
         kvs = [sequence.state.kv for sequence in active]
         features = [sequence.state.features.since(len(kv)) for sequence, kv in zip(active, kvs, strict=True)]
         pending = torch.tensor([sequence.tokens[-1] for sequence in active], device=device)
-        timed = batch.clock.phase("propose_forward")
-        outputs = self.lm.forward(kvs, features, self.network.block(pending), timed)
-        logits = self.network.logits(outputs, max(depths))  # [A, levels, V], without the Markov head
+        outputs = self.lm.forward(kvs, features, network.block(pending), batch.clock.phase("propose_forward"))
+        block = network.rows(outputs, pending, levels)
+        first = torch.arange(0, levels * len(active), levels, device=device)
+        logits, states = network.drafted(block, first, pending, torch.zeros_like(pending), block.state)
+        carries = bool(states.shape[1])  # the head's states, from parent to child
+        known = dict(zip(np.flatnonzero(depths).tolist(), range(len(active)), strict=True))  # rows among ``states``
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> RowLogits:
-            level = number[shape.root[rows]] * logits.shape[1] + shape.depth[rows]
-            row_logits = logits.flatten(0, 1).index_select(0, torch.from_numpy(level).to(device))
-            if markov is not None:
-                row_logits = row_logits + markov(torch.from_numpy(token[rows - shape.roots]).to(device))
+            nonlocal states
+            nodes, level = rows - shape.roots, shape.depth[rows]
+            parents = np.array([known[row] for row in shape.parent[nodes].tolist()] if carries else [], dtype=np.int64)
+            place, above, depth, parent = upload(
+                device, number[shape.root[rows]] * levels + level, token[nodes], level, parents
+            )
+            state = states.index_select(0, parent) if carries else states
+            row_logits, below = network.drafted(block, place, above, depth, state)
+            if carries:
+                known.update(zip(rows.tolist(), range(len(states), len(states) + len(rows)), strict=True))
+                states = torch.cat([states, below])
             return RowLogits.of(row_logits)
 
-        return Forwards(RowLogits.of(logits[:, 0] if markov is None else logits[:, 0] + markov(pending)), expand)
+        return Forwards(RowLogits.of(logits), expand)

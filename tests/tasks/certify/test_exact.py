@@ -14,6 +14,7 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Purpose
 from spec_lab.core.request import Request
 from spec_lab.decode.arm import Arm
+from spec_lab.drafters.block.heads import HeadSettings
 from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
 from spec_lab.drafters.block.propose import BlockDrafter
 from spec_lab.drafters.cascade import DraftCascade
@@ -160,8 +161,12 @@ PROPOSERS = {
     "MTP tree": mtp(MtpSettings(small_layer(4), 4, 4, modules=2), "2x1", "without"),
     "block chain": block("1x1", "iid", size=3),
     "block tree": block("2x1", "point", size=3),
-    "block with Markov head, chain": block("1x1", "iid", size=2, predicts_next=True, markov_rank=2),
-    "block with Markov head, tree": block("2x1", "without", size=2, predicts_next=True, markov_rank=2),
+    "block with Markov head, chain": block("1x1", "iid", size=2, predicts_next=True, head=HeadSettings("vanilla", 2)),
+    "block with Markov head, tree": block(
+        "2x1", "without", size=2, predicts_next=True, head=HeadSettings("vanilla", 2)
+    ),
+    "block with a gated Markov head": block("1x1", "iid", size=2, predicts_next=True, head=HeadSettings("gated", 2)),
+    "block with a recurrent Markov head": block("2x1", "iid", size=3, head=HeadSettings("rnn", 2)),
     "PARD chain": pard("1x1", "iid"),
     "PARD tree without": pard("2x1", "without"),
     "PARD tree point": pard("2x1", "point"),

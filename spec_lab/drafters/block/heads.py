@@ -1,0 +1,118 @@
+"""Heads that correct the logits of one level of a block by the tokens drafted above it.
+
+A block gives every level a distribution of its own, whatever is drafted above: a product of distributions. With a head
+the distribution q(x_k | x_1 .. x_{k-1}) of a level follows from its own path and is known, so a tree drafted with it is
+sampled and verified exactly.
+
+Letters: H hidden size of the drafter, V vocabulary, W tokens that are drafted, r rank, S width of the state that a head
+carries along a path, n rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+HeadKind = Literal["vanilla", "gated", "rnn"]
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """The sizes and kind of a head.
+
+    Args:
+        kind: "vanilla", "gated" or "rnn", the Markov heads of DSpark.
+        rank: r.
+    """
+
+    kind: HeadKind
+    rank: int
+
+    def toy(self) -> HeadSettings:
+        """The same kind of head for a toy."""
+        return replace(self, rank=2)
+
+
+class Above(NamedTuple):
+    """What a head reads of the path above the children of each row.
+
+    Args:
+        token: ``[n]`` of the row, one level above its children.
+        embedded: ``[n, H]`` the same token as the layers read it; None of a head that does not read it.
+        state: ``[n, S]`` of the row's parent; zeros above the pending token.
+        level: ``[n]`` of the row: 0 for the pending token.
+    """
+
+    token: Tensor
+    embedded: Tensor | None
+    state: Tensor
+    level: Tensor
+
+
+class LevelHead(nn.Module, ABC):
+    """A head. It has no weights until they are read."""
+
+    state_size = 0
+    """S."""
+    reads_embedding = False
+    """Whether it reads the embeddings of tokens."""
+    reads_anchor = False
+    """Whether its state passes the pending token's row also where that row drafts no level."""
+
+    @abstractmethod
+    def forward(self, logits: Tensor, hidden: Tensor, above: Above) -> tuple[Tensor, Tensor]:
+        """Logits ``[n, W]`` and normed outputs ``[n, H]`` of rows of the block -> corrected logits, states ``[n, S]``.
+
+        Args:
+            logits: of the layers alone; not written to.
+            hidden: that these follow from.
+            above: the row of the tree whose children are drawn from the logits.
+        """
+
+
+class MarkovHead(LevelHead):
+    """Adds a bias that depends on the token before (DSpark 2607.05147): ``W2 f``, where e = W1[token] and f is
+
+    - "vanilla": e;
+    - "gated": ``sigmoid(G [h; e]) * e``;
+    - "rnn": ``tanh(o)``, where ``[g; c; o] = J [s; e; h]``, and the next s is
+      ``sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c)``.
+
+    Args:
+        settings: of the head.
+        vocab_size: V.
+        draft_vocab_size: W.
+        hidden_size: H.
+    """
+
+    def __init__(self, settings: HeadSettings, vocab_size: int, draft_vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        rank, self.kind = settings.rank, settings.kind
+        self.reads_anchor = settings.kind == "rnn"
+        self.state_size = rank if self.reads_anchor else 0
+        self.markov_w1 = nn.Embedding(vocab_size, rank, device="meta")
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False, device="meta")
+        if settings.kind == "gated":
+            self.gate_proj = nn.Linear(hidden_size + rank, rank, device="meta")
+        if settings.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank, device="meta")
+
+    def forward(self, logits: Tensor, hidden: Tensor, above: Above) -> tuple[Tensor, Tensor]:
+        """See ``LevelHead``."""
+        latent, state = self.markov_w1(above.token), above.state
+        if self.kind == "gated":
+            latent = latent * self.gate_proj(torch.cat([hidden, latent], -1)).sigmoid()
+        elif self.kind == "rnn":
+            gate, candidate, output = self.joint_proj(torch.cat([state, latent, hidden], -1)).chunk(3, -1)
+            gate, latent = gate.sigmoid(), output.tanh()
+            state = gate * state + (1 - gate) * candidate.tanh()
+        return logits + self.markov_w2(latent), state
+
+
+def head_of(settings: HeadSettings, vocab_size: int, draft_vocab_size: int, hidden_size: int) -> LevelHead:
+    """The head of these settings, without weights. Arguments as of ``MarkovHead``."""
+    return MarkovHead(settings, vocab_size, draft_vocab_size, hidden_size)
