@@ -6,7 +6,7 @@ that of the engine (``runners.attention.SPANS``), so that ``runners.feature_lm``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from inspect import signature, unwrap
 from typing import Any, TypeVar
@@ -47,13 +47,16 @@ class DraftLayers(nn.Module):
         whole: the layers are only called whole (``whole``), so any family with self-attention over a KV cache will do:
             multi-head latent attention, gated attention, experts. Every layer has full attention then, also where the
             family has other layers too.
+        windows: W of each layer that attends to positions i - W + 1 to i only, None of others; empty: of none.
 
     Raises:
         ValueError: fields that describe no model.
         Unsupported: a family whose layers are built otherwise, or that has layers without full attention.
     """
 
-    def __init__(self, fields: Mapping[str, Any], count: int, whole: bool = False) -> None:
+    def __init__(
+        self, fields: Mapping[str, Any], count: int, whole: bool = False, windows: Sequence[int | None] = ()
+    ) -> None:
         super().__init__()
         kind = fields.get("model_type")
         if not isinstance(kind, str):
@@ -82,7 +85,7 @@ class DraftLayers(nn.Module):
                 raise ValueError(f"its rotary embedding has {numbers} numbers, more than {MAX_BUFFERS}: check head_dim")
             model = causal_lm.model
             rotary = type(model.rotary_emb)(config=config)
-            windows = layer_kinds(config)
+            own_windows = layer_kinds(config)
         except Unsupported:
             raise
         except Exception as error:  # transformers raises errors of many types
@@ -91,7 +94,7 @@ class DraftLayers(nn.Module):
                 f"({one_line(error)})"
             ) from error
         children = {name for layer in model.layers for name, _ in layer.named_children()}
-        if windows:
+        if own_windows:
             raise Unsupported(
                 f"layers of model_type '{kind}' are not supported in a drafter: they have sliding windows or chunks, "
                 "and drafters need full attention"
@@ -111,6 +114,10 @@ class DraftLayers(nn.Module):
                 f"sinks, and to consist of {', '.join(LAYER_MODULES)}"
             )
         self.config, self.rotary, self.layers, self._family = config, rotary, model.layers, type(causal_lm)
+        self.windows = tuple(windows) or (None,) * count
+        for decoder_layer, window in zip(model.layers, self.windows, strict=True):
+            if hasattr(decoder_layer.self_attn, "sliding_window"):  # Qwen's, which passes it on
+                decoder_layer.self_attn.sliding_window = window
         for parent in list(model.layers.modules()):
             for name, norm in list(parent.named_children()):
                 if _is_plain_norm(norm):
@@ -133,10 +140,13 @@ class DraftLayers(nn.Module):
             cache: ``runners.attention.Pack``, or anything with its ``update``.
             mask: for attention that is not over cells.
         """
-        attention = self.layers[layer].self_attn
+        attention, more = self.layers[layer].self_attn, {}
+        if self.windows[layer] is not None and not hasattr(attention, "sliding_window"):
+            more = {"sliding_window": self.windows[layer]}
         out: Tensor = attention(
-            hidden_states=x, position_embeddings=rotation, attention_mask=mask, **{cache_argument(attention): cache}
-        )[0]
+            hidden_states=x, position_embeddings=rotation, attention_mask=mask,
+            **{cache_argument(attention): cache}, **more,
+        )[0]  # fmt: skip
         return out
 
     def rotate(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

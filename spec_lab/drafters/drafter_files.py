@@ -329,18 +329,23 @@ class DrafterFiles:
                     f"has {size}"
                 )
 
-    def layer_fields(self, config: Mapping[str, Any], positions: int | None = None) -> dict[str, Any]:
-        """The fields that describe decoder layers with full attention.
+    def layer_fields(
+        self, config: Mapping[str, Any], positions: int | None = None, windows: bool = False
+    ) -> dict[str, Any]:
+        """The fields that describe decoder layers, apart from windows.
 
         Args:
             config: of the layers.
             positions: that they have if the config states none; None: those of the target.
+            windows: whether they may have windows, which ``windows`` reads.
 
         Raises:
-            ValueError: layers with windows; no hidden size; more layers than the files have tensors.
+            ValueError: layers with windows where they may have none; no hidden size; more layers than the files have
+                tensors.
         """
         types, h = config.get("layer_types"), self.whole("hidden_size", config=config)
-        if types is not None and (not isinstance(types, list) or any(kind != "full_attention" for kind in types)):
+        full = types is None or (isinstance(types, list) and all(kind == "full_attention" for kind in types))
+        if not (full or windows):
             raise ValueError(f"{self.file}: layer_types must be full_attention in every layer, not {brief(types)}")
         self.whole("num_hidden_layers", 1, config=config)
         check_counts(self.folder, config, len(self.held))
@@ -349,6 +354,33 @@ class DrafterFiles:
             fields["head_dim"] = h // heads
         positions = max(self.target.context, 1) if positions is None else positions
         return fields | {"max_position_embeddings": self.whole("max_position_embeddings", positions, config=config)}
+
+    def windows(self, config: Mapping[str, Any]) -> tuple[int | None, ...]:
+        """The window W of each decoder layer, None of one with full attention.
+
+        ``layer_types`` names the layers that have one; without it and with ``use_sliding_window`` they are those from
+        ``max_window_layers`` on (Qwen2). ``sliding_window`` alone states nothing, since no Llama layer reads it.
+
+        Raises:
+            ValueError: layers of another type; fields that contradict each other; no window.
+        """
+        layers, types = self.whole("num_hidden_layers", 1, config=config), config.get("layer_types")
+        if types is None:
+            first = self.whole("max_window_layers", 28, 0, config=config)
+            first = first if self.flag("use_sliding_window", config=config) else layers
+            types = ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
+        names = ("full_attention", "sliding_attention")
+        if not isinstance(types, list) or len(types) != layers or any(kind not in names for kind in types):
+            raise ValueError(
+                f"{self.file}: layer_types must name one of {', '.join(names)} for each of {layers} layers, not "
+                f"{brief(types)}"
+            )
+        if "sliding_attention" not in types:
+            return (None,) * layers
+        if not self.flag("use_sliding_window", True, config=config):
+            raise ValueError(f"{self.file}: use_sliding_window is False, but layer_types has sliding_attention")
+        window = self.whole("sliding_window", config=config)
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
 
     def taps(self, where: str, named: Any, shift: int) -> list[int]:
         """The numbers of the hidden states that a drafter reads, as in ``runner.Capabilities``.

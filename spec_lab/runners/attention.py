@@ -34,10 +34,13 @@ class AttentionKind(NamedTuple):
     Args:
         sliding_window: W; position i attends to positions i - W + 1 to i. None for no window.
         chunk: C; position i attends to positions of its own chunk, i // C. None for no chunks.
+        causal: whether no position attends to a later one, of rows that otherwise do: those of a block
+            (``Packer.blocks``). Position i of a block without it attends to positions i - W + 1 to i + W - 1.
     """
 
     sliding_window: int | None = None
     chunk: int | None = None
+    causal: bool = False
 
     def first(self, position: int) -> int:
         """The first position that a query at this position attends to."""
@@ -45,10 +48,12 @@ class AttentionKind(NamedTuple):
         return near if self.chunk is None else max(near, position - position % self.chunk)
 
     def reaches(self, query: Any, key: Any) -> Any:
-        """Whether queries attend to earlier keys, by their positions: arrays or tensors whose shapes broadcast."""
+        """Whether queries attend to keys, by their positions: arrays or tensors whose shapes broadcast."""
         near = key == key
+        if self.causal:
+            near = near & (key <= query)
         if self.sliding_window is not None:
-            near = near & (query - key < self.sliding_window)
+            near = near & (abs(query - key) < self.sliding_window)
         if self.chunk is not None:
             near = near & (query // self.chunk == key // self.chunk)
         return near

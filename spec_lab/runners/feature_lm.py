@@ -6,7 +6,7 @@ where a language model has a token. So it decodes inputs ``[n, X]``, and returns
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,31 +16,40 @@ from torch import Tensor
 from spec_lab.core.clock import Phase
 from spec_lab.core.draft import Shape
 from spec_lab.core.inference import inference
-from spec_lab.runners.attention import Pack
+from spec_lab.runners.attention import AttentionKind, Pack
 from spec_lab.runners.kv_cache import GRAIN, Cells, CellSequence
 from spec_lab.runners.prepare import Packer, Prepared
 
 Layers = Callable[[Tensor, Tensor, Pack], Tensor]
 """Inputs ``[1, N, X]``, positions ``[1, N]`` and what stands in for transformers' cache -> outputs ``[1, N, Y]``."""
 
+NO_KINDS: Mapping[int, AttentionKind] = {}
+
 
 class FeatureCells:
     """The KV cache of decoder layers that read rows ``[n, X]`` in place of tokens.
 
     Args:
-        layers: whose attention is ``attention.SPANS``, with full attention in every layer.
+        layers: whose attention is ``attention.SPANS``.
         count: how many they are.
         device: of the layers.
         dtype: of the layers.
         chunk: most rows of one sequence that one forward appends.
+        kinds: of the layers' attention, by layer; layers left out have full attention.
     """
 
     def __init__(
-        self, layers: Callable[..., Tensor], count: int, device: torch.device, dtype: torch.dtype, chunk: int = 512
+        self,
+        layers: Callable[..., Tensor],
+        count: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        chunk: int = 512,
+        kinds: Mapping[int, AttentionKind] = NO_KINDS,
     ) -> None:
         self.layers, self.device, self.dtype = layers, device, dtype
         self.cells = Cells()
-        self._packer = Packer(self.cells, {}, count, device, dtype, chunk)
+        self._packer = Packer(self.cells, kinds, count, device, dtype, chunk)
 
     def open(self, reserve: int = GRAIN) -> CellSequence:
         """An empty sequence with room for ``reserve`` positions (it grows on demand)."""

@@ -54,7 +54,8 @@ def work_of(model: Any, kinds: Mapping[int, AttentionKind], kv_itemsize: int | N
     cached = _numbers_per_cell(model) * (head.element_size() if kv_itemsize is None else kv_itemsize)
     same = Counter(kinds.get(layer, FULL) for layer in _layers_with_cells(config))
     attention = [
-        AttentionWork(count * cached, count * 2 * sizes[0] * (key + value), *kind) for kind, count in same.items()
+        AttentionWork(count * cached, count * 2 * sizes[0] * (key + value), kind.sliding_window, kind.chunk)
+        for kind, count in same.items()
     ]
     return ForwardWork(round(weights), round(flops), 2 * head.numel(), tuple(attention))
 

@@ -37,6 +37,14 @@ VARIANTS = {
     "dspark-gated": dspark(H, VOCABULARY, kind="gated", layout="specforge", mask=60),
     "dspark-rnn": dspark(H, VOCABULARY, kind="rnn", layout="modelopt", mask=60),
     "dspark-own-row": dspark(H, VOCABULARY, kind="rnn", layout="specforge", mask=60, sample_from_anchor=False),
+    "dflash-windows": dflash(
+        H, layer_types=["sliding_attention", "full_attention"], sliding_window=6, use_sliding_window=True
+    ),
+    "dflash-llama-windows": dflash(
+        H, family="llama", layer_types=["full_attention", "sliding_attention"], sliding_window=4, is_causal=False
+    ),
+    "dflash-swa": dflash(H, use_swa=True, swa_window_size=7),
+    "dflash-causal": dflash(H, layers=1, causal=True),
     "dflash-scaled": dflash(
         H,
         layers=1,
@@ -45,6 +53,15 @@ VARIANTS = {
         final_logit_softcapping=1.5,
     ),
 }
+
+
+KINDS = {
+    "dflash-windows": [(6, True), (None, False)],
+    "dflash-llama-windows": [(None, False), (4, False)],
+    "dflash-swa": [(7, False)] * 2,
+    "dflash-causal": [(None, True)],
+}
+"""The windows of layers, and whether rows of a block attend to rows before them only."""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +90,7 @@ def reference(name, target, text, path):
             ("final_logit_softcapping", None),
         )
     ]
-    hidden, logits = oracle.rows(w, *parts, taps, *block, SIZES, config["rope_theta"], *scales)
+    hidden, logits = oracle.rows(w, *parts, taps, *block, SIZES, config["rope_theta"], *scales, KINDS.get(name, ()))
     next_row = config.get("sample_from_anchor", name.startswith("dspark"))
     return oracle.level(w, hidden, logits, [text[-1], *path], next_row)
 
@@ -282,9 +299,13 @@ REFUSED = {
     "an anchor of two minds": (dspark, outer(sample_from_anchor=False, shift_label=True), "shift_label is True, but"),
     "another kind": (dflash, inner(projector_type="xpress"), "projector_type 'xpress' is not supported, only 'dflash'"),
     "interleaved rotation": (dspark, outer(rope_is_neox_style=False), "rope_is_neox_style is False, and only True"),
-    "causal": (dflash, inner(causal=True), r"dflash_config\.causal is True, and only False"),
-    "windows inside": (dflash, inner(use_swa=True, swa_window_size=1024), r"dflash_config\.use_swa is True"),
-    "windows by a flag": (dflash, outer(use_sliding_window=True, sliding_window=4096), "use_sliding_window is True"),
+    "causal and not": (dflash, outer(causal=True, is_causal=False), "is_causal is False, but causal is True"),
+    "windows without a size": (dflash, inner(use_swa=True), "sliding_window must be a whole number"),
+    "windows by one field only": (
+        dflash,
+        outer(use_sliding_window=False, layer_types=["sliding_attention"] * 2, sliding_window=4),
+        "use_sliding_window is False, but layer_types",
+    ),
     "caps": (dflash, inner(final_logit_softcapping=-30.0), "final_logit_softcapping must be a number above 0"),
     "factor": (dflash, inner(output_multiplier=True), "output_multiplier must be a number above 0"),
     "sinks": (dflash, inner(attention_sink_bias=True), "attention_sink_bias is True"),
@@ -302,7 +323,8 @@ REFUSED = {
     "unknown field": (dspark, outer(gate_scale=2), r"gate_scale \(2\)"),
     "block": (dflash, outer(block_size=0), "block_size must be a whole number"),
     "block of one": (dflash, outer(block_size=1), "block_size is 1"),
-    "windows": (dflash, outer(layer_types=["sliding_attention"]), "layer_types must be full_attention"),
+    "windows of fewer layers": (dflash, outer(layer_types=["sliding_attention"]), "for each of 2 layers"),
+    "chunks": (dflash, outer(layer_types=["chunked_attention"] * 2), "layer_types must name one of full_attention"),
     "family": (dflash, outer(model_type="mamba"), "model_type must be one of llama, qwen3, not 'mamba'"),
     "layers": (dflash, outer(num_hidden_layers=10**6), "num_hidden_layers is 1000000"),
     "hidden size": (dflash, outer(target_hidden_size=64), "size 64, the target .* 32"),

@@ -9,10 +9,11 @@ import torch
 from tests.oracles.eagle import mlp, rms, rotated
 
 
-def rows(w, embedding, head, taps, pending, mask, size, sizes, theta, scale=1.0, multiplier=1.0, cap=None):
+def rows(w, embedding, head, taps, pending, mask, size, sizes, theta, scale=1.0, multiplier=1.0, cap=None, kinds=()):
     """Normed outputs ``[size, H]`` and logits ``[size, V]`` of every row of a block, of the layers alone.
 
     taps: ``[n, k * H]`` the hidden states of the n computed positions, side by side.
+    kinds: of each layer, its window (None: full attention) and whether rows attend to rows before them only.
     """
     heads, shared, dim = sizes
     embedding, head = w.get("embed_tokens.weight", embedding), w.get("lm_head.weight", head)
@@ -34,13 +35,20 @@ def rows(w, embedding, head, taps, pending, mask, size, sizes, theta, scale=1.0,
         q = rotated(split("q", own, heads), everywhere[n:], theta)
         k, v = rotated(split("k", both, shared), everywhere, theta), split("v", both, shared)
         k, v = (one.repeat_interleave(heads // shared, 0) for one in (k, v))
-        mixed = (q @ k.transpose(1, 2) / math.sqrt(dim)).softmax(-1) @ v
+        window, causal = kinds[layer] if kinds else (None, False)
+        hidden = torch.zeros(size, n + size, dtype=torch.bool)
+        for row in range(size):
+            for key in range(n + size):
+                far = window is not None and abs(n + row - key) >= window
+                hidden[row, key] = far or (causal and key > n + row)
+        scores = (q @ k.transpose(1, 2) / math.sqrt(dim)).masked_fill(hidden, -torch.inf)
+        mixed = scores.softmax(-1) @ v
         x = x + mixed.transpose(0, 1).reshape(size, heads * dim) @ w[f"{name}.self_attn.o_proj.weight"].T
         x = x + mlp(w, name, x)
         layer += 1
-    hidden = rms(x, w["norm.weight"])
-    logits = multiplier * (hidden @ head.T)
-    return hidden, logits if cap is None else cap * torch.tanh(logits / cap)
+    normed = rms(x, w["norm.weight"])
+    logits = multiplier * (normed @ head.T)
+    return normed, logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def level(w, hidden, logits, path, next_row):

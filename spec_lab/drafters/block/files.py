@@ -12,7 +12,9 @@ ModelOpt). Which kind it is, is told by ``projector_type``, else by the class in
 
 - DFlash: ``block_size``, ``mask_token_id`` and ``target_layer_ids``; perhaps ``output_multiplier`` of the logits, which
   ``final_logit_softcapping`` then caps, and ``input_embedding_scale``. Row i of a block predicts the token at its own
-  position.
+  position. Windows are those of ``layer_types`` and ``sliding_window``, or, with ``use_swa``, of every layer. Whether
+  the rows of a block attend to each other in both directions is told by ``is_causal`` or ``causal``, else by the layer:
+  in both with full attention, to rows before them with a window.
 - DSpark: besides, ``markov_rank`` and ``markov_head_type``, and the tensors of a Markov head and of a confidence head.
   Row i predicts the token after its position, unless ``sample_from_anchor`` or ``shift_label`` is false or
   ``dspark_bonus_anchor`` true.
@@ -52,14 +54,11 @@ ANCHOR = {"sample_from_anchor": True, "shift_label": True, "dspark_bonus_anchor"
 """Fields that tell whether the pending token's row drafts the first level, and their value where it does."""
 PLACES = {
     "block_size", "mask_token_id", "target_layer_ids", "projector_type", "final_logit_softcapping", "output_multiplier",
-    "input_embedding_scale", *ANCHOR,
+    "input_embedding_scale", "causal", "is_causal", "use_swa", "swa_window_size", *ANCHOR,
 }  # fmt: skip
 """Fields that may stand at the top level or in ``dflash_config``."""
 MARKOV_FIELDS = ("markov_rank", "markov_head_type")
-CAUSAL = (False,), "blocks whose rows attend only to rows before them are not supported"
 MEANS: Meanings = {
-    "causal": CAUSAL,
-    "is_causal": CAUSAL,
     "attention_mode": (("gqa", "mha"), "latent attention is not supported"),
     "use_aux_hidden_state": ((True,), "drafters that read the last hidden state in place of taps are not supported"),
     "pure_draft_prefix_len": ((0,), "levels without Domino's head are not supported"),
@@ -69,7 +68,7 @@ NOT_READ = {
     "confidence_head_with_markov": "the tensors of the files tell",
 }
 CONFIDENCE = ("enable_confidence_head", "use_confidence_head")
-COMMON = {*LAYER.read, *PLACES, "target_hidden_size"}
+COMMON = {*LAYER.read, *PLACES, "target_hidden_size", "use_sliding_window", "sliding_window", "max_window_layers"}
 NO_HEADS = (False,), "projector_type or architectures of a drafter with DSpark's heads must say so"
 FIELDS: Mapping[Kind, Fields] = {
     "dflash": Fields(
@@ -121,7 +120,8 @@ def _settings(files: DrafterFiles) -> BlockSettings:
         raise ValueError(
             f"{file}: block_size is {size}: a block holds the pending token, and mask tokens that draft a level each"
         )
-    fields = files.layer_fields(config, target.context + size)
+    fields = files.layer_fields(config, target.context + size, windows=True)
+    windows, causal = _attention(files, stated)
     h, layers = config["hidden_size"], files.whole("num_hidden_layers")
     embedding, own_head = (shapes.get("embed_tokens.weight") or (None,))[0], "lm_head.weight" in shapes
     of_target = files.whole("target_hidden_size", h)
@@ -136,7 +136,7 @@ def _settings(files: DrafterFiles) -> BlockSettings:
         head=head, confidence=_confidence(files, stated, h, head.rank if head else 0), embedding=embedding,
         own_head=own_head, embedding_scale=_factor(files, stated, "input_embedding_scale", 1.0),
         logit_scale=_factor(files, stated, "output_multiplier", 1.0),
-        logit_cap=_factor(files, stated, "final_logit_softcapping", 0.0),
+        logit_cap=_factor(files, stated, "final_logit_softcapping", 0.0), windows=windows, causal=causal,
     )  # fmt: skip
 
 
@@ -198,6 +198,28 @@ def _next_row(files: DrafterFiles, stated: Mapping[str, Any], kind: Kind) -> boo
             "pending token's row drafts a token, and one that it does not"
         )
     return next(iter(found.values()), kind == "dspark")
+
+
+def _attention(files: DrafterFiles, stated: Mapping[str, Any]) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """The window of each layer, and whether the rows of a block attend to rows before them only.
+
+    As z-lab's code and vLLM read them: without a field that says so, rows of layers with a window in ``layer_types``
+    do, and those of other layers do not, nor where ``use_swa`` gives every layer a window.
+
+    Raises:
+        ValueError: fields that contradict each other; no window.
+    """
+    windows = files.windows(files.config)
+    causal = tuple(window is not None for window in windows)
+    size = files.whole("swa_window_size", config=stated) if "swa_window_size" in stated else None
+    if files.flag("use_swa", config=stated) and not any(causal):
+        windows = (size or files.whole("sliding_window"),) * len(windows)
+    elif size is not None:
+        windows = tuple(window and size for window in windows)
+    found = {name: files.flag(name, config=stated) for name in ("is_causal", "causal") if name in stated}
+    if len({*found.values()}) > 1:
+        raise ValueError(f"{files.file}: is_causal is {found['is_causal']}, but causal is {found['causal']}")
+    return windows, tuple(next(iter(found.values()), own) for own in causal)
 
 
 def _head(files: DrafterFiles, stated: Mapping[str, Any]) -> HeadSettings | None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from spec_lab.drafters.block.heads import Above, HeadSettings, LevelHead, MarkovHead, head_of
 from spec_lab.drafters.draft_layers import DrafterNetwork, DraftLayers, random_network, rms_norm, small_layer
 from spec_lab.models.target import Target
+from spec_lab.runners.attention import FULL, AttentionKind
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class BlockSettings:
         own_head: whether the drafter has an LM head of its own.
         embedding_scale: factor of embeddings.
         logit_scale: factor of logits.
+        windows: of each layer (``DraftLayers``).
+        causal: of each layer, whether the rows of a block attend to rows before them only; empty: none of them.
         logit_cap: c, logits x become ``c tanh(x / c)`` after that; 0: they do not.
     """
 
@@ -65,6 +68,8 @@ class BlockSettings:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float = 0.0
+    windows: tuple[int | None, ...] = ()
+    causal: tuple[bool, ...] = ()
 
 
 class BlockRows(NamedTuple):
@@ -89,7 +94,7 @@ class BlockNetwork(DrafterNetwork):
         self.settings = settings
         h = settings.hidden_size
         self.hidden = settings.taps
-        self.body = DraftLayers(settings.layer, settings.layers)
+        self.body = DraftLayers(settings.layer, settings.layers, windows=settings.windows)
         self.fc = nn.Linear(len(settings.taps) * settings.target_hidden_size, h, bias=False, device="meta")
         self.hidden_norm, self.norm = rms_norm(h, self.body), rms_norm(h, self.body)
         self.embed_tokens: nn.Embedding | None = None
@@ -107,6 +112,13 @@ class BlockNetwork(DrafterNetwork):
     def levels(self) -> int:
         """Maximum number of levels that a block drafts."""
         return self.settings.block_size - (not self.settings.predicts_next)
+
+    @property
+    def kinds(self) -> dict[int, AttentionKind]:
+        """Of attention, by layer; left out are layers in which blocks attend to all before them and to themselves."""
+        causal = self.settings.causal or (False,) * self.layers
+        kinds = [AttentionKind(window, causal=own) for window, own in zip(self.body.windows, causal, strict=True)]
+        return {layer: kind for layer, kind in enumerate(kinds) if kind != FULL}
 
     def features(self, hidden: Tensor) -> Tensor:
         """The taps ``[n, k * H_t]`` -> c ``[n, H]``."""

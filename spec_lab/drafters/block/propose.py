@@ -54,7 +54,7 @@ class BlockDrafter(FeatureReader):
             )
         super().__init__(plan, "block", Requires(hidden=network.hidden), sha256)
         self.network, self.context, self.reserve = network, target.context, network.settings.block_size
-        self.lm: BlockLM = BlockLM(network, network.layers, target.lm.device, target.lm.dtype)
+        self.lm: BlockLM = BlockLM(network, network.layers, target.lm.device, target.lm.dtype, kinds=network.kinds)
 
     @staticmethod
     def load(target: Target, path: str, **options: Unpack[TreeOptions]) -> BlockDrafter:
